@@ -1,0 +1,23 @@
+"""Every error the plugin raises on purpose; all derive from :class:`DCTError`."""
+
+from __future__ import annotations
+
+
+class DCTError(RuntimeError):
+    """Base of all errors of the plugin."""
+
+
+class PayloadError(DCTError, ValueError):
+    """A payload is truncated, corrupted, foreign, or does not fit the tensor it is decoded into."""
+
+
+class ConfigError(DCTError, ValueError):
+    """The ``dct`` section is wrong: names the key, the value and what is allowed."""
+
+
+class VersionError(DCTError):
+    """A host framework has a version, or a patched function a signature, that is not supported."""
+
+
+class DesyncError(DCTError):
+    """Ranks disagree (configuration, version, order or shape of tensors), or a peer reported a failure."""
