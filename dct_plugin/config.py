@@ -1,0 +1,425 @@
+"""The ``dct`` section: one model per concern, each fault is named with key, value and what is allowed.
+
+The models are frozen and strict: an integer is fine where a number is wanted, but booleans and numeric
+strings are not numbers, and unknown keys are errors.  A new concern is one more model and one more field of
+:class:`DCTConfig`; the error texts, ``dct config`` and the documentation's tables follow from the fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["DCTConfig", "DataParallelConfig", "KernelConfig", "MetricsConfig", "OptionDoc", "options"]
+
+SECTION = "dct"
+
+# Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
+_DEEPSPEED_KEYS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
+}  # fmt: skip
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None = None, /, **keys: Any) -> Self:
+        """A validated section; like the constructor, but faults are raised as :class:`ConfigError`."""
+        return _validated(cls, {**(values or {}), **keys}, _source_of(cls))
+
+
+class DataParallelConfig(_Section):
+    """``dct.data_parallel``: which part of the gradients crosses between data-parallel ranks, and how."""
+
+    enabled: bool = Field(
+        default=True, description="Threshold data-parallel gradients; false leaves them to the host."
+    )
+    sparsity: float = Field(
+        default=0.99,
+        ge=0,
+        lt=1,
+        description="Share of the gradient entries that stay at home in one step; 0 sends all.",
+    )
+    threshold: Literal["sample", "exact"] = Field(
+        default="sample",
+        description="How tau is found: from random positions, or as the exact k-th largest magnitude.",
+    )
+    threshold_lifespan: int = Field(
+        default=1000,
+        ge=1,
+        description="Upper limit, in steps, of a threshold's life; it is also refreshed at steps 1, 2, 4, 8, "
+        "... and when the realised density leaves density_band.",
+    )
+    threshold_tracking: bool = Field(
+        default=True, description="Nudge tau after each step by the density it realised; costs nothing."
+    )
+    density_band: tuple[float, float] = Field(
+        default=(0.5, 2.0),
+        strict=False,
+        description="Realised density, as multiples of the target, outside which tau is refreshed at once.",
+        json_schema_extra={"allowed": "a pair [low, high] of numbers with 0 < low < 1 < high"},
+    )
+    capacity: float = Field(
+        default=2.0,
+        ge=1,
+        description="Most entries of one message, as a multiple of the target density; "
+        "what overflows stays in the residual.",
+    )
+    min_numel: int = Field(
+        default=4096, ge=0, description="Tensors with fewer entries are sent dense, in fp32."
+    )
+    value_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
+        default="bf16",
+        description="Type of the kept values on the wire; the rounding error stays in the residual.",
+    )
+    index_encoding: Literal["auto", "bitmap", "gaps8", "block16", "rice"] = Field(
+        default="auto",
+        description="How the kept positions are written; auto takes the smallest for each payload.",
+    )
+    error_feedback: Literal["local", "none"] = Field(
+        default="local",
+        description="What was not sent is added to the next gradient (local), or dropped (none).",
+    )
+    residual_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Factor on the residual before each use; below 1 old gradients fade.",
+    )
+    residual_clip: float | None = Field(
+        default=None, gt=0, description="Limit of a residual entry, in multiples of tau; null is no limit."
+    )
+    momentum_masking: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Momentum factor of DGC's momentum correction with factor masking "
+        "(Deep Gradient Compression, sections 3.1 and 3.2); 0 is off.",
+    )
+    server_error_feedback: bool = Field(
+        default=True, description="In the two-phase exchange the owner keeps what it did not send back, too."
+    )
+    exchange: Literal["auto", "direct", "two_phase"] = Field(
+        default="auto",
+        description="All-gather of every rank's payload (direct), or reduce at owners and gather "
+        "(two_phase); auto takes the one with fewer bytes.",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="First optimizer steps that are sent dense.")
+    sparsity_warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps after these in which the density falls exponentially to its target, as in DGC.",
+    )
+
+    @field_validator("density_band")
+    @classmethod
+    def _band(cls, band: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < band[0] < 1 < band[1]:
+            raise ValueError("out of range")  # replaced by the field's own text
+        return band
+
+    @model_validator(mode="after")
+    def _residual_options_need_a_residual(self) -> Self:
+        if self.error_feedback == "none":
+            used = {
+                "residual_decay": self.residual_decay != 1,
+                "residual_clip": self.residual_clip is not None,
+                "momentum_masking": self.momentum_masking != 0,
+            }
+            for key in (key for key, is_set in used.items() if is_set):
+                raise PydanticCustomError(
+                    "dct_conflict",
+                    "{key} = {value} acts on the residual, but error_feedback = 'none' keeps none; "
+                    "set error_feedback to 'local', or leave {key} out",
+                    {"key": key, "value": getattr(self, key)},
+                )
+        return self
+
+    @property
+    def density(self) -> float:
+        """Target share of the entries that are sent, 1 - sparsity."""
+        return 1.0 - self.sparsity
+
+
+class MetricsConfig(_Section):
+    """``dct.metrics``: what is written about bytes, density and time, and where."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSON lines file, written by rank 0, or by every rank if the name holds '{rank}'.",
+    )
+    every: int = Field(
+        default=50, ge=1, description="Steps between two reports, which hold averages over these steps."
+    )
+    tensorboard: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory for an own TensorBoard writer; null uses the host framework's monitor only.",
+    )
+
+
+class KernelConfig(_Section):
+    """``dct.kernels``: which implementation of the hot loops runs."""
+
+    backend: Literal["auto", "reference", "cpu"] = Field(
+        default="auto",
+        description="Compiled CPU library, plain torch, or the fastest there is for the tensor's device.",
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Threads of the compiled library; null follows torch.get_num_threads().",
+    )
+
+
+class DCTConfig(_Section):
+    """The whole ``dct`` section."""
+
+    enabled: bool = Field(
+        default=True, description="The plugin as a whole; false leaves the host framework untouched."
+    )
+    data_parallel: DataParallelConfig = Field(
+        default_factory=DataParallelConfig, description="Gradients between data-parallel ranks."
+    )
+    metrics: MetricsConfig = Field(
+        default_factory=MetricsConfig, description="Reports on bytes, density, time."
+    )
+    kernels: KernelConfig = Field(
+        default_factory=KernelConfig, description="Implementation of the hot loops."
+    )
+
+    @classmethod
+    def parse(
+        cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None, source: str = SECTION
+    ) -> DCTConfig:
+        """Validate a ``dct`` section.
+
+        Args:
+            section: the section as read from JSON, or an already validated one (returned as it is).
+                ``None`` (there is no section) gives a disabled configuration.
+            rank: named in the error when given.
+            source: path of the section, the first part of every key named in an error.
+
+        Raises:
+            ConfigError: all faults of the section, one per line: key, value, what is allowed, and for an
+                unknown key the closest valid one.
+        """
+        if isinstance(section, DCTConfig):
+            return section
+        if section is None:
+            return cls(enabled=False)
+        return _validated(cls, section, source, rank=rank)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, rank: int | None = None) -> DCTConfig:
+        """Read a section from a JSON file: a DeepSpeed configuration with a ``dct`` key, or the bare section.
+
+        Raises:
+            ConfigError: the file cannot be read, is not JSON, holds no section, or the section is wrong.
+        """
+        where = os.fspath(path)
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{where}: must hold a JSON object, holds {_show(content)}")
+        if SECTION in content:
+            content = content[SECTION]
+        elif found := sorted(_DEEPSPEED_KEYS & content.keys()):
+            raise ConfigError(
+                f'{where}: a DeepSpeed configuration (it has {found[0]!r}) without a "dct" section'
+            )
+        return _validated(cls, content, SECTION, rank=rank, where=where)
+
+    def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
+        """A validated copy with nested ``changes`` merged in, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
+        return _validated(type(self), _merged(self.model_dump(), changes), SECTION)
+
+    def canonical_json(self) -> str:
+        """The section with every default written out, keys sorted; equal configurations give equal text."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def fingerprint(self) -> str:
+        """Short hash of :meth:`canonical_json`, equal on all ranks that agree (12 hexadecimal digits)."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
+
+    def differences(self, other: DCTConfig) -> list[str]:
+        """``['dct.data_parallel.sparsity: 0.99 != 0.9', ...]``: every key in which the two differ."""
+        return [
+            f"{mine.path}: {_show(mine.value)} != {_show(theirs.value)}"
+            for mine, theirs in zip(options(self), options(other), strict=True)
+            if mine.value != theirs.value
+        ]
+
+
+class OptionDoc(NamedTuple):
+    """One option of the section: where it stands, what it is set to, and what may be written there."""
+
+    path: str
+    value: Any
+    default: Any
+    allowed: str
+    description: str
+
+
+def options(section: _Section | None = None, prefix: str = SECTION) -> Iterator[OptionDoc]:
+    """Every leaf option in order, of a default configuration when none is given."""
+    section = DCTConfig() if section is None else section
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        path = f"{prefix}.{name}"
+        if isinstance(value, _Section):
+            yield from options(value, path)
+        else:
+            default = field.get_default(call_default_factory=True)
+            yield OptionDoc(path, value, default, allowed(field), field.description or "")
+
+
+def allowed(field: FieldInfo) -> str:
+    """What may be written for a field, in words: type, range or choices."""
+    if isinstance(field.json_schema_extra, dict) and "allowed" in field.json_schema_extra:
+        return str(field.json_schema_extra["allowed"])
+    kind = field.annotation
+    optional = ""
+    if get_origin(kind) in (Union, types.UnionType):
+        optional = " or null" if type(None) in get_args(kind) else ""
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    if get_origin(kind) is Literal:
+        choices = [_show(choice) for choice in get_args(kind)]
+        return "one of " + ", ".join(choices) + optional
+    if kind is bool:
+        return "true or false" + optional
+    if kind is int or kind is float:
+        return ("an integer" if kind is int else "a number") + _range(field) + optional
+    if kind is str:
+        return "a non-empty string" + optional
+    return "a JSON object" + optional
+
+
+def _range(field: FieldInfo) -> str:
+    bounds = {
+        key: getattr(item, key)
+        for item in field.metadata
+        for key in ("ge", "gt", "le", "lt")
+        if getattr(item, key, None) is not None
+    }
+    low = bounds.get("ge", bounds.get("gt"))
+    high = bounds.get("le", bounds.get("lt"))
+    if low is not None and high is not None:
+        return f" in {'[' if 'ge' in bounds else '('}{low}, {high}{']' if 'le' in bounds else ')'}"
+    if low is not None:
+        return f" {'>=' if 'ge' in bounds else '>'} {low}"
+    if high is not None:
+        return f" {'<=' if 'le' in bounds else '<'} {high}"
+    return ""
+
+
+def _show(value: Any) -> str:
+    """A value as it stands in JSON, shortened."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = (
+            _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"key {key!r} is given twice")
+        seen[key] = value
+    return seen
+
+
+def _source_of(cls: type[_Section]) -> str:
+    """Path at which a section model stands in the configuration, e.g. ``dct.metrics``."""
+    for name, field in DCTConfig.model_fields.items():
+        if field.annotation is cls:
+            return f"{SECTION}.{name}"
+    return SECTION
+
+
+def _validated(
+    cls: type[Any], section: Any, source: str, *, rank: int | None = None, where: str | None = None
+) -> Any:
+    section = _plain(section)
+    try:
+        return cls.model_validate(section)
+    except ValidationError as error:
+        items = error.errors(include_url=False, include_context=False)
+        faults = list(dict.fromkeys(_fault(cls, section, item, source) for item in items))
+    place = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    raise ConfigError(f"invalid {SECTION} configuration{place} ({count}):\n  " + "\n  ".join(faults))
+
+
+def _plain(value: Any) -> Any:
+    """Mappings of other kinds (ordered, read-only) as the dicts that strict validation wants."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _fault(cls: type[_Section], section: Mapping[str, Any], item: Any, source: str) -> str:
+    """One pydantic error as one line: the path, the value, and what is allowed there."""
+    model, path, field, value = cls, source, None, section
+    unknown = None
+    for key in item["loc"]:
+        if key not in model.model_fields:
+            unknown = str(key)
+            break
+        path, field, value = f"{path}.{key}", model.model_fields[key], value[key]
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+            model = field.annotation
+        else:
+            break
+    if item["type"] == "extra_forbidden" and unknown is not None:
+        return f"{path}.{unknown} = {_show(item['input'])}: unknown key; {_closest(unknown, model, path)}"
+    if item["type"] == "dct_conflict":
+        return f"{path}: {item['msg']}"
+    # An error inside a pair is reported for the pair as a whole.
+    return f"{path} = {_show(value)}: must be {allowed(field) if field else 'a JSON object'}"
+
+
+def _closest(key: str, model: type[_Section], path: str) -> str:
+    valid = list(model.model_fields)
+    if match := difflib.get_close_matches(key.lower(), valid, n=1):
+        return f"did you mean {path}.{match[0]}?"
+    for name, field in model.model_fields.items():  # a key of a sub-section, written one level too high
+        sub = field.annotation
+        keys = list(sub.model_fields) if isinstance(sub, type) and issubclass(sub, _Section) else []
+        if match := difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.8):
+            return f"did you mean {path}.{name}.{match[0]}?"
+    return "allowed are " + ", ".join(valid)
