@@ -111,7 +111,7 @@ class DataParallelConfig(_Section):
         ge=0,
         lt=1,
         description="Momentum factor of DGC's momentum correction with factor masking "
-        "(Deep Gradient Compression, sections 3.1 and 3.2); 0 is off.",
+        "(Deep Gradient Compression, sections 3.2 and 3.3); 0 is off.",
     )
     server_error_feedback: bool = Field(
         default=True, description="In the two-phase exchange the owner keeps what it did not send back, too."
@@ -143,12 +143,12 @@ class DataParallelConfig(_Section):
                 "residual_clip": self.residual_clip is not None,
                 "momentum_masking": self.momentum_masking != 0,
             }
-            for key in (key for key, is_set in used.items() if is_set):
+            if keys := [key for key, is_set in used.items() if is_set]:
                 raise PydanticCustomError(
                     "dct_conflict",
-                    "{key} = {value} acts on the residual, but error_feedback = 'none' keeps none; "
-                    "set error_feedback to 'local', or leave {key} out",
-                    {"key": key, "value": getattr(self, key)},
+                    "error_feedback = 'none' keeps no residual for {keys} to act on; "
+                    "set error_feedback to 'local', or leave these out",
+                    {"keys": ", ".join(f"{key} = {_show(getattr(self, key))}" for key in keys)},
                 )
         return self
 

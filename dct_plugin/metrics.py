@@ -1,0 +1,473 @@
+"""What crossed, how much of it, and how long it took: per tensor class, per step, and for the whole run.
+
+A tensor class is a free string (``gradient``, ``gradient_small``, ``activation``, ...).  The data path calls
+:meth:`Metrics.record` for every message and :meth:`Metrics.step` once per optimizer step; every ``every``
+steps a report goes to the JSON lines file, to TensorBoard and to the sinks of the host framework's monitor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.filesize import decimal
+
+from .config import MetricsConfig
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "ClassSummary",
+    "Event",
+    "InterfaceCounter",
+    "Metrics",
+    "Sink",
+    "Summary",
+    "format_bytes",
+    "interface_bytes",
+]
+
+logger = logging.getLogger("dct_plugin")
+
+Event = tuple[str, float, int]  # name, value, step
+Sink = Callable[[list[Event]], object]
+
+
+class _Sums:
+    """Sums over the records of one tensor class."""
+
+    __slots__ = (
+        "decode_ms",
+        "dense_bytes",
+        "encode_ms",
+        "exchange_ms",
+        "nnz",
+        "numel",
+        "refreshes",
+        "select_ms",
+        "sent_bytes",
+        "target",
+        "tau",
+        "tau_numel",
+        "tensors",
+        "thin_nnz",
+        "thin_numel",
+        "thin_open",
+        "thin_steps",
+        "thin_target",
+    )
+
+    def __init__(self) -> None:
+        self.dense_bytes = self.sent_bytes = 0.0
+        self.numel = self.nnz = self.refreshes = 0
+        self.target = 0.0  # sum of target density * numel
+        self.tau = 0.0  # sum of tau * numel, over the tau_numel entries that had a finite tau > 0
+        self.tau_numel = 0
+        # Thresholded messages only (target < 1), so without warm-up and small tensors; thin_open marks that
+        # the current step has some.
+        self.thin_numel = self.thin_nnz = self.tensors = self.thin_steps = self.thin_open = 0
+        self.thin_target = 0.0
+        self.select_ms = self.encode_ms = self.exchange_ms = self.decode_ms = 0.0
+
+    def tensors_per_step(self) -> float:
+        return self.tensors / max(self.thin_steps, 1)
+
+    def add(self, other: _Sums) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+@dataclass(frozen=True)
+class ClassSummary:
+    """Totals of one tensor class (or of all) over a run.
+
+    Bytes are totals; ``ratio`` is dense over sent bytes, ``None`` when nothing was sent.  ``density`` and
+    ``density_target`` cover the thresholded messages (target below 1), ``None`` when there were none.
+    ``tau`` is the mean over entries.  Milliseconds are averages per step.
+    """
+
+    steps: int
+    dense_bytes: int
+    sent_bytes: int
+    ratio: float | None
+    density: float | None
+    density_target: float | None
+    tau: float | None
+    refreshes: int
+    refreshes_per_tensor: float
+    select_ms: float
+    encode_ms: float
+    exchange_ms: float
+    decode_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds per step in select, encode, exchange and decode together."""
+        return self.select_ms + self.encode_ms + self.exchange_ms + self.decode_ms
+
+    @classmethod
+    def _of(cls, sums: _Sums, steps: int, tensors: float) -> ClassSummary:
+        per_step = 1 / max(steps, 1)
+        return cls(
+            steps=steps,
+            dense_bytes=round(sums.dense_bytes),
+            sent_bytes=round(sums.sent_bytes),
+            ratio=_ratio(sums.dense_bytes, sums.sent_bytes),
+            density=_ratio(sums.thin_nnz, sums.thin_numel),
+            density_target=_ratio(sums.thin_target, sums.thin_numel),
+            tau=_ratio(sums.tau, sums.tau_numel),
+            refreshes=sums.refreshes,
+            refreshes_per_tensor=sums.refreshes / (tensors or 1),
+            select_ms=sums.select_ms * per_step,
+            encode_ms=sums.encode_ms * per_step,
+            exchange_ms=sums.exchange_ms * per_step,
+            decode_ms=sums.decode_ms * per_step,
+        )
+
+
+@dataclass(frozen=True)
+class Summary(ClassSummary):
+    """Totals over all tensor classes, and each class by itself in ``classes``."""
+
+    classes: dict[str, ClassSummary] = field(default_factory=dict)
+
+
+class Metrics:
+    """Accumulates records and reports them.
+
+    Args:
+        config: the ``dct.metrics`` section.
+        rank, world_size: of this process; rank 0 writes files, the others only if the path holds ``{rank}``.
+        sinks: callables taking ``[(name, value, step), ...]``, for the host framework's monitor.
+
+    Raises:
+        ConfigError: the file or directory cannot be written, or TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self, config: MetricsConfig, *, rank: int, world_size: int, sinks: Iterable[Sink] = ()
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self._sinks: list[Sink] = list(sinks)
+        self._window: dict[str, _Sums] = {}
+        self._totals: dict[str, _Sums] = {}
+        self._steps = 0
+        self._window_steps = 0
+        self._last_step = 0
+        # Records may come from communication hooks that run on autograd's threads.
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+        self._writer: Any = None
+        path = self._own("path", config.path)
+        if path is not None:
+            self._file = _open(path, rank)
+        directory = self._own("tensorboard", config.tensorboard)
+        if directory is not None:
+            self._writer = _tensorboard_writer(directory, rank)
+            self._sinks.append(self._write_scalars)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Report to one more monitor, e.g. one that exists only after the engine does."""
+        self._sinks.append(sink)
+
+    def record(
+        self,
+        cls: str,
+        *,
+        dense_bytes: float,
+        sent_bytes: float,
+        numel: int,
+        nnz: int,
+        target_density: float,
+        tau: float,
+        refreshes: int = 0,
+        select_ms: float = 0.0,
+        encode_ms: float = 0.0,
+        exchange_ms: float = 0.0,
+        decode_ms: float = 0.0,
+        tensors: int = 1,
+    ) -> None:
+        """Add one message (of one tensor, or of ``tensors`` tensors) to the current step.
+
+        Args:
+            cls: tensor class.
+            dense_bytes: bytes this rank would have sent without the plugin.
+            sent_bytes: bytes it did send.
+            numel, nnz: entries of the tensors, and how many of them were kept.
+            target_density: wanted nnz / numel; 1 for what is sent dense.
+            tau: threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
+            refreshes: thresholds that were recomputed.
+            select_ms, encode_ms, exchange_ms, decode_ms: milliseconds.
+        """
+        with self._lock:
+            sums = self._window.get(cls)
+            if sums is None:
+                sums = self._window[cls] = _Sums()
+            sums.dense_bytes += dense_bytes
+            sums.sent_bytes += sent_bytes
+            sums.numel += numel
+            sums.nnz += nnz
+            sums.target += target_density * numel
+            if target_density < 1:
+                sums.thin_open = 1
+                sums.tensors += tensors
+                sums.thin_numel += numel
+                sums.thin_nnz += nnz
+                sums.thin_target += target_density * numel
+            if 0 < tau < math.inf:
+                sums.tau += tau * numel
+                sums.tau_numel += numel
+            sums.refreshes += refreshes
+            sums.select_ms += select_ms
+            sums.encode_ms += encode_ms
+            sums.exchange_ms += exchange_ms
+            sums.decode_ms += decode_ms
+
+    def step(self, n: int) -> None:
+        """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""
+        with self._lock:
+            self._steps += 1
+            self._window_steps += 1
+            self._last_step = n
+            for sums in self._window.values():
+                sums.thin_steps += sums.thin_open
+                sums.thin_open = 0
+            due = self._window_steps >= self.config.every
+        if due:
+            self._report()
+
+    def summary(self) -> Summary:
+        """Totals so far, of all classes together and of each one."""
+        with self._lock:
+            per_class: dict[str, _Sums] = {}
+            for part in (self._totals, self._window):
+                for cls, sums in part.items():
+                    per_class.setdefault(cls, _Sums()).add(sums)
+            steps = self._steps
+        whole = _Sums()
+        for sums in per_class.values():
+            whole.add(sums)
+        tensors = {cls: sums.tensors_per_step() for cls, sums in per_class.items()}
+        classes = {cls: ClassSummary._of(sums, steps, tensors[cls]) for cls, sums in per_class.items()}
+        return Summary(**vars(ClassSummary._of(whole, steps, sum(tensors.values()))), classes=classes)
+
+    def summary_line(self) -> str:
+        """The run in one line, for the end of training."""
+        total = self.summary()
+        steps = f"{total.steps} step{'' if total.steps == 1 else 's'}"
+        if total.ratio is None:
+            return f"dct: {steps}, nothing sent ({self.world_size} rank{'' if self.world_size == 1 else 's'})"
+        times = f"{total.ratio:.3g}x fewer" if total.ratio >= 1 else f"{1 / total.ratio:.3g}x more"
+        if total.dense_bytes == 0:
+            times = "all of it extra"
+        parts = [
+            steps,
+            f"sent {format_bytes(total.sent_bytes)} of {format_bytes(total.dense_bytes)} dense ({times})",
+        ]
+        if total.density is None or total.density_target is None:
+            parts.append("nothing thresholded")
+        else:
+            parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
+            count = f"{total.refreshes_per_tensor:.3g}"
+            parts.append(f"{count} threshold refresh{'' if count == '1' else 'es'} per tensor")
+        parts.append(
+            f"{total.total_ms:.1f} ms per step in select {total.select_ms:.1f} / "
+            f"encode {total.encode_ms:.1f} / exchange {total.exchange_ms:.1f} / decode {total.decode_ms:.1f}"
+        )
+        return "dct: " + ", ".join(parts)
+
+    def close(self) -> None:
+        """Report the steps since the last report and close what is open; may be called again."""
+        if self._window_steps:
+            self._report()
+        file, self._file = self._file, None
+        writer, self._writer = self._writer, None
+        self._sinks.clear()
+        for output in (file, writer):
+            if output is not None:
+                try:
+                    output.close()
+                except OSError as error:
+                    logger.warning("dct: metrics could not be written to the end: %s", error)
+
+    def _own(self, key: str, path: str | None) -> str | None:
+        """The path this rank writes to, if it does: rank 0 alone, or every rank if each has its own."""
+        if path is None:
+            return None
+        if "{rank}" in path:
+            return path.replace("{rank}", str(self.rank))
+        return path if self.rank == 0 else None
+
+    def _report(self) -> None:
+        with self._lock:
+            window, steps, step = self._window, self._window_steps, self._last_step
+            self._window, self._window_steps = {}, 0
+            for cls, sums in window.items():
+                self._totals.setdefault(cls, _Sums()).add(sums)
+        if self._file is None and not self._sinks:
+            return
+        rows = {cls: _row(sums, steps) for cls, sums in window.items()}
+        if self._file is not None:
+            head = {"step": step, "steps": steps}
+            tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}
+            try:
+                for cls, row in rows.items():
+                    self._file.write(json.dumps({**head, "class": cls, **row, **tail}) + "\n")
+                self._file.flush()
+            except OSError as error:  # a full disk must not end the training
+                logger.warning("dct: metrics are no longer written to %s: %s", self._file.name, error)
+                self._file = None
+        events = [
+            (f"dct/{cls}/{name}", float(value), step)
+            for cls, row in rows.items()
+            for name, value in row.items()
+            if value is not None
+        ]
+        for sink in list(self._sinks) if events else ():
+            try:
+                sink(events)
+            except Exception as error:  # whatever a monitor raises, the training goes on without it
+                logger.warning("dct: a monitor failed and gets no more metrics: %r", error)
+                self._sinks.remove(sink)
+
+    def _write_scalars(self, events: list[Event]) -> None:
+        for event in events:
+            self._writer.add_scalar(*event)
+
+
+def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
+    """One report: bytes and milliseconds per step, densities and tau over the window, refreshes in it."""
+    return {
+        "dense_bytes": round(sums.dense_bytes / steps, 1),
+        "sent_bytes": round(sums.sent_bytes / steps, 1),
+        "ratio": _ratio(sums.dense_bytes, sums.sent_bytes),
+        "density_target": _ratio(sums.target, sums.numel),
+        "density": _ratio(sums.nnz, sums.numel),
+        "tau": _ratio(sums.tau, sums.tau_numel),
+        "refreshes": sums.refreshes,
+        "select_ms": round(sums.select_ms / steps, 4),
+        "encode_ms": round(sums.encode_ms / steps, 4),
+        "exchange_ms": round(sums.exchange_ms / steps, 4),
+        "decode_ms": round(sums.decode_ms / steps, 4),
+    }
+
+
+def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:
+    head = f"invalid dct configuration on rank {rank} (1 fault):"
+    return ConfigError(f"{head}\n  dct.metrics.{key} = {json.dumps(value)}: {reason}")
+
+
+def _open(path: str, rank: int) -> TextIO:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        reason = f"must be a file that can be written ({error.strerror or error})"
+        raise _fault("path", path, reason, rank) from error
+
+
+def _tensorboard_writer(directory: str, rank: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        reason = "needs TensorBoard, which is not installed: pip install tensorboard"
+        raise _fault("tensorboard", directory, reason, rank) from error
+    try:
+        os.makedirs(directory, exist_ok=True)
+        return SummaryWriter(directory)
+    except OSError as error:
+        reason = f"must be a directory that can be written ({error.strerror or error})"
+        raise _fault("tensorboard", directory, reason, rank) from error
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in decimal units, e.g. ``1.9 MB``."""
+    return decimal(round(count))
+
+
+_PROC_NET_DEV = Path("/proc/net/dev")
+
+
+def interface_bytes(names: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
+    """Bytes received and sent by each network interface since it came up: ``{name: (rx, tx)}``.
+
+    Args:
+        names: interfaces to look at; ``None`` is all of them.  On the loopback interface every byte counts
+            once as sent and once as received.
+
+    Returns:
+        An empty dict on systems without ``/proc/net/dev`` (other than Linux).
+
+    Raises:
+        ValueError: an interface does not exist.
+    """
+    try:
+        lines = _PROC_NET_DEV.read_text().splitlines()[2:]
+    except OSError:
+        return {}
+    counters: dict[str, tuple[int, int]] = {}
+    for line in lines:
+        name, _, columns = line.rpartition(":")  # aliases hold a colon themselves
+        numbers = columns.split()
+        counters[name.strip()] = (int(numbers[0]), int(numbers[8]))
+    if names is None:
+        return counters
+    if missing := [name for name in names if name not in counters]:
+        raise ValueError(f"no network interface {missing[0]!r}; there are {', '.join(sorted(counters))}")
+    return {name: counters[name] for name in names}
+
+
+class InterfaceCounter:
+    """Bytes that crossed network interfaces between :meth:`start` and :meth:`stop`; also a context manager.
+
+    Attributes:
+        rx, tx: bytes received and sent, all interfaces together.
+        per_interface: ``{name: (rx, tx)}``.
+        available: whether the system has such counters at all; if not, everything stays 0.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self.names = names
+        self.rx = self.tx = 0
+        self.per_interface: dict[str, tuple[int, int]] = {}
+        self.available = bool(interface_bytes(names))
+        self._begin: dict[str, tuple[int, int]] = {}
+
+    def start(self) -> Self:
+        self._begin = interface_bytes(self.names)
+        return self
+
+    def stop(self) -> Self:
+        begin = self._begin
+        self.per_interface = {
+            name: (rx - begin.get(name, (0, 0))[0], tx - begin.get(name, (0, 0))[1])
+            for name, (rx, tx) in interface_bytes(self.names).items()
+        }
+        self.rx = sum(rx for rx, _ in self.per_interface.values())
+        self.tx = sum(tx for _, tx in self.per_interface.values())
+        return self
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
