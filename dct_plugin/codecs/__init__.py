@@ -1,1 +1,23 @@
+"""Wire formats: header and payload, index encodings, value types."""
 
+from __future__ import annotations
+
+from .payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, parse_payload, payload_bound
+from .sparse import IndexEncoding, decode_indices, encode_indices
+from .values import ValueDtype, decode_values, encode_values, value_nbytes
+
+__all__ = [
+    "HEADER_NBYTES",
+    "OVERFLOW_MAGNITUDE",
+    "Header",
+    "IndexEncoding",
+    "Payload",
+    "ValueDtype",
+    "decode_indices",
+    "decode_values",
+    "encode_indices",
+    "encode_values",
+    "parse_payload",
+    "payload_bound",
+    "value_nbytes",
+]

@@ -1,1 +1,96 @@
+"""The hot loops, behind one dispatch point: :func:`get_backend`.
 
+``reference`` (plain torch, any device) defines the results; compiled backends give the same bits faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+from .backend import Backend, Stats
+
+__all__ = ["Backend", "Stats", "get_backend", "register_backend"]
+
+logger = logging.getLogger("dct_plugin.kernels")
+
+# name -> (factory, device types that "auto" uses it for); later registrations are preferred.
+_factories: dict[str, tuple[Callable[[], Backend], tuple[str, ...]]] = {}
+_instances: dict[str, Backend] = {}
+_failed: set[str] = set()
+_lock = threading.Lock()
+
+
+def register_backend(name: str, factory: Callable[[], Backend], device_types: tuple[str, ...] = ()) -> None:
+    """Make a backend known. ``auto`` tries it first on ``device_types``; a factory that cannot serve raises
+    OSError.""" with _lock:
+        _factories[name] = (factory, device_types)
+        _instances.pop(name, None)
+        _failed.discard(name)
+
+
+def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
+    """The kernels for tensors on ``device``.
+
+    Args:
+        name: ``auto``, ``reference``, ``cpu`` or another registered name. ``auto`` takes the environment
+            variable ``DCT_KERNELS`` if it is set, else the fastest backend that works here; which one that
+            is, is logged once.
+    Raises:
+        ValueError: unknown name, or a backend that does not serve this device.
+        OSError: the named backend is not available (``auto`` falls back to ``reference`` instead).
+    """
+    device = torch.device(device)
+    source = "name"
+    if name == "auto":
+        name = os.environ.get("DCT_KERNELS", "").strip().lower() or "auto"
+        source = "DCT_KERNELS"
+    if name != "auto":
+        if name not in _factories:
+            allowed = ", ".join(["auto", *_factories])
+            raise ValueError(f"{source}: kernel backend {name!r} is unknown; allowed: {allowed}")
+        _, device_types = _factories[name]
+        if not device_types or device.type in device_types:
+            return _instance(name)
+        if source == "name":
+            raise ValueError(f"kernel backend {name!r} serves {', '.join(device_types)} tensors, not
+            {device.type}")
+    for candidate, (_, device_types) in reversed(list(_factories.items())):
+        if device.type in device_types and candidate not in _failed:
+            try:
+                return _instance(candidate)
+            except OSError as error:
+                with _lock:
+                    first = candidate not in _failed
+                    _failed.add(candidate)
+                if first:
+                    logger.warning(
+                        "kernel backend %r is not available (%s); using plain torch kernels, which are about 5
+                        times " "slower. A C compiler (gcc or clang) in PATH is all that is needed.",
+                        candidate,
+                        error,
+                    )
+    return _instance("reference")
+
+
+def _instance(name: str) -> Backend:
+    with _lock:
+        backend = _instances.get(name)
+        if backend is None:
+            backend = _factories[name][0]()
+            _instances[name] = backend
+            logger.info("using %r kernels", name)
+        return backend
+
+
+def _reference() -> Backend:
+    from .reference import ReferenceBackend
+
+    return ReferenceBackend()
+
+
+register_backend("reference", _reference)

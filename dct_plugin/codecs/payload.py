@@ -1,0 +1,288 @@
+"""Payload: one compressed tensor as one contiguous uint8 tensor, wire format version 1 (little endian).
+
+====== ==== ===============================================================================================
+offset type field
+====== ==== ===============================================================================================
+0      u16  magic 0xDC7A
+2      u8   version, 1
+3      u8   index encoding (:class:`~dct_plugin.codecs.sparse.IndexEncoding`)
+4      u8   value dtype (:class:`~dct_plugin.codecs.values.ValueDtype`)
+5      u8   flags; bit 0: the tensor held a non-finite entry, or one of magnitude >= 2**126
+            (then encoding and nnz are 0 and there is no body)
+6      u8   parameter (Rice k, else 0)
+7      u8   reserved, 0
+8      u64  numel
+16     u64  nnz
+24     u64  index_nbytes
+32     u32  check1: sum of w_i modulo 2**32
+36     u32  check2: sum of (i + 1) * w_i modulo 2**32
+40          index section, then value section (its size follows from nnz and value dtype)
+====== ==== ===============================================================================================
+
+``w_i`` are the 32-bit words of bytes 0..31, then those of the body padded with zeros to a multiple of 4.
+A message is a concatenation of payloads: each one says how long it is.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PayloadError
+from .sparse import BLOCK, MAX_NUMEL, MAX_RICE_PARAM, IndexEncoding, index_bound
+from .values import ValueDtype, value_nbytes
+
+MAGIC = 0xDC7A
+FORMAT_VERSION = 1
+HEADER_NBYTES = 40
+FLAG_NONFINITE = 1
+# Entries of this magnitude count as overflow: sums of a few of them, and the residual arithmetic, stay finite
+# below it.
+OVERFLOW_MAGNITUDE = 2.0**126
+
+_CHECKED = struct.Struct("<HBBBBBBQQQ")
+_CHECKS = struct.Struct("<II")
+_WORDS_AT_ONCE = 1 << 20
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("dct_plugin's wire format is little endian and is read through views; this host is big
+    endian")
+
+
+class Header(NamedTuple):
+    """The fields of a payload's header. ``parse`` has checked them against each other."""
+
+    encoding: IndexEncoding
+    value_dtype: ValueDtype
+    nonfinite: bool
+    param: int
+    numel: int
+    nnz: int
+    index_nbytes: int
+    check1: int = 0
+    check2: int = 0
+
+    @property
+    def value_nbytes(self) -> int:
+        return value_nbytes(self.nnz, self.value_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole payload."""
+        return HEADER_NBYTES + self.index_nbytes + self.value_nbytes
+
+    def pack(self) -> bytes:
+        """The 40 bytes, with the checksums this header carries."""
+        return self._pack_checked() + _CHECKS.pack(self.check1, self.check2)
+
+    def with_checks(self, body: Tensor) -> Header:
+        """This header with the checksums of itself and ``body`` (uint8)."""
+        check1, check2 = checksum(self._pack_checked(), body)
+        return self._replace(check1=check1, check2=check2)
+
+    def _pack_checked(self) -> bytes:
+        flags = FLAG_NONFINITE if self.nonfinite else 0
+        fields = (self.encoding, self.value_dtype, flags, self.param, 0, self.numel, self.nnz,
+        self.index_nbytes) return _CHECKED.pack(MAGIC, FORMAT_VERSION, *fields)
+
+    @classmethod
+    def parse(cls, data: bytes, available: int | None = None) -> Header:
+        """Read and check the header of a payload.
+
+        Args:
+            data: at least the first 40 bytes.
+            available: bytes from the payload's start to the end of the buffer; nothing the header announces
+                may pass it.
+        Raises:
+            PayloadError: with the field and the value that is wrong.
+        """
+        if len(data) < HEADER_NBYTES:
+            raise PayloadError(f"payload is truncated: {len(data)} bytes, a header has {HEADER_NBYTES}")
+        magic, version, enc, vdt, flags, param, reserved, numel, nnz, index_nbytes =
+        _CHECKED.unpack_from(data) check1, check2 = _CHECKS.unpack_from(data, _CHECKED.size)
+        if magic != MAGIC:
+            raise PayloadError(f"not a payload: magic is 0x{magic:04X}, expected 0x{MAGIC:04X}")
+        if version != FORMAT_VERSION:
+            raise PayloadError(f"payload has format version {version}, this build reads version
+            {FORMAT_VERSION}")
+        try:
+            encoding, value_dtype = IndexEncoding(enc), ValueDtype(vdt)
+        except ValueError as error:
+            raise PayloadError(f"payload header: {error}") from None
+        if flags & ~FLAG_NONFINITE or reserved:
+            raise PayloadError(f"payload header: flags 0x{flags:02X} or reserved byte {reserved} is not of
+            this version")
+        if numel > MAX_NUMEL or nnz > numel:
+            raise PayloadError(f"payload header: nnz {nnz} of numel {numel} is impossible (numel <=
+            {MAX_NUMEL})")
+        if param > (MAX_RICE_PARAM if encoding is IndexEncoding.RICE else 0):
+            raise PayloadError(f"payload header: parameter {param} is not allowed for {encoding.label}")
+        header = cls(encoding, value_dtype, bool(flags), param, numel, nnz, index_nbytes, check1, check2)
+        header._check_sizes()
+        if available is not None and header.nbytes > available:
+            raise PayloadError(f"payload is truncated: {header.nbytes} bytes announced, {available} there")
+        return header
+
+    def _check_sizes(self) -> None:
+        enc, numel, nnz, size = self.encoding, self.numel, self.nnz, self.index_nbytes
+        if self.nonfinite:
+            if enc is not IndexEncoding.DENSE or nnz or size:
+                raise PayloadError("payload header: a non-finite payload has no body")
+            return
+        if enc is IndexEncoding.DENSE and nnz != numel:
+            raise PayloadError(f"payload header: dense, but nnz {nnz} is not numel {numel}")
+        if enc is IndexEncoding.GAPS8:
+            low, high = nnz, index_bound(numel, nnz, enc)
+        elif enc is IndexEncoding.RICE:
+            low = -(-nnz * (self.param + 1) // 8)
+            high = -(-(nnz * (self.param + 1) + ((numel - nnz) >> self.param)) // 8)
+        elif enc is IndexEncoding.BLOCK16:
+            low = high = 4 * (-(-numel // BLOCK)) + 2 * nnz
+        elif enc is IndexEncoding.BITMAP:
+            low = high = -(-numel // 8)
+        else:
+            low = high = 0
+        if not low <= size <= high:
+            raise PayloadError(f"payload header: index section of {size} bytes is impossible for {enc.label}")
+
+
+def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
+    """Both checksums of the header's first 32 bytes followed by ``body``, uint8 [any]."""
+    words = struct.unpack("<8I", checked)
+    check1 = sum(words)
+    check2 = sum((i + 1) * w for i, w in enumerate(words))
+    size = body.numel()
+    # Sums wrap modulo 2**64, which keeps them right modulo 2**32.
+    for lo in range(0, size, 4 * _WORDS_AT_ONCE):
+        part = body[lo : lo + 4 * _WORDS_AT_ONCE]
+        padded = torch.zeros(-(-part.numel() // 4) * 4, dtype=torch.uint8, device=body.device)
+        padded[: part.numel()] = part
+        w = padded.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        first = 9 + lo // 4
+        place = torch.arange(first, first + w.numel(), dtype=torch.int64, device=body.device)
+        check1 += int(w.sum())
+        check2 += int((w * place).sum())
+    return check1 & 0xFFFFFFFF, check2 & 0xFFFFFFFF
+
+
+def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: int | None = None) -> int:
+    """Largest size in bytes of a payload of ``numel`` entries of which at most ``capacity`` (None: all) are
+    kept.""" nnz = numel if capacity is None else max(0, min(capacity, numel))
+    return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
+
+
+def header_bytes(data: Tensor) -> bytes:
+    """The first (at most) 40 bytes of a uint8 tensor on any device."""
+    return data[:HEADER_NBYTES].cpu().numpy().tobytes()
+
+
+def parse_payload(data: Tensor, numel: int | None = None, *, verify: bool = True) -> Header:
+    """Check that ``data``, uint8 1-D contiguous, is exactly one payload (of ``numel`` entries, if given).
+
+    ``verify=False`` leaves the checksum to a later decode.
+
+    Raises:
+        PayloadError: the reason.
+    """
+    if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        shape = tuple(data.shape)
+        raise PayloadError(f"a payload is a contiguous 1-D uint8 tensor, got {data.dtype} of shape {shape}")
+    header = Header.parse(header_bytes(data), data.numel())
+    if header.nbytes != data.numel():
+        raise PayloadError(f"payload announces {header.nbytes} bytes, the buffer has {data.numel()}")
+    if numel is not None and header.numel != numel:
+        raise PayloadError(f"payload is of a tensor of {header.numel} entries, expected {numel}")
+    if verify:
+        verify_checksum(header, data)
+    return header
+
+
+def verify_checksum(header: Header, data: Tensor) -> None:
+    """Raise :class:`PayloadError` unless the body in ``data`` has the header's checksums."""
+    if checksum(header._pack_checked(), data[HEADER_NBYTES : header.nbytes]) != (header.check1,
+    header.check2):
+        raise PayloadError("payload checksum is wrong: corrupted in transit or in memory")
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One compressed tensor.
+
+    Attributes:
+        data: uint8 [nbytes], the wire format.
+        header: its parsed header.
+    """
+
+    data: Tensor
+    header: Header
+
+    @classmethod
+    def from_tensor(cls, data: Tensor, *, verify: bool = True) -> Payload:
+        """Wrap a received uint8 tensor that is exactly one payload; ``verify=False`` skips the checksum.
+
+        Raises:
+            PayloadError: the reason.
+        """
+        return cls(data, parse_payload(data, verify=verify))
+
+    @classmethod
+    def split(cls, message: Tensor, *, verify: bool = True) -> list[Payload]:
+        """The payloads of a message, uint8, which is a concatenation of them (views, no copies)."""
+        if message.dtype is not torch.uint8 or message.dim() != 1 or not message.is_contiguous():
+            raise PayloadError(f"a message is a contiguous 1-D uint8 tensor, got {message.dtype}")
+        payloads = []
+        at = 0
+        while at < message.numel():
+            rest = message[at:]
+            header = Header.parse(header_bytes(rest), rest.numel())
+            payload = cls(rest[: header.nbytes], header)
+            if verify:
+                verify_checksum(header, payload.data)
+            payloads.append(payload)
+            at += header.nbytes
+        return payloads
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Payload:
+        """Inverse of :meth:`to_bytes`; checks everything :meth:`from_tensor` checks."""
+        return cls.from_tensor(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
+
+    def to_bytes(self) -> bytes:
+        return self.data.cpu().numpy().tobytes()
+
+    def to(self, device: torch.device | str) -> Payload:
+        return replace(self, data=self.data.to(device))
+
+    @property
+    def numel(self) -> int:
+        return self.header.numel
+
+    @property
+    def nnz(self) -> int:
+        return self.header.nnz
+
+    @property
+    def nbytes(self) -> int:
+        return self.header.nbytes
+
+    @property
+    def density(self) -> float:
+        return self.nnz / self.numel if self.numel else 0.0
+
+    @property
+    def encoding(self) -> str:
+        return self.header.encoding.label
+
+    @property
+    def value_dtype(self) -> str:
+        return self.header.value_dtype.label
+
+    @property
+    def nonfinite(self) -> bool:
+        return self.header.nonfinite

@@ -1,0 +1,210 @@
+"""What every kernel backend offers, and the argument checks they share."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..codecs.payload import payload_bound
+from ..codecs.sparse import MAX_NUMEL, IndexEncoding
+from ..codecs.values import ValueDtype
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST_TAU = torch.finfo(torch.float32).tiny  # smallest positive normal fp32
+
+
+class Stats(NamedTuple):
+    """What one compression did.
+
+    Attributes:
+        nbytes: size of the payload, bytes.
+        nnz: entries sent.
+        above: entries with ``|acc| >= tau`` before the capacity limit.
+        nonfinite: the input held a non-finite entry (or one of magnitude 2**126 or more); nothing was sent or
+            changed.
+        select_ns: time of finite check + accumulate + select, nanoseconds.
+        encode_ns: time of writing the payload, nanoseconds.
+    """
+
+    nbytes: int
+    nnz: int
+    above: int
+    nonfinite: bool
+    select_ns: int
+    encode_ns: int
+
+
+class Backend(Protocol):
+    """The hot loops. All tensors are 1-D, contiguous and on one device; the residual is fp32.
+
+    Every backend writes the same bytes, residuals and decoded values, bit for bit.
+    """
+
+    name: str
+
+    def compress(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        tau: float,
+        out: Tensor,
+        *,
+        residual_out: Tensor | None = None,
+        capacity: int | None = None,
+        start: int = 0,
+        value_dtype: int = ValueDtype.FP32,
+        encoding: int | None = None,
+    ) -> Stats:
+        """Error feedback, selection and encoding in one go (DCT, Gupta et al., KDD 2021, section 3).
+
+        ``acc = float32(grad) + residual``; entries with ``|acc| >= tau`` are kept, at most ``capacity`` of
+        them, taken in positional order beginning at ``start`` and wrapping around. The payload goes to
+        ``out[:nbytes]``; ``residual_out`` becomes ``acc - decoded value`` where kept and ``acc`` elsewhere.
+
+        Args:
+            grad: fp32, bf16 or fp16 [numel]; never modified.
+            residual: fp32 [numel], finite; None: no error feedback (zeros).
+            tau: threshold > 0, may be inf; 0 sends every entry (dense, ``capacity`` ignored).
+            out: uint8, at least ``payload_bound(numel, capacity, value_dtype, encoding)`` bytes.
+            residual_out: fp32 [numel], either ``residual`` itself (default) or apart from it.
+            encoding: force an index encoding (tests, benchmarks).
+        Raises:
+            ValueError, TypeError: arguments that do not fit each other; nothing has been changed then.
+        If ``grad`` holds a non-finite entry or one of magnitude >= 2**126, ``residual_out`` gets the old
+        residual bitwise and the payload is flagged: it decodes to NaN in every entry.
+        """
+        ...
+
+    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+        """``out[index] += value`` for a payload, uint8; ``out`` is fp32 [numel]. Returns nnz.
+
+        Raises:
+            PayloadError: the payload is not valid, or not of ``out.numel()`` entries; ``out`` is untouched
+                then.
+        """
+        ...
+
+    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+        """Which entries a payload keeps, bool [numel]. Raises :class:`PayloadError`."""
+        ...
+
+    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+        """Values of ``source`` (fp32, bf16 or fp16 [numel]) at the positions of an earlier payload, without
+        the positions.
+
+        ``out``: uint8, at least ``payload_bound(numel, nnz, value_dtype, IndexEncoding.SHARED_MASK)`` bytes.
+        Only the entries that are sent are checked for overflow; an earlier payload that is flagged non-finite
+        makes this one so too.
+        """
+        ...
+
+    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+        """:meth:`decode_add` for a payload of :meth:`encode_shared`; positions come from
+        ``index_payload``.""" ...
+
+    def sample_threshold(
+        self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
+    ) -> float:
+        """Threshold that keeps about ``keep_fraction`` of ``|grad + residual|``, from ``num_samples`` random
+        positions.
+
+        Exact over all entries when ``num_samples >= numel``. Non-finite entries are ignored; the result is
+        never below the smallest positive normal fp32 number.
+        """
+        ...
+
+    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
+        """The ``k``-th largest ``|grad + residual|``, with the same two provisos as
+        :meth:`sample_threshold`.""" ...
+
+    def encode_indices(
+        self, idx: Tensor, numel: int, encoding: int | None = None
+    ) -> tuple[IndexEncoding, int, Tensor]:
+        """See :func:`dct_plugin.codecs.sparse.encode_indices`."""
+        ...
+
+    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
+        """See :func:`dct_plugin.codecs.sparse.decode_indices`."""
+        ...
+
+
+class CompressArgs(NamedTuple):
+    """Checked and normalised arguments of :meth:`Backend.compress`."""
+
+    numel: int
+    tau: float  # exactly representable in fp32
+    dense: bool
+    capacity: int
+    start: int
+    value_dtype: ValueDtype
+    encoding: IndexEncoding | None
+    residual_out: Tensor | None
+
+
+def check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) ->
+None:
+    """Raise unless ``tensor`` is a contiguous vector of one of ``dtypes`` (and ``numel`` entries)."""
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(d) for d in dtypes)
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and 1-D, got shape {tuple(tensor.shape)}")
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} entries, expected {numel}")
+
+
+def check_out(out: Tensor, needed: int) -> None:
+    check_vector("out", out, (torch.uint8,))
+    if out.numel() < needed:
+        raise ValueError(f"out has {out.numel()} bytes, this payload may need {needed}")
+
+
+def check_compress(
+    grad: Tensor,
+    residual: Tensor | None,
+    tau: float,
+    out: Tensor,
+    residual_out: Tensor | None,
+    capacity: int | None,
+    start: int,
+    value_dtype: int,
+    encoding: int | None,
+) -> CompressArgs:
+    check_vector("grad", grad, GRAD_DTYPES)
+    numel = grad.numel()
+    if numel > MAX_NUMEL:
+        raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
+    if residual is not None:
+        check_vector("residual", residual, (torch.float32,), numel)
+    if residual_out is None:
+        residual_out = residual
+    else:
+        check_vector("residual_out", residual_out, (torch.float32,), numel)
+    tau = float(tau)
+    if not tau >= 0:
+        raise ValueError(f"tau is {tau}; it must be 0 (send everything) or positive")
+    dense = tau == 0
+    if not dense:
+        tau = max(ctypes.c_float(tau).value, SMALLEST_TAU)
+    vt = ValueDtype.parse(value_dtype)
+    enc = None if encoding is None else IndexEncoding.parse(encoding)
+    if enc is IndexEncoding.SHARED_MASK or (enc is IndexEncoding.DENSE and not dense and numel):
+        raise ValueError(f"index encoding {enc.label} cannot be forced here")
+    if capacity is not None and capacity < 0:
+        raise ValueError(f"capacity is {capacity}; it must be at least 0")
+    limit = numel if dense or capacity is None else min(int(capacity), numel)
+    check_out(out, payload_bound(numel, limit, vt, enc))
+    for other in (residual, residual_out, out):
+        if other is not None and other.device != grad.device:
+            raise ValueError(f"grad is on {grad.device}, another argument on {other.device}")
+    return CompressArgs(numel, tau, dense, limit, int(start) % max(numel, 1), vt, enc, residual_out)
+
+
+def check_fraction(keep_fraction: float, num_samples: int) -> None:
+    if not 0 < keep_fraction <= 1:
+        raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")

@@ -1,0 +1,299 @@
+"""Kernels in plain torch, for any device: the definition the compiled backends are tested against, and the
+fallback.
+
+Large temporaries are kept from call to call (per thread and device), because fresh pages cost more than the
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from ..codecs.payload import (
+    HEADER_NBYTES,
+    OVERFLOW_MAGNITUDE,
+    Header,
+    parse_payload,
+    payload_bound,
+)
+from ..codecs.sparse import IndexEncoding, decode_indices, encode_indices
+from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
+from ..errors import PayloadError
+from .backend import GRAD_DTYPES, SMALLEST_TAU, Stats, check_compress, check_fraction, check_out, check_vector
+
+_MASK64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample_positions(numel: int, num_samples: int, seed: int, device: torch.device) -> Tensor:
+    """Random positions with replacement, int64 [num_samples]: SplitMix64 (Steele et al., OOPSLA 2014), scaled
+    to numel.""" counter = torch.arange(1, num_samples + 1, dtype=torch.int64, device=device)
+    z = counter * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(_shift_right(z, 32) * numel, 32)
+
+
+def rank_of(keep_fraction: float, count: int) -> int:
+    """How many of ``count`` entries ``keep_fraction`` keeps: rounded half up, at least 1."""
+    return max(1, min(count, int(keep_fraction * count + 0.5)))
+
+
+def _kth_largest(magnitude: Tensor, k: int) -> float:
+    kth = torch.kthvalue(magnitude, magnitude.numel() - k + 1).values
+    return max(float(kth), SMALLEST_TAU)
+
+
+def has_overflow(x: Tensor) -> bool:
+    """Whether an entry is non-finite or of magnitude >= 2**126 (one read pass, no temporary)."""
+    if x.numel() == 0:
+        return False
+    low, high = torch.aminmax(x)  # NaN propagates
+    return not (float(high) < OVERFLOW_MAGNITUDE and float(low) > -OVERFLOW_MAGNITUDE)
+
+
+class ReferenceBackend:
+    """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def _scratch(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffers = self._local.__dict__.setdefault("buffers", {})
+        buffer = buffers.get((name, device))
+        if buffer is None or buffer.numel() < numel:
+            buffer = buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel]
+
+    def compress(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        tau: float,
+        out: Tensor,
+        *,
+        residual_out: Tensor | None = None,
+        capacity: int | None = None,
+        start: int = 0,
+        value_dtype: int = ValueDtype.FP32,
+        encoding: int | None = None,
+    ) -> Stats:
+        args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        began = time.perf_counter_ns()
+        if has_overflow(grad):
+            if args.residual_out is not None:
+                _keep_residual(residual, args.residual_out)
+            header = Header(IndexEncoding.DENSE, args.value_dtype, True, 0, args.numel, 0, 0)
+            selected = time.perf_counter_ns()
+            nbytes = _write(out, header, [])
+            return Stats(nbytes, 0, 0, True, selected - began, time.perf_counter_ns() - selected)
+
+        acc = self._accumulate(grad, residual, args.residual_out)
+        if args.dense:
+            idx = None
+            above = nnz = args.numel
+            values = acc
+        else:
+            idx = self._select(acc, args.tau)
+            above = idx.numel()
+            idx = _limit(idx, args.capacity, args.start)
+            nnz = idx.numel()
+            values = acc[idx]
+        # Only the residual can have made this infinite; FLT_MAX is sent then and the excess is lost.
+        values = values.clamp(-FLOAT32_MAX, FLOAT32_MAX)
+        selected = time.perf_counter_ns()
+
+        body, decoded = encode_values(values, args.value_dtype)
+        if args.residual_out is not None:
+            left = values - decoded
+            if idx is None:
+                args.residual_out.copy_(left)
+            else:
+                args.residual_out[idx] = left
+        if idx is None and args.encoding in (None, IndexEncoding.DENSE):
+            enc, param, index = IndexEncoding.DENSE, 0, body[:0]
+        else:
+            if idx is None:
+                idx = torch.arange(args.numel, dtype=torch.int64, device=grad.device)
+            enc, param, index = encode_indices(idx, args.numel, args.encoding)
+        header = Header(enc, args.value_dtype, False, param, args.numel, nnz, index.numel())
+        nbytes = _write(out, header, [index, body])
+        return Stats(nbytes, nnz, above, False, selected - began, time.perf_counter_ns() - selected)
+
+    def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
+        """fp32(grad) + residual: in ``residual_out`` if there is one, else in scratch or ``grad`` itself
+        (read only).""" if residual is None:
+            if residual_out is None:
+                return grad.to(torch.float32)
+            return residual_out.copy_(grad)
+        if residual_out is None:
+            residual_out = self._scratch("acc", grad.numel(), torch.float32, grad.device)
+        return torch.add(residual, grad, out=residual_out)
+
+    def _select(self, acc: Tensor, tau: float) -> Tensor:
+        magnitude = torch.abs(acc, out=self._scratch("abs", acc.numel(), torch.float32, acc.device))
+        mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
+        return mask.nonzero().reshape(-1)
+
+    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+        check_vector("out", out, (torch.float32,))
+        header = parse_payload(payload, out.numel())
+        if header.nonfinite:
+            out.fill_(float("nan"))
+            return 0
+        values = _values(payload, header)
+        if header.encoding is IndexEncoding.DENSE:
+            out.add_(values)
+            return header.nnz
+        idx = _indices(payload, header)
+        out[idx] = out[idx] + values
+        return header.nnz
+
+    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+        header = parse_payload(payload, numel)
+        mask = torch.zeros(numel, dtype=torch.bool, device=payload.device)
+        if not header.nonfinite:
+            mask[_indices(payload, header)] = True
+        return mask
+
+    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+        check_vector("source", source, GRAD_DTYPES)
+        vt = ValueDtype.parse(value_dtype)
+        began = time.perf_counter_ns()
+        mask_header = parse_payload(index_payload, source.numel())
+        check_out(out, payload_bound(mask_header.numel, mask_header.nnz, vt, IndexEncoding.SHARED_MASK))
+        values = source[:0]
+        if not mask_header.nonfinite:
+            values = source[_indices(index_payload, mask_header)].to(torch.float32)
+        selected = time.perf_counter_ns()
+        if mask_header.nonfinite or has_overflow(values):
+            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
+            nbytes, nnz = _write(out, header, []), 0
+        else:
+            body, _ = encode_values(values, vt)
+            nnz = mask_header.nnz
+            header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask_header.numel, nnz, 0)
+            nbytes = _write(out, header, [body])
+        elapsed = time.perf_counter_ns() - selected
+        return Stats(nbytes, nnz, mask_header.nnz, header.nonfinite, selected - began, elapsed)
+
+    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+        check_vector("out", out, (torch.float32,))
+        header = parse_payload(payload, out.numel())
+        if header.nonfinite:
+            out.fill_(float("nan"))
+            return 0
+        mask_header = parse_payload(index_payload, out.numel())
+        check_shared(header, mask_header)
+        values = _values(payload, header)
+        idx = _indices(index_payload, mask_header)
+        out[idx] = out[idx] + values
+        return header.nnz
+
+    def sample_threshold(
+        self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
+    ) -> float:
+        check_fraction(keep_fraction, num_samples)
+        _check_pair(grad, residual)
+        if num_samples < grad.numel():
+            where = sample_positions(grad.numel(), num_samples, seed, grad.device)
+            grad = grad[where]
+            residual = None if residual is None else residual[where]
+        magnitude = _finite_magnitude(grad, residual)
+        if magnitude.numel() == 0:
+            return SMALLEST_TAU
+        return _kth_largest(magnitude, rank_of(keep_fraction, magnitude.numel()))
+
+    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
+        _check_pair(grad, residual)
+        if k < 1:
+            raise ValueError(f"k is {k}; it must be at least 1")
+        magnitude = _finite_magnitude(grad, residual)
+        if magnitude.numel() == 0:
+            return SMALLEST_TAU
+        return _kth_largest(magnitude, min(k, magnitude.numel()))
+
+    def encode_indices(
+        self, idx: Tensor, numel: int, encoding: int | None = None
+    ) -> tuple[IndexEncoding, int, Tensor]:
+        return encode_indices(idx, numel, encoding)
+
+    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
+        return decode_indices(encoding, param, data, nnz, numel)
+
+
+def check_shared(header: Header, mask_header: Header) -> None:
+    """Raise :class:`PayloadError` unless a shared-mask payload fits the payload its mask comes from."""
+    if header.encoding is not IndexEncoding.SHARED_MASK:
+        raise PayloadError(f"payload has encoding {header.encoding.label}, expected shared_mask")
+    if mask_header.nonfinite or mask_header.encoding is IndexEncoding.SHARED_MASK:
+        raise PayloadError("the payload given for the mask holds no positions")
+    if mask_header.nnz != header.nnz:
+        raise PayloadError(f"payload has {header.nnz} values, the mask {mask_header.nnz} positions")
+
+
+def _check_pair(grad: Tensor, residual: Tensor | None) -> None:
+    check_vector("grad", grad, GRAD_DTYPES)
+    if residual is not None:
+        check_vector("residual", residual, (torch.float32,), grad.numel())
+
+
+def _finite_magnitude(grad: Tensor, residual: Tensor | None) -> Tensor:
+    acc = grad.to(torch.float32) if residual is None else residual + grad
+    magnitude = acc.abs()
+    finite = torch.isfinite(magnitude)
+    return magnitude if bool(finite.all()) else magnitude[finite]
+
+
+def _keep_residual(residual: Tensor | None, residual_out: Tensor) -> None:
+    if residual is None:
+        residual_out.zero_()
+    elif residual_out.data_ptr() != residual.data_ptr():
+        residual_out.copy_(residual)
+
+
+def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
+    """At most ``capacity`` of the ascending ``idx``, counted from the first one >= start and wrapping
+    around.""" count = idx.numel()
+    if count <= capacity:
+        return idx
+    first = int(torch.searchsorted(idx, start))
+    if first + capacity <= count:
+        return idx[first : first + capacity]
+    return torch.cat([idx[: first + capacity - count], idx[first:]])
+
+
+def _write(out: Tensor, header: Header, sections: list[Tensor]) -> int:
+    at = HEADER_NBYTES
+    for section in sections:
+        out[at : at + section.numel()] = section
+        at += section.numel()
+    header = header.with_checks(out[HEADER_NBYTES:at])
+    out[:HEADER_NBYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(out.device)
+    return at
+
+
+def _indices(payload: Tensor, header: Header) -> Tensor:
+    section = payload[HEADER_NBYTES : HEADER_NBYTES + header.index_nbytes]
+    return decode_indices(header.encoding, header.param, section, header.nnz, header.numel)
+
+
+def _values(payload: Tensor, header: Header) -> Tensor:
+    section = payload[HEADER_NBYTES + header.index_nbytes : header.nbytes]
+    return decode_values(section, header.nnz, header.value_dtype)
