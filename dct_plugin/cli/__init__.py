@@ -1,1 +1,140 @@
+"""The ``dct`` command.
 
+Starting it imports neither torch nor any integration: commands that need them are entries of
+:data:`COMMANDS` and are imported when they run.  A room adds its command with one entry there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from .._version import __version__
+from ..errors import ConfigError, DCTError
+from . import config
+
+__all__ = ["COMMANDS", "LazyCommand", "app", "main", "print_error"]
+
+app = typer.Typer(
+    name="dct",
+    help="Dynamic Communication Thresholding for distributed training.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+class LazyCommand(NamedTuple):
+    """A command whose module is imported only when it runs.
+
+    ``target`` is ``module:attribute`` and names a function with typer annotations, or a ``typer.Typer``.
+    ``needs`` are top-level modules that must be installed, ``extra`` is the plugin's extra that brings them.
+    """
+
+    name: str
+    target: str
+    help: str
+    needs: tuple[str, ...] = ()
+    extra: str | None = None
+
+
+COMMANDS = [
+    LazyCommand(
+        name="doctor",
+        target="dct_plugin.cli.doctor:doctor",
+        help="Check what is installed, which kernels run, and how the plugin is activated.",
+    ),
+    LazyCommand(
+        name="demo",
+        target="dct_plugin.integrations.dlrm.demo:demo",
+        help="Train a recommender on real data on two local ranks, dense and with DCT, and compare.",
+        needs=("deepspeed", "sklearn", "matplotlib"),
+        extra="demo",
+    ),
+]
+
+
+def print_error(message: object) -> None:
+    """Print an error to standard error, as it is: without markup and line wrapping."""
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text.assemble(("error: ", "bold red"), str(message))
+    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+
+
+def _missing(entry: LazyCommand, modules: list[str]) -> typer.Exit:
+    what = f"'dct-plugin[{entry.extra}]'" if entry.extra else " ".join(modules)
+    print_error(f"dct {entry.name} needs {', '.join(modules)}, not installed here: pip install {what}")
+    return typer.Exit(1)
+
+
+def _load(entry: LazyCommand) -> Any:
+    """The command behind an entry, or an exit that says what has to be installed."""
+    if missing := [module for module in entry.needs if importlib.util.find_spec(module) is None]:
+        raise _missing(entry, missing)
+    module, _, attribute = entry.target.partition(":")
+    try:
+        command = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        name = error.name or str(error)
+        if (
+            name.partition(".")[0] == "dct_plugin"
+        ):  # ours: incomplete installation, or a fault to be seen in full
+            raise
+        raise _missing(entry, [name]) from error
+    if not isinstance(command, typer.Typer):
+        function, command = command, typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        command.command(entry.name, help=entry.help)(function)
+    return typer.main.get_command(command)
+
+
+def _register(entry: LazyCommand) -> None:
+    # Every argument, --help too, is left to the command itself.
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+    @app.command(entry.name, help=entry.help, add_help_option=False, context_settings=settings)
+    def forward(context: typer.Context) -> None:
+        _load(entry).main(args=context.args, prog_name=f"dct {entry.name}")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dct-plugin {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def version() -> None:
+    """Show the plugin's version."""
+    _show_version(True)
+
+
+app.add_typer(config.app, name="config")
+for _entry in COMMANDS:
+    _register(_entry)
+
+
+def main() -> None:
+    """Entry point: errors that the plugin raises on purpose are printed without a traceback."""
+    try:
+        app()
+    except DCTError as error:
+        print_error(error)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

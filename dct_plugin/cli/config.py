@@ -1,0 +1,74 @@
+"""``dct config``: look at a ``dct`` section, and check it before a job starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
+
+
+@app.command()
+def show(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="DeepSpeed JSON with a dct section, or the bare section; without it, the defaults."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the complete section as JSON.")] = False,
+) -> None:
+    """Show a validated section with every default, what is allowed, and what each option does."""
+    from ..config import DCTConfig, options
+
+    section = DCTConfig() if file is None else DCTConfig.from_file(file)
+    if as_json:
+        typer.echo(json.dumps(section.model_dump(mode="json"), indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    source = "defaults" if file is None else str(file)
+    table = Table(title=Text(f"{source} (fingerprint {section.fingerprint()})"), title_justify="left")
+    table.add_column("option", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("default", overflow="fold")
+    table.add_column("what it does, and what is allowed", ratio=1)
+    for option in options(section):
+        changed = option.value != option.default
+        what = Text.assemble(option.description, (f"\n{option.allowed}", "dim"))
+        value = Text(_json(option.value), style="bold" if changed else "")
+        table.add_row(Text(option.path), value, Text("" if not changed else _json(option.default)), what)
+    # Full option names matter more than the width of a terminal that is not there.
+    console = Console()
+    Console(width=None if console.is_terminal else max(console.width, 120)).print(table)
+
+
+@app.command()
+def check(files: Annotated[list[Path], typer.Argument(help="Files to check.")]) -> None:
+    """Check files; prints every fault and exits with 2 if there is one."""
+    from ..config import DCTConfig
+    from ..errors import ConfigError
+    from . import print_error
+
+    faults = 0
+    for file in files:
+        try:
+            section = DCTConfig.from_file(file)
+        except ConfigError as error:
+            print_error(error)
+            faults += 1
+        else:
+            state = "" if section.enabled else ", disabled"
+            typer.echo(f"{file}: ok (fingerprint {section.fingerprint()}{state})")
+    if faults:
+        raise typer.Exit(2)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value)

@@ -1,0 +1,234 @@
+"""``dct doctor``: one line for everything the plugin depends on: ok, warn or fail, and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from .._version import __version__
+
+__all__ = ["CHECKS", "Finding", "diagnose", "doctor"]
+
+DISTRIBUTION = "dct-plugin"
+
+
+class Finding(NamedTuple):
+    """One line of the report; ``advice`` is empty where nothing is to be done."""
+
+    status: Literal["ok", "warn", "fail"]
+    subject: str
+    detail: str
+    advice: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""
+    findings = list(diagnose())
+    if as_json:
+        typer.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+def diagnose() -> Iterator[Finding]:
+    """Run every check; one that breaks is itself a finding."""
+    for check in CHECKS:
+        try:
+            yield from check()
+        except Exception as error:
+            name = check.__name__.strip("_").replace("_", " ")
+            yield Finding(
+                "fail", name, f"could not be checked: {error!r}", "report this with the output of pip list"
+            )
+
+
+def _plugin() -> Iterable[Finding]:
+    yield Finding("ok", "dct-plugin", f"{__version__}, {os.path.dirname(os.path.dirname(__file__))}")
+
+
+def _python() -> Iterable[Finding]:
+    status: Literal["ok", "fail"] = "ok" if sys.version_info >= (3, 10) else "fail"
+    advice = "" if status == "ok" else "use Python 3.10 or newer"
+    yield Finding(status, "python", f"{platform.python_version()} on {platform.platform()}", advice)
+
+
+def _torch() -> Iterable[Finding]:
+    yield from _package("torch", "torch", required=True, advice="pip install torch")
+
+
+def _cuda() -> Iterable[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        yield Finding("ok", "cuda", f"{torch.cuda.device_count()} device(s): {', '.join(sorted(names))}")
+    else:
+        yield Finding("ok", "cuda", "not available, tensors stay on the CPU")
+
+
+def _hosts() -> Iterable[Finding]:
+    names = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
+    installed = [name for name in names if _version(name) is not None]
+    for name, extra in names.items():
+        yield from _package(name, extra, advice=f"pip install '{DISTRIBUTION}[{extra}]'")
+    if not installed:
+        advice = (
+            f"pip install '{DISTRIBUTION}[deepspeed]', or use the hook for torch's DistributedDataParallel"
+        )
+        yield Finding("warn", "host framework", "neither DeepSpeed nor Megatron-core is installed", advice)
+
+
+def _kernels() -> Iterable[Finding]:
+    import torch
+
+    from ..kernels import get_backend
+
+    forced = os.environ.get("DCT_KERNELS")
+    backend = get_backend(torch.device("cpu"))
+    name = str(getattr(backend, "name", type(backend).__name__))
+    # Where the compiled library was found or built, as far as the backend says.
+    origin = next((str(value) for key in ("origin", "path") if (value := getattr(backend, key, None))), "")
+    detail = name + (f", {origin}" if origin else "") + (f" (DCT_KERNELS={forced})" if forced else "")
+    if name == "reference" and not forced:
+        advice = "install a C compiler (gcc or clang): without compiled kernels DCT rarely pays on a CPU"
+        yield Finding("warn", "kernels", detail, advice)
+    else:
+        yield Finding("ok", "kernels", detail)
+
+
+def _activation() -> Iterable[Finding]:
+    by_hand = (
+        "import dct_plugin.integrations.deepspeed in the script, or start it with python -m dct_plugin.run"
+    )
+    entries = importlib.metadata.entry_points(group="torch.backends")
+    if not any(entry.name == "dct_plugin" for entry in entries):
+        advice = f"install the plugin with pip, or {by_hand}"
+        yield Finding("fail", "activation", "no entry point in group torch.backends", advice)
+    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        advice = f"unset it, or {by_hand}"
+        yield Finding("warn", "activation", "entry point disabled by TORCH_DEVICE_BACKEND_AUTOLOAD=0", advice)
+    else:
+        yield Finding(
+            "ok", "activation", "entry point in group torch.backends; a dct section in the JSON is enough"
+        )
+
+
+def _distributed() -> Iterable[Finding]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Finding(
+            "fail", "torch.distributed", "not in this build of torch", "install a build that has it"
+        )
+        return
+    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    found = [name for name, available in backends.items() if available()]
+    if {"gloo", "nccl"} & set(found):
+        yield Finding("ok", "torch.distributed", f"backends: {', '.join(found)}")
+    else:
+        advice = "install a build of torch with gloo or nccl"
+        yield Finding("fail", "torch.distributed", f"backends: {', '.join(found) or 'none'}", advice)
+
+
+def _tensorboard() -> Iterable[Finding]:
+    version = _version("tensorboard")
+    detail = version or "not installed; needed only for dct.metrics.tensorboard (pip install tensorboard)"
+    yield Finding("ok", "tensorboard", detail)
+
+
+CHECKS: list[Callable[[], Iterable[Finding]]] = [
+    _plugin,
+    _python,
+    _torch,
+    _cuda,
+    _hosts,
+    _kernels,
+    _activation,
+    _distributed,
+    _tensorboard,
+]
+"""What :func:`diagnose` runs, in order; another room adds its checks here."""
+
+
+def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:
+    version, supported = _version(name), _supported(name)
+    wanted = f"supported: {supported}" if supported else "any version"
+    if version is None:
+        if required:
+            yield Finding("fail", name, f"not installed ({wanted})", advice)
+        else:
+            yield Finding("ok", name, f"not installed; needed only to train with it ({advice})")
+    elif not _satisfies(version, supported):
+        yield Finding("fail" if required else "warn", name, f"{version} ({wanted})", advice)
+    else:
+        yield Finding("ok", name, f"{version} ({wanted})")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _supported(name: str) -> str:
+    """The version range the plugin's own metadata asks for, e.g. ``>=0.19,<0.20``."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    for requirement in requirements:
+        match = re.match(r"([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)", requirement)
+        if match and match[1].lower().replace("_", "-") == name:
+            return ",".join(sorted(match[2].replace(" ", "").split(","), reverse=True))
+    return ""
+
+
+def _satisfies(version: str, supported: str) -> bool:
+    """Whether a version lies in a range of ``>=``, ``>``, ``<=``, ``<`` clauses; tags are ignored."""
+    have = _numbers(version)
+    tests: dict[str, Callable[[Any, Any], bool]] = {
+        ">=": lambda a, b: a >= b,
+        "<=": lambda a, b: a <= b,
+        ">": lambda a, b: a > b,
+        "<": lambda a, b: a < b,
+    }
+    return all(
+        tests[sign](have, _numbers(limit)) for sign, limit in re.findall(r"([<>]=?)\s*([\w.]+)", supported)
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    for status, subject, detail, advice in findings:
+        what = Text(detail)
+        if advice:
+            what.append(f"\n-> {advice}", style="bold")
+        table.add_row(Text(status, style=styles[status]), Text(subject), what)
+    Console().print(table)
