@@ -51,8 +51,7 @@ _CHECKS = struct.Struct("<II")
 _WORDS_AT_ONCE = 1 << 20
 
 if sys.byteorder != "little":  # pragma: no cover
-    raise ImportError("dct_plugin's wire format is little endian and is read through views; this host is big
-    endian")
+    raise ImportError("dct_plugin's wire format is little endian and is read through views; this host is not")
 
 
 class Header(NamedTuple):
@@ -88,8 +87,9 @@ class Header(NamedTuple):
 
     def _pack_checked(self) -> bytes:
         flags = FLAG_NONFINITE if self.nonfinite else 0
-        fields = (self.encoding, self.value_dtype, flags, self.param, 0, self.numel, self.nnz,
-        self.index_nbytes) return _CHECKED.pack(MAGIC, FORMAT_VERSION, *fields)
+        small = (self.encoding, self.value_dtype, flags, self.param, 0)
+        fields = (*small, self.numel, self.nnz, self.index_nbytes)
+        return _CHECKED.pack(MAGIC, FORMAT_VERSION, *fields)
 
     @classmethod
     def parse(cls, data: bytes, available: int | None = None) -> Header:
@@ -104,23 +104,21 @@ class Header(NamedTuple):
         """
         if len(data) < HEADER_NBYTES:
             raise PayloadError(f"payload is truncated: {len(data)} bytes, a header has {HEADER_NBYTES}")
-        magic, version, enc, vdt, flags, param, reserved, numel, nnz, index_nbytes =
-        _CHECKED.unpack_from(data) check1, check2 = _CHECKS.unpack_from(data, _CHECKED.size)
+        magic, version, enc, vdt, flags, param, reserved, *sizes = _CHECKED.unpack_from(data)
+        numel, nnz, index_nbytes = sizes
+        check1, check2 = _CHECKS.unpack_from(data, _CHECKED.size)
         if magic != MAGIC:
             raise PayloadError(f"not a payload: magic is 0x{magic:04X}, expected 0x{MAGIC:04X}")
         if version != FORMAT_VERSION:
-            raise PayloadError(f"payload has format version {version}, this build reads version
-            {FORMAT_VERSION}")
+            raise PayloadError(f"payload has format version {version}, expected {FORMAT_VERSION}")
         try:
             encoding, value_dtype = IndexEncoding(enc), ValueDtype(vdt)
         except ValueError as error:
             raise PayloadError(f"payload header: {error}") from None
         if flags & ~FLAG_NONFINITE or reserved:
-            raise PayloadError(f"payload header: flags 0x{flags:02X} or reserved byte {reserved} is not of
-            this version")
+            raise PayloadError(f"payload header: flags 0x{flags:02X}, reserved byte {reserved}: unknown")
         if numel > MAX_NUMEL or nnz > numel:
-            raise PayloadError(f"payload header: nnz {nnz} of numel {numel} is impossible (numel <=
-            {MAX_NUMEL})")
+            raise PayloadError(f"payload header: nnz {nnz} of numel {numel} is impossible")
         if param > (MAX_RICE_PARAM if encoding is IndexEncoding.RICE else 0):
             raise PayloadError(f"payload header: parameter {param} is not allowed for {encoding.label}")
         header = cls(encoding, value_dtype, bool(flags), param, numel, nnz, index_nbytes, check1, check2)
@@ -172,8 +170,8 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
 
 
 def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: int | None = None) -> int:
-    """Largest size in bytes of a payload of ``numel`` entries of which at most ``capacity`` (None: all) are
-    kept.""" nnz = numel if capacity is None else max(0, min(capacity, numel))
+    """Largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity`` (None: all)."""
+    nnz = numel if capacity is None else max(0, min(capacity, numel))
     return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
 
 
@@ -205,8 +203,8 @@ def parse_payload(data: Tensor, numel: int | None = None, *, verify: bool = True
 
 def verify_checksum(header: Header, data: Tensor) -> None:
     """Raise :class:`PayloadError` unless the body in ``data`` has the header's checksums."""
-    if checksum(header._pack_checked(), data[HEADER_NBYTES : header.nbytes]) != (header.check1,
-    header.check2):
+    found = checksum(header._pack_checked(), data[HEADER_NBYTES : header.nbytes])
+    if found != (header.check1, header.check2):
         raise PayloadError("payload checksum is wrong: corrupted in transit or in memory")
 
 

@@ -222,8 +222,7 @@ def decode_indices(encoding: int, param: int, data: Tensor, nnz: int, numel: int
         return _decode_block16(data, nnz, numel)
     if enc is IndexEncoding.RICE:
         return _decode_rice(data, param, nnz, numel)
-    raise PayloadError("a shared_mask payload holds no positions; decode it together with the payload that
-    does")
+    raise PayloadError("a shared_mask payload holds no positions; decode it with the payload that does")
 
 
 def _decode_bitmap(data: Tensor, nnz: int, numel: int) -> Tensor:

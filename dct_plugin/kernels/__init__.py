@@ -26,8 +26,11 @@ _lock = threading.Lock()
 
 
 def register_backend(name: str, factory: Callable[[], Backend], device_types: tuple[str, ...] = ()) -> None:
-    """Make a backend known. ``auto`` tries it first on ``device_types``; a factory that cannot serve raises
-    OSError.""" with _lock:
+    """Make a backend known; ``auto`` tries it first on ``device_types``.
+
+    A factory that cannot serve on this machine raises OSError.
+    """
+    with _lock:
         _factories[name] = (factory, device_types)
         _instances.pop(name, None)
         _failed.discard(name)
@@ -57,8 +60,8 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
         if not device_types or device.type in device_types:
             return _instance(name)
         if source == "name":
-            raise ValueError(f"kernel backend {name!r} serves {', '.join(device_types)} tensors, not
-            {device.type}")
+            served = ", ".join(device_types)
+            raise ValueError(f"kernel backend {name!r} serves {served} tensors, not {device.type}")
     for candidate, (_, device_types) in reversed(list(_factories.items())):
         if device.type in device_types and candidate not in _failed:
             try:
@@ -69,8 +72,8 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
                     _failed.add(candidate)
                 if first:
                     logger.warning(
-                        "kernel backend %r is not available (%s); using plain torch kernels, which are about 5
-                        times " "slower. A C compiler (gcc or clang) in PATH is all that is needed.",
+                        "kernel backend %r is not available (%s); using plain torch kernels, which are several "
+                        "times slower. A C compiler (gcc or clang) in PATH is all that is needed.",
                         candidate,
                         error,
                     )

@@ -102,8 +102,8 @@ class Backend(Protocol):
         ...
 
     def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
-        """:meth:`decode_add` for a payload of :meth:`encode_shared`; positions come from
-        ``index_payload``.""" ...
+        """:meth:`decode_add` for a payload of :meth:`encode_shared`, at the positions of ``index_payload``."""
+        ...
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
@@ -117,8 +117,8 @@ class Backend(Protocol):
         ...
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        """The ``k``-th largest ``|grad + residual|``, with the same two provisos as
-        :meth:`sample_threshold`.""" ...
+        """The ``k``-th largest ``|grad + residual|``; see :meth:`sample_threshold` for non-finite and zero."""
+        ...
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
@@ -144,8 +144,9 @@ class CompressArgs(NamedTuple):
     residual_out: Tensor | None
 
 
-def check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) ->
-None:
+def check_vector(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None
+) -> None:
     """Raise unless ``tensor`` is a contiguous vector of one of ``dtypes`` (and ``numel`` entries)."""
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(d) for d in dtypes)

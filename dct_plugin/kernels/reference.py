@@ -39,8 +39,11 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def sample_positions(numel: int, num_samples: int, seed: int, device: torch.device) -> Tensor:
-    """Random positions with replacement, int64 [num_samples]: SplitMix64 (Steele et al., OOPSLA 2014), scaled
-    to numel.""" counter = torch.arange(1, num_samples + 1, dtype=torch.int64, device=device)
+    """Random positions with replacement, int64 [num_samples].
+
+    SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over a counter, its upper half scaled to ``numel``.
+    """
+    counter = torch.arange(1, num_samples + 1, dtype=torch.int64, device=device)
     z = counter * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
@@ -137,8 +140,8 @@ class ReferenceBackend:
         return Stats(nbytes, nnz, above, False, selected - began, time.perf_counter_ns() - selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
-        """fp32(grad) + residual: in ``residual_out`` if there is one, else in scratch or ``grad`` itself
-        (read only).""" if residual is None:
+        """fp32(grad) + residual, in ``residual_out`` if there is one; else to be read only."""
+        if residual is None:
             if residual_out is None:
                 return grad.to(torch.float32)
             return residual_out.copy_(grad)
@@ -269,8 +272,8 @@ def _keep_residual(residual: Tensor | None, residual_out: Tensor) -> None:
 
 
 def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
-    """At most ``capacity`` of the ascending ``idx``, counted from the first one >= start and wrapping
-    around.""" count = idx.numel()
+    """At most ``capacity`` of the ascending ``idx``, from the first one >= start on and wrapping around."""
+    count = idx.numel()
     if count <= capacity:
         return idx
     first = int(torch.searchsorted(idx, start))
