@@ -406,7 +406,10 @@ def _fault(cls: type[_Section], section: Mapping[str, Any], item: Any, source: s
         else:
             break
     if item["type"] == "extra_forbidden" and unknown is not None:
-        return f"{path}.{unknown} = {_show(item['input'])}: unknown key; {_closest(unknown, model, path)}"
+        # Control characters and outer spaces are made visible; the rest is shown as it was written.
+        plain = unknown.isprintable() and unknown == unknown.strip() != ""
+        shown = unknown if plain else json.dumps(unknown)
+        return f"{path}.{shown} = {_show(item['input'])}: unknown key; {_closest(unknown, model, path)}"
     if item["type"] == "dct_conflict":
         return f"{path}: {item['msg']}"
     # An error inside a pair is reported for the pair as a whole.

@@ -97,7 +97,12 @@ def _kernels() -> Iterable[Finding]:
     from ..kernels import get_backend
 
     forced = os.environ.get("DCT_KERNELS")
-    backend = get_backend(torch.device("cpu"))
+    try:
+        backend = get_backend(torch.device("cpu"))
+    except (ValueError, OSError) as error:
+        advice = "unset DCT_KERNELS" if forced else "reinstall the plugin"
+        yield Finding("fail", "kernels", str(error), advice)
+        return
     name = str(getattr(backend, "name", type(backend).__name__))
     # Where the compiled library was found or built, as far as the backend says.
     origin = next((str(value) for key in ("origin", "path") if (value := getattr(backend, key, None))), "")
@@ -110,9 +115,7 @@ def _kernels() -> Iterable[Finding]:
 
 
 def _activation() -> Iterable[Finding]:
-    by_hand = (
-        "import dct_plugin.integrations.deepspeed in the script, or start it with python -m dct_plugin.run"
-    )
+    by_hand = "import dct_plugin.integrations.deepspeed in the training script"
     entries = importlib.metadata.entry_points(group="torch.backends")
     if not any(entry.name == "dct_plugin" for entry in entries):
         advice = f"install the plugin with pip, or {by_hand}"
