@@ -1,1 +1,7 @@
+"""How payloads travel between ranks."""
 
+from __future__ import annotations
+
+from .exchange import Exchange
+
+__all__ = ["Exchange"]

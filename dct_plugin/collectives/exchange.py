@@ -1,0 +1,102 @@
+"""Messages of unequal size between the ranks of a process group.
+
+Sizes first (one small all-to-all), then point-to-point transfers of exactly the bytes there are: gloo refuses unequal
+all-gathers and runs equal ones 1.5 to 4 times slower than the line, while isend/irecv and all-to-all reach it. The
+size message carries a fingerprint of what the sender is about to send, so that ranks out of step stop with a message
+instead of adding up each other's wrong tensors, and a failed rank can tell the others before it stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import DesyncError
+
+_FAILED = -1
+
+
+class Exchange:
+    """Variable-size messages over one process group.
+
+    Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU tensors and
+    on nccl with CUDA tensors.
+
+    Args:
+        group: Process group, None for the default one.
+        device: Device of the messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.sent_bytes = 0
+        """Bytes handed to the transport so far, size messages included."""
+        # Positions in the group to global ranks, which is what point-to-point calls take.
+        self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+    def all_to_all(self, messages: Sequence[Tensor], fingerprint: int = 0) -> list[Tensor]:
+        """Send ``messages[r]`` to rank ``r``; returns what rank ``r`` sent to this one, at position ``r``.
+
+        Args:
+            messages: One 1-D uint8 tensor per rank of the group (may be empty); the own one is passed through.
+            fingerprint: Non-negative 63-bit description of the operation, the same on every rank.
+
+        Raises:
+            DesyncError: A rank reported a failure, or is at another operation; names the ranks.
+        """
+        sizes = self._exchange_sizes([m.numel() for m in messages], fingerprint)
+        received = [
+            messages[r] if r == self.rank else torch.empty(sizes[r], dtype=torch.uint8, device=self.device)
+            for r in range(self.world_size)
+        ]
+        operations = []
+        for distance in range(1, self.world_size):
+            source = (self.rank - distance) % self.world_size
+            target = (self.rank + distance) % self.world_size
+            if sizes[source]:
+                operations.append(dist.P2POp(dist.irecv, received[source], self._global[source], self.group))
+            if messages[target].numel():
+                operations.append(dist.P2POp(dist.isend, messages[target], self._global[target], self.group))
+                self.sent_bytes += messages[target].numel()
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return received
+
+    def all_gather(self, message: Tensor, fingerprint: int = 0) -> list[Tensor]:
+        """Send ``message`` (1-D uint8) to every rank; returns all ranks' messages in rank order."""
+        return self.all_to_all([message] * self.world_size, fingerprint)
+
+    def abort(self) -> None:
+        """Tell the other ranks, who are waiting in their next exchange, that this one failed. Never raises."""
+        try:
+            self._exchange_sizes([_FAILED] * self.world_size, 0, check=False)
+        except Exception:  # the transport is gone as well: the others will see that
+            return
+
+    def _exchange_sizes(self, sizes: list[int], fingerprint: int, *, check: bool = True) -> list[int]:
+        table = torch.tensor([[size, fingerprint] for size in sizes], dtype=torch.int64).to(self.device)
+        answer = torch.empty_like(table)
+        dist.all_to_all_single(answer, table, group=self.group)
+        self.sent_bytes += 16 * (self.world_size - 1)
+        rows = answer.tolist()
+        if check:
+            failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
+            if failed:
+                raise DesyncError(
+                    f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange; "
+                    "see their own error output"
+                )
+            strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
+            if strange:
+                raise DesyncError(
+                    f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors (names, sizes or "
+                    "order differ); every rank must reduce the same gradients in the same order"
+                )
+        return [size for size, _ in rows]

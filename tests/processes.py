@@ -1,0 +1,95 @@
+"""Real processes for the distributed tests: gloo over loopback, results and failures brought back to pytest.
+
+The processes are kept between tests (importing torch costs more than most tests); every test gets a process group of
+its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+#: A hung collective is a failed test, not a lost afternoon.
+TIMEOUT = timedelta(seconds=60)
+_PATIENCE = 240.0
+
+_context = mp.get_context("spawn")
+_workers: list[tuple[Any, Any]] = []  # (process, its tasks)
+_results: Any = None
+
+
+def _serve(position: int, tasks: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        number, world_size, store_path, function, arguments = task
+        os.environ.update(RANK=str(position), WORLD_SIZE=str(world_size), LOCAL_RANK=str(position))
+        store = dist.FileStore(store_path, world_size)
+        dist.init_process_group("gloo", store=store, rank=position, world_size=world_size, timeout=TIMEOUT)
+        try:
+            outcome: tuple[str, Any] = ("value", function(position, world_size, *arguments))
+        except Exception as error:
+            outcome = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        dist.destroy_process_group()
+        # Through a file: queues share tensors by descriptors that die with the process.
+        torch.save(outcome, f"{store_path}.rank{position}")
+        results.put((number, position))
+
+
+def _stop() -> None:
+    global _results
+    for process, _ in _workers:
+        process.kill()
+    _workers.clear()
+    _results = None
+
+
+atexit.register(_stop)
+
+
+def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
+    """Run ``function(rank, world_size, *arguments)`` in processes; ``("value", result)`` or ``("error", text)`` each."""
+    global _results
+    if _results is None:
+        _results = _context.Queue()
+    while len(_workers) < world_size:
+        tasks = _context.Queue()
+        process = _context.Process(target=_serve, args=(len(_workers), tasks, _results), daemon=True)
+        process.start()
+        _workers.append((process, tasks))
+    number = os.urandom(8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "store")
+        for _, tasks in _workers[:world_size]:
+            tasks.put((number, world_size, path, function, arguments))
+        missing = set(range(world_size))
+        while missing:
+            try:
+                answered, position = _results.get(timeout=_PATIENCE)
+            except queue.Empty:
+                _stop()
+                raise AssertionError(f"ranks {sorted(missing)} did not finish within {_PATIENCE:.0f} s") from None
+            if answered == number:
+                missing.discard(position)
+        return [torch.load(f"{path}.rank{r}", weights_only=False) for r in range(world_size)]
+
+
+def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Like :func:`launch` where every rank must succeed; the results in rank order."""
+    outcomes = launch(world_size, function, *arguments)
+    errors = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(outcomes) if kind == "error"]
+    assert not errors, "\n".join(errors)
+    return [value for _, value in outcomes]
