@@ -401,10 +401,10 @@ def _fault(cls: type[_Section], section: Mapping[str, Any], item: Any, source: s
             unknown = str(key)
             break
         path, field, value = f"{path}.{key}", model.model_fields[key], value[key]
-        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
-            model = field.annotation
-        else:
+        section_model = _section_model(field)
+        if section_model is None:
             break
+        model = section_model
     if item["type"] == "extra_forbidden" and unknown is not None:
         # Control characters and outer spaces are made visible; the rest is shown as it was written.
         plain = unknown.isprintable() and unknown == unknown.strip() != ""
@@ -416,13 +416,22 @@ def _fault(cls: type[_Section], section: Mapping[str, Any], item: Any, source: s
     return f"{path} = {_show(value)}: must be {allowed(field) if field else 'a JSON object'}"
 
 
+def _section_model(field: FieldInfo) -> type[_Section] | None:
+    """The model of a field that is a section itself."""
+    kind = field.annotation
+    # Python 3.10 takes tuple[float, float] for a type, but not for the argument of issubclass.
+    if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, _Section):
+        return kind
+    return None
+
+
 def _closest(key: str, model: type[_Section], path: str) -> str:
     valid = list(model.model_fields)
     if match := difflib.get_close_matches(key.lower(), valid, n=1):
         return f"did you mean {path}.{match[0]}?"
     for name, field in model.model_fields.items():  # a key of a sub-section, written one level too high
-        sub = field.annotation
-        keys = list(sub.model_fields) if isinstance(sub, type) and issubclass(sub, _Section) else []
+        sub = _section_model(field)
+        keys = list(sub.model_fields) if sub else []
         if match := difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.8):
             return f"did you mean {path}.{name}.{match[0]}?"
     return "allowed are " + ", ".join(valid)

@@ -131,9 +131,10 @@ def test_only_rank_0_writes_unless_the_path_names_the_rank(tmp_path: Path) -> No
 @pytest.mark.parametrize("key", ["path", "tensorboard"])
 def test_unwritable_places_are_refused_at_start(tmp_path: Path, key: str) -> None:
     (tmp_path / "file").write_text("")
+    config: dict[str, Any] = {key: str(tmp_path / "file" / "below")}
     with pytest.raises(ConfigError, match=rf"rank 0(.|\n)*dct\.metrics\.{key} = .*that can be written"):
-        make(**{key: str(tmp_path / "file" / "below")})
-    make(rank=1, **{key: str(tmp_path / "file" / "below")})
+        make(**config)
+    make(rank=1, **config)
 
 
 def test_path_that_is_a_directory_is_refused(tmp_path: Path) -> None:
