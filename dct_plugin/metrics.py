@@ -274,9 +274,12 @@ class Metrics:
         steps = f"{total.steps} step{'' if total.steps == 1 else 's'}"
         if total.ratio is None:
             return f"dct: {steps}, nothing sent ({self.world_size} rank{'' if self.world_size == 1 else 's'})"
-        times = f"{total.ratio:.3g}x fewer" if total.ratio >= 1 else f"{1 / total.ratio:.3g}x more"
         if total.dense_bytes == 0:
             times = "all of it extra"
+        elif total.ratio >= 1:
+            times = f"{total.ratio:.3g}x fewer"
+        else:
+            times = f"{1 / total.ratio:.3g}x more"
         parts = [
             steps,
             f"sent {format_bytes(total.sent_bytes)} of {format_bytes(total.dense_bytes)} dense ({times})",
