@@ -81,7 +81,8 @@ def encode_values(values: Tensor, dtype: int) -> tuple[Tensor, Tensor]:
     scale = table.abs().amax(dim=1) / 127.0 if groups else torch.empty(0, device=x.device)
     q = torch.round(table / scale.unsqueeze(1))
     # A zero scale divides by zero; a subnormal one may have been rounded so far that the quotient passes 127.
-    q = torch.where(scale.unsqueeze(1) > 0, q, torch.zeros_like(q)).clamp(-127, 127)
+    # Adding 0 turns -0 into the +0 a receiver gets.
+    q = torch.where(scale.unsqueeze(1) > 0, q, torch.zeros_like(q)).clamp(-127, 127) + 0.0
     decoded = (q * scale.unsqueeze(1)).reshape(-1)[:n]
     data = torch.cat([scale.view(torch.uint8), q.reshape(-1)[:n].to(torch.int8).view(torch.uint8)])
     return data, decoded
