@@ -1,7 +1,7 @@
 """The compressor of one tensor stream: threshold, residual, codec.
 
-Everything that crosses the network passes one of these, becomes a :class:`~dct_plugin.codecs.payload.Payload`, and
-is a tensor again on the other side.
+Everything that crosses the network passes one of these, becomes a
+:class:`~dct_plugin.codecs.payload.Payload`, and is a tensor again on the other side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .thresholds import Threshold, wanted
 
 #: Room beside the configured capacity, so that tiny parts are not cut by counting noise.
 _CAPACITY_SLACK = 64
-#: Multiplier of the position from which a full message is filled; odd and large, so that successive starts spread.
+#: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
+#: spread.
 _START_STRIDE = 0x9E3779B1
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,9 +34,9 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Compressor:
     """Thresholds one tensor stream (a parameter's gradient, step after step) and keeps what it did not send.
 
-    Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add the
-    residual), compress (select and encode), update (keep what was not sent), all in one pass of the kernel, and send,
-    which is left to the collectives.
+    Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add
+    the residual), compress (select and encode), update (keep what was not sent), all in one pass of the kernel,
+    and send, which is left to the collectives.
 
     Args:
         config: ``data_parallel`` settings; a whole :class:`DCTConfig` is accepted; defaults when None.
@@ -84,22 +85,25 @@ class Compressor:
         self._transactional = transactional
         self._shape: torch.Size | None = None
         self._value_dtype = ValueDtype.parse(config.value_dtype)
-        self._encoding = None if config.index_encoding == "auto" else IndexEncoding.parse(config.index_encoding)
+        self._encoding = (
+            None if config.index_encoding == "auto" else IndexEncoding.parse(config.index_encoding)
+        )
         self._saved_threshold: dict[str, Any] | None = None
         self._loaded_residual: dict[str, Any] | None = None
 
-    # -- the public pair ---------------------------------------------------------------------------------------------
+    # -- the public pair ---
 
     def compress(self, tensor: Tensor) -> Payload:
         """Encode what of ``tensor + residual`` reaches the threshold; the residual keeps the rest.
 
         Args:
-            tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every call.
-                Left unchanged.
+            tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every
+                call. Left unchanged.
 
         Returns:
-            A payload with memory of its own. When ``tensor`` holds a non-finite entry (or a magnitude of ``2**126``
-            and more) the payload says so, decodes to NaN, and residual and threshold stay bitwise as they were.
+            A payload with memory of its own. When ``tensor`` holds a non-finite entry (or a magnitude of
+            ``2**126`` and more) the payload says so, decodes to NaN, and residual and threshold stay bitwise
+            as they were.
 
         Raises:
             TypeError: ``tensor`` is not a floating-point tensor.
@@ -128,7 +132,7 @@ class Compressor:
             out.view(self._shape) if self._shape is not None and self._shape.numel() == out.numel() else out
         )
 
-    # -- in parts, straight into messages ----------------------------------------------------------------------------
+    # -- in parts, straight into messages ---
 
     def compress_parts(
         self,
@@ -136,7 +140,8 @@ class Compressor:
         parts: Sequence[tuple[int, int, MessageWriter]],
         density: float | None = None,
     ) -> list[Stats]:
-        """Like :meth:`compress`, with one payload per part, written into the messages of the part's receivers.
+        """Like :meth:`compress`, with one payload per part, written into the messages of the part's
+        receivers.
 
         The threshold is that of the whole tensor, the payloads' positions are relative to their part.
 
@@ -177,13 +182,15 @@ class Compressor:
             writer.advance(part.nbytes)
             stats.append(part)
         if not any(part.nonfinite for part in stats):
+            if target is not None:
+                self._fade(target, tau)
             if tau > 0.0:
                 self.threshold.observe(sum(part.above for part in stats), numel)
             else:
                 self.threshold.step += 1
         return stats
 
-    # -- steps that may be taken back ---------------------------------------------------------------------------------
+    # -- steps that may be taken back ---
 
     def commit(self) -> None:
         """The optimizer step went through: keep residual and threshold."""
@@ -192,7 +199,9 @@ class Compressor:
             self.residual.commit()
 
     def rollback(self) -> None:
-        """The optimizer step was skipped: residual and threshold are bitwise what they were at the last commit."""
+        """The optimizer step was skipped: residual and threshold are bitwise what they were at the last
+        commit.
+        """
         if self._saved_threshold is not None:
             self.threshold.load_state_dict(self._saved_threshold)
             self._saved_threshold = None
@@ -205,7 +214,7 @@ class Compressor:
         if self.residual is not None:
             self.residual.rescale(factor)
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Residual (fp32, CPU), threshold and counters; a resumed run goes on bitwise."""
@@ -229,7 +238,7 @@ class Compressor:
         if self.residual is not None:
             self._adopt_loaded_residual()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside ---
 
     def _backend(self, device: torch.device) -> Backend:
         if self._kernels is None:
@@ -242,6 +251,14 @@ class Compressor:
         flat = tensor.detach().reshape(-1)
         return flat if flat.dtype in _GRAD_DTYPES else flat.to(torch.float32)
 
+    def _fade(self, residual: Tensor, tau: float) -> None:
+        """Optional limits on how long and how much an entry may wait; both lose gradient on purpose."""
+        if self.config.residual_decay < 1.0:
+            residual.mul_(self.config.residual_decay)
+        if self.config.residual_clip is not None and 0.0 < tau < math.inf:
+            limit = self.config.residual_clip * tau
+            residual.clamp_(-limit, limit)
+
     def _capacity(self, density: float, length: int) -> int:
         return min(length, math.ceil(self.config.capacity * wanted(density, length)) + _CAPACITY_SLACK)
 
@@ -253,8 +270,8 @@ class Compressor:
             self._adopt_loaded_residual()
         if self.residual.current.numel() != numel:
             raise ValueError(
-                f"{self.name}: the stream has {self.residual.current.numel()} entries, got a tensor of {numel}; "
-                "one compressor serves one tensor"
+                f"{self.name}: the stream has {self.residual.current.numel()} entries, got a tensor of "
+                f"{numel}; one compressor serves one tensor"
             )
         return self.residual.begin()
 

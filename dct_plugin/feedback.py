@@ -1,7 +1,7 @@
 """What becomes of what was not sent: the residual of one tensor stream.
 
-Error feedback adds the residual to the next gradient (DCT, Gupta et al., KDD 2021, section 3: ``E = G - G * keep``).
-The residual also keeps the rounding error of the value type, so that nothing is lost, only delayed.
+Error feedback adds the residual to the next gradient (DCT, Gupta et al., KDD 2021, section 3: ``E = G - G *
+keep``). The residual also keeps the rounding error of the value type, so that nothing is lost, only delayed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 class Residual:
     """Residual of one stream, with a transaction for host frameworks that may discard a step.
 
-    A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside a
-    transaction the updated residual is written to a second buffer (the selection pass writes it anyway, so this
-    costs memory, not time); :meth:`commit` makes it the residual, :meth:`rollback` forgets it bitwise.
+    A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside
+    a transaction the updated residual is written to a second buffer (the selection pass writes it anyway, so
+    this costs memory, not time); :meth:`commit` makes it the residual, :meth:`rollback` forgets it bitwise.
 
     Args:
         numel: Entries of the stream.

@@ -57,7 +57,9 @@ def test_nothing_is_lost(value_dtype: str, dtype: torch.dtype) -> None:
     threshold=st.sampled_from(["sample", "exact"]),
     seed=st.integers(0, 1000),
 )
-def test_conservation_at_every_size(numel: int, sparsity: float, value_dtype: str, threshold: str, seed: int) -> None:
+def test_conservation_at_every_size(
+    numel: int, sparsity: float, value_dtype: str, threshold: str, seed: int
+) -> None:
     compressor = Compressor(sparsity=sparsity, value_dtype=value_dtype, threshold=threshold)
     old = torch.zeros(numel)
     for gradient in gradients(3, numel, seed):
@@ -162,7 +164,10 @@ def test_rollback_needs_a_transaction() -> None:
 
 def test_loss_scale_change_rescales() -> None:
     steps = gradients(8, 20_000)
-    plain, scaled = Compressor(sparsity=0.99, value_dtype="fp32"), Compressor(sparsity=0.99, value_dtype="fp32")
+    plain, scaled = (
+        Compressor(sparsity=0.99, value_dtype="fp32"),
+        Compressor(sparsity=0.99, value_dtype="fp32"),
+    )
     scale = 1.0
     for step, gradient in enumerate(steps):
         if step in (2, 5):
@@ -210,7 +215,11 @@ def test_wrong_input_is_named() -> None:
 
 def test_configurations_are_interchangeable() -> None:
     section = DCTConfig.parse({"data_parallel": {"sparsity": 0.9}})
-    assert Compressor(section).config == Compressor(section.data_parallel).config == Compressor(sparsity=0.9).config
+    assert (
+        Compressor(section).config
+        == Compressor(section.data_parallel).config
+        == Compressor(sparsity=0.9).config
+    )
     assert Compressor(section, value_dtype="int8").config.sparsity == 0.9
 
 

@@ -26,7 +26,7 @@ def reducer(**settings: Any) -> GradientReducer:
     return GradientReducer(DCTConfig.parse({"data_parallel": settings}))
 
 
-# -- all_reduce ------------------------------------------------------------------------------------------------------
+# -- all_reduce ----------------------------------------------------------
 
 
 def _sum_of_everything(rank: int, world_size: int, exchange: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -53,7 +53,10 @@ def _sum_of_everything(rank: int, world_size: int, exchange: str, dtype: torch.d
         kept[name][start : start + residual.numel()] += residual
     for tensor in kept.values():
         dist.all_reduce(tensor)
-    return {"error": {n: float((put_in[n] - arrived[n] - kept[n]).abs().max()) for n in SIZES if SIZES[n]}, "arrived": arrived}
+    return {
+        "error": {n: float((put_in[n] - arrived[n] - kept[n]).abs().max()) for n in SIZES if SIZES[n]},
+        "arrived": arrived,
+    }
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
@@ -78,13 +81,17 @@ def _dense(rank: int, world_size: int, exchange: str, dtype: torch.dtype) -> boo
             if world_size == 2:
                 assert torch.equal(mine[name], tensor), name
             else:
-                assert mine[name].allclose(tensor, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6), name
+                assert mine[name].allclose(
+                    tensor, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6
+                ), name
     return True
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sparsity_zero_is_the_dense_all_reduce_bitwise_on_two_ranks(exchange: str, dtype: torch.dtype) -> None:
+def test_sparsity_zero_is_the_dense_all_reduce_bitwise_on_two_ranks(
+    exchange: str, dtype: torch.dtype
+) -> None:
     assert all(run(2, _dense, exchange, dtype))
 
 
@@ -95,7 +102,9 @@ def test_sparsity_zero_is_the_dense_all_reduce_on_four_ranks() -> None:
 def _reduce_scatter(rank: int, world_size: int) -> bool:
     engine = reducer(sparsity=0.0, value_dtype="fp32", min_numel=100)
     size = 10_001
-    shards = [Shard(r, size * r // world_size, size * (r + 1) // world_size) for r in reversed(range(world_size))]
+    shards = [
+        Shard(r, size * r // world_size, size * (r + 1) // world_size) for r in reversed(range(world_size))
+    ]
     mine = torch.randn(size, generator=torch.Generator().manual_seed(rank))
     expected = mine.clone()
     dist.all_reduce(expected)
@@ -174,7 +183,7 @@ def test_warm_up_is_dense() -> None:
         assert shares[3] < 0.05
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures ---
 
 
 def _one_fails(rank: int, world_size: int, exchange: str) -> None:
@@ -209,7 +218,7 @@ def test_ranks_out_of_step_are_told_apart() -> None:
         assert "[2]" in text if rank != 2 else "[0, 1]" in text
 
 
-# -- torch DDP ---------------------------------------------------------------------------------------------------------
+# -- torch DDP ---
 
 
 def _model() -> nn.Module:
@@ -217,7 +226,9 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(100, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
 
 
-def _train(rank: int, world_size: int, section: dict[str, Any] | None, steps: int, bucket_mb: float) -> dict[str, Any]:
+def _train(
+    rank: int, world_size: int, section: dict[str, Any] | None, steps: int, bucket_mb: float
+) -> dict[str, Any]:
     model = DistributedDataParallel(_model(), bucket_cap_mb=bucket_mb)
     state = None
     if section is not None:
