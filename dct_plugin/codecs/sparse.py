@@ -82,7 +82,7 @@ def _rice_bound(numel: int, nnz: int) -> int:
 
 
 def check_section(encoding: int, param: int, nbytes: int, nnz: int, numel: int) -> IndexEncoding:
-    """Whether an index section of ``nbytes`` can hold ``nnz`` of ``numel`` entries: every decoder's first check.
+    """Whether an index section of ``nbytes`` can hold ``nnz`` of ``numel`` entries: every decoder checks it.
 
     After it, ``nnz`` is bounded by the bytes that are there (dense: by ``numel``).
 
