@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.99, 10 % warm-up + 10 % ramp": {"sparsity": 0.99, "ramp": True},
     "0.99, residual decay 0.9": {"sparsity": 0.99, "residual_decay": 0.9},
     "0.99, residual clip 1 tau": {"sparsity": 0.99, "residual_clip": 0.5},
+    "0.99, momentum correction": {"sparsity": 0.99, "momentum_masking": 0.9},
     "0.999": {"sparsity": 0.999},
 }
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -60,6 +61,8 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
     rows = data.train
     model = DLRM(rows.dense.shape[1], data.cardinalities, seed=seed)
     step_with = OPTIMIZERS[optimizer](model.parameters())
+    if "momentum" in variant:  # it moves from the optimizer to the compressors
+        step_with.param_groups[0]["momentum"] = 0.0
     loss_of = nn.BCEWithLogitsLoss()
     settings = VARIANTS[variant]
     steps = list(batches(len(rows.label), args.batch_size, args.epochs, seed))
@@ -129,7 +132,8 @@ def main() -> None:
     data = load("criteo" if args.data else "diabetes", args.data)
     table = Table("optimizer", "variant", "density", "AUC", "AUC - dense (95 %)", "log loss")
     results = []
-    runs = [(o, v) for o in args.optimizers for v in ["dense", *(v for v in args.variants if v != "dense")]]
+    variants = ["dense", *(v for v in args.variants if v != "dense")]
+    runs = [(o, v) for o in args.optimizers for v in variants if "momentum" not in v or "momentum" in o]
     dense_auc: list[float] = []
     for optimizer, variant in track(runs, description="training", console=Console(stderr=True)):
         seeds = [train(data, optimizer, variant, seed, args) for seed in range(args.seeds)]

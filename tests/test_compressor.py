@@ -229,6 +229,39 @@ def test_double_precision_and_strided_input() -> None:
     assert torch.equal(compressor.decompress(compressor.compress(matrix)), matrix.float())
 
 
+def test_momentum_correction_is_dgc() -> None:
+    """Against DGC written out in plain torch: u = m u + g; v = v + u; send v where large; restart both
+    there.
+    """
+    steps = gradients(12, 20_000)
+    compressor = Compressor(
+        sparsity=0.9, value_dtype="fp32", threshold="exact", momentum_masking=0.9, threshold_lifespan=1
+    )
+    u, v = torch.zeros(20_000), torch.zeros(20_000)
+    for gradient in steps:
+        u = 0.9 * u + gradient
+        v = v + u
+        sent = v.abs() >= v.abs().topk(2000).values[-1]
+        received = compressor.decompress(compressor.compress(gradient))
+        assert torch.equal(received != 0, sent)
+        assert received[sent].allclose(v[sent], rtol=1e-5, atol=1e-6)
+        u[sent] = 0
+        v[sent] = 0
+
+
+def test_fading_is_optional_and_limits_the_residual() -> None:
+    gradient = torch.randn(20_000)
+    plain, fading = (
+        Compressor(sparsity=0.99),
+        Compressor(sparsity=0.99, residual_decay=0.5, residual_clip=0.1),
+    )
+    plain.compress(gradient)
+    fading.compress(gradient)
+    expected = plain.residual.current * 0.5  # type: ignore[union-attr]
+    limit = 0.1 * fading.threshold.tau
+    assert fading.residual.current.allclose(expected.clamp(-limit, limit))  # type: ignore[union-attr]
+
+
 def test_schedule_starts_dense_and_falls_to_the_target() -> None:
     schedule = SparsitySchedule(0.99, warmup_steps=3, ramp_steps=4)
     densities = [schedule.density(step) for step in range(10)]
