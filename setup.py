@@ -1,7 +1,8 @@
 """Compiles the CPU kernels into the package if there is a C compiler; all else is in pyproject.toml.
 
 The compiled kernels are optional: without a compiler the installation succeeds, and they are built on first
-use or replaced by plain torch. A wheel with them is tagged ``py3-none-<platform>``, one without ``py3-none-any``.
+use or replaced by plain torch. A wheel that carries them is tagged ``py3-none-<platform>``, another one
+``py3-none-any``.
 """
 
 from __future__ import annotations
