@@ -1,4 +1,4 @@
-"""Kernels: compiled ones give what the reference gives, bit for bit; nothing is lost between sent and kept."""
+"""Kernels: compiled ones equal the reference bit for bit; nothing is lost between sent and kept."""
 
 from __future__ import annotations
 

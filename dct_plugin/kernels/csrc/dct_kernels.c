@@ -15,7 +15,7 @@
 #include <string.h>
 #include <time.h>
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if defined(__x86_64__) && !defined(DCT_PORTABLE) /* DCT_PORTABLE: as on any other architecture */
 #define DCT_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
