@@ -35,6 +35,14 @@ SPARSE = [IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16, Inde
 SIZES = [0, 1, 255, 256, 257, 65535, 65536, 65537]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: a second thread only waits
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return ReferenceBackend() if request.param == "reference" else CpuBackend()
@@ -126,7 +134,7 @@ def test_arbitrary_index_sections_are_decoded_alike_or_refused_alike(data: st.Da
     byte = st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 128, 255]))
     section = bytes(data.draw(st.lists(byte, max_size=40)))
     nnz = data.draw(st.integers(0, 40))
-    results = []
+    results: list[list[int] | None] = []
     for decode in (decode_indices, CpuBackend().decode_indices):
         tensor = torch.from_numpy(np.frombuffer(section, dtype=np.uint8).copy())
         try:
@@ -397,7 +405,7 @@ def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     sealed = torch.frombuffer(bytearray(resealed(bytes(changed))), dtype=torch.uint8)
-    outcomes = []
+    outcomes: list[list[int] | None] = []
     for backend in (reference, compiled):
         out = torch.zeros(numel)
         try:

@@ -116,8 +116,10 @@ def test_backend_asked_for_by_name_does_not_fall_back(tmp_path: Path) -> None:
                 print(type(caught).__name__, caught)
         print(get_backend("cpu", "reference").name)
     """
-    no_compiler = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PATH": "", "CC": None}
-    out, _ = finish(python(code, **no_compiler, DCT_KERNELS="cpu"))
+    process = python(
+        code, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), PATH="", CC=None, DCT_KERNELS="cpu"
+    )
+    out, _ = finish(process)
     lines = out.splitlines()
     assert lines[0].startswith("BuildError no C compiler")
     assert lines[1].startswith("BuildError no C compiler")

@@ -35,8 +35,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _restore_instruction_set() -> Iterator[None]:
+def _one_thread_and_instruction_set_restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: a second thread only waits
     yield
+    torch.set_num_threads(threads)
     CPU.set_isa("avx512")  # or the best there is
 
 
@@ -153,8 +156,8 @@ def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int
         shared.append((stats[:4], out[: stats.nbytes]))
     assert shared[0][0] == shared[1][0]
     assert same_bits(shared[0][1], shared[1][1])
-    for backend, out in zip((REFERENCE, compiled), outs, strict=True):
-        backend.decode_shared_add(shared[0][1], payload, out)
+    for kernels, out in zip((REFERENCE, compiled), outs, strict=True):
+        kernels.decode_shared_add(shared[0][1], payload, out)
     assert same_bits(*outs)
 
 
