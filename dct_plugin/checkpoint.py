@@ -86,7 +86,8 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
 
     A model update averages the ranks, so it is the mean of the residuals that is owed. The residuals of
     owners (two-phase exchange, ``server_error_feedback``) are parts of the *sum* over the ranks; they are
-    shared out to the ranks, since the new owners own other parts. Thresholds are measured anew.
+    shared out to the ranks, since the new owners own other parts. Thresholds are measured anew, and momentum
+    that is kept at the workers starts over.
 
     Args:
         contents: Of the file of every old rank, in any order; only one is held in memory at a time.
@@ -107,7 +108,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
             if name in total:
                 total[name]["residual"] += residual
             else:
-                total[name] = {**_unmeasured(streams[name]), "residual": residual}
+                total[name] = {**_unmeasured(streams[name]), "residual": residual, "velocity": None}
         for name, match in answers.items():
             if (owner := total.get(match["name"])) is not None:
                 part = owner["residual"][int(match["start"]) : int(match["stop"])]
@@ -124,6 +125,7 @@ def _in_unit(state: State, ratio: float) -> State:
         name: {
             **_unmeasured(stream),
             "residual": None if stream["residual"] is None else stream["residual"] * ratio,
+            "velocity": None if stream.get("velocity") is None else stream["velocity"] * ratio,
         }
         for name, stream in state["streams"].items()
     }
