@@ -165,8 +165,13 @@ def engine_ready(engine: Any) -> None:
 
 def find_section(engine: Any) -> Any:
     """The ``dct`` section of an engine's JSON as written there, None when there is none."""
-    config = getattr(getattr(engine, "_config", None), "_param_dict", None)
-    return config.get(SECTION) if isinstance(config, dict) else None
+    config = getattr(engine.__dict__.get("_config"), "_param_dict", None)
+    if not isinstance(config, dict):
+        config = engine.__dict__.get("config")
+    if not isinstance(config, dict):
+        _warn(f"the configuration of this DeepSpeed cannot be read; a {SECTION!r} section has no effect")
+        return None
+    return config.get(SECTION)
 
 
 def _announce_absence(number: int) -> None:

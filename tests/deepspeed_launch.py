@@ -55,16 +55,33 @@ def torchrun(world_size: int, *arguments: str) -> list[str]:
     ]
 
 
-def launch(
-    world_size: int, plan: list[Run], folder: Path, *, timeout: float = 280, **variables: str
-) -> Results:
+def execute(
+    command: list[str], folder: Path, *, timeout: float = 500, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; after the time limit it is stopped with everything it started."""
+    process = subprocess.Popen(
+        command,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        process.terminate()  # torchrun passes it on to the ranks
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def launch(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
     """Execute all runs of ``plan``, in one process per rank, and return their results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
     command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
-    done = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=timeout, cwd=folder
-    )
+    done = execute(command, folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]

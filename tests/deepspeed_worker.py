@@ -102,10 +102,11 @@ def make_engine(run: dict[str, Any]) -> Any:
 def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[str, Any]) -> None:
     """Optimizer steps ``first`` to ``last``: losses (mean over ranks), norms, what overflow steps did."""
     accumulation = engine.gradient_accumulation_steps()
-    losses, norms, scales = [], [], []
+    losses, norms, scales, followed = [], [], [], []
     kept = []
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
+        scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
         scale_before = engine.dct.reducer.loss_scale if before else 1.0
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for micro in range(accumulation):
@@ -126,8 +127,12 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-        scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
-    result.update(losses=losses, norms=norms, scales=scales, residuals_kept=kept)
+        scales.append(scale)
+        if "dct" in engine.__dict__:
+            followed.append(engine.dct.reducer.loss_scale)
+    result.update(
+        losses=losses, norms=norms, scales=scales, residuals_kept=kept, scales_of_residuals=followed
+    )
 
 
 def evaluate(engine: Any) -> float:
@@ -153,6 +158,8 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         engine = make_engine(run)
+        if run.get("switch_off"):
+            engine.enable_backward_allreduce = False
         first = 0
         if "load" in run:
             loaded, _ = engine.load_checkpoint(run["load"])

@@ -17,7 +17,7 @@ import pytest
 from deepspeed_launch import Results, Run, config, launch
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: Everything crosses, in full precision: the run must be DeepSpeed's own. Small tensors and large ones take
 #: part.
@@ -162,6 +162,7 @@ def two(folder: Path) -> Results:
         run("zero0-fp32", {"data_parallel": {"enabled": False}}, 3, "no-gradients/"),
         run("zero2-fp32-scatter-contiguous", SPARSE, 6, "poison/", poison=[2]),
         run("zero0-bf16", SPARSE, 6, "poison/", poison=[2]),
+        run("zero0-fp32", SPARSE, 2, "switched-off/", switch_off=True),
     ]
     reported = run(
         "zero2-fp32-scatter-contiguous",
@@ -290,6 +291,11 @@ def test_disabled_changes_nothing(two: Results) -> None:
         assert not two[0][key]["attached"]
         same(two[0]["plain/zero0-fp32"], two[0][key])
     assert "nothing to do" in two[0]["no-gradients/zero0-fp32"]["log"][0]
+
+
+def test_gradients_that_never_arrive_are_warned_about(two: Results) -> None:
+    lines = [line for line in two[0]["switched-off/zero0-fp32"]["log"] if "without passing gradients" in line]
+    assert len(lines) == 1
 
 
 def test_warmup_steps_are_deepspeed(two: Results) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_launch import WORKER, Results, Run, config, environment, launch, torchrun
+from deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def section(**keys: Any) -> dict[str, Any]:
@@ -113,12 +112,6 @@ def job(folder: Path, *, dct: Any, **more: Any) -> tuple[str, str]:
     plan = folder / "plan.json"
     plan.write_text(json.dumps([{"id": "job", "config": config(0, dct=dct), "steps": 2, **more}]))
     return str(plan), str(folder)
-
-
-def execute(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=200, cwd=folder
-    )
 
 
 def results(folder: Path) -> list[Run]:

@@ -69,7 +69,7 @@ _ENGINE_ATTRIBUTES = (
 _ZERO_ATTRIBUTES = (
     "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
     "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
-    "gradient_average", "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale",
+    "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale",
 )  # fmt: skip
 _BF16_ATTRIBUTES = ("bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names")
 
@@ -80,6 +80,7 @@ def check_version(version: str) -> None:
     Raises:
         VersionError: Says what was found, what is supported and what to do.
     """
+    version = version.strip()
     first, end = SUPPORTED
     supported = f">= {_dotted(first)}, < {_dotted(end)} (tested: {', '.join(TESTED)})"
     remedy = (

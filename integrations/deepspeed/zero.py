@@ -46,15 +46,15 @@ class PartitionHooks:
         self.reducer = reducer
         self.link = link
         self.to_owners = bool(optimizer.reduce_scatter)
+        # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
+        self.average = bool(getattr(optimizer, "gradient_average", True))
         self._bucket: Tensor | None = None
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
     @property
     def prescaled(self) -> bool:
         """Whether ``average_tensor`` divides gradients by the number of ranks before they come here."""
-        return self.to_owners and bool(
-            self.optimizer.contiguous_gradients and self.optimizer.gradient_average
-        )
+        return self.to_owners and self.average and bool(self.optimizer.contiguous_gradients)
 
     def install(self) -> None:
         """Patch the optimizer instance."""
@@ -160,7 +160,7 @@ class PartitionHooks:
         optimizer = self.optimizer
         averaging = Averaging.of(
             self.reducer.world_size,
-            average=optimizer.gradient_average,
+            average=self.average,
             postscale=optimizer.postscale_gradients,
             predivide=optimizer.gradient_predivide_factor,
         )
@@ -179,7 +179,7 @@ class PartitionHooks:
         """Gradients that lie apart; returns them packed, reduced, in the communication type."""
         flat = self.optimizer.flatten(bucket)
         staging = Staging(flat, dtype)
-        scale = 1.0 / self.reducer.world_size if self.optimizer.gradient_average else 1.0
+        scale = 1.0 / self.reducer.world_size if self.average else 1.0
         parts = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in layout])
         if self.to_owners:
             self.reducer.reduce_scatter(
