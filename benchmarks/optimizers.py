@@ -39,10 +39,17 @@ OPTIMIZERS: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "0.9": {"sparsity": 0.9},
+    "0.9, int8 values": {"sparsity": 0.9, "value_dtype": "int8"},
+    "0.97": {"sparsity": 0.97},
     "0.99": {"sparsity": 0.99},
     "0.99, no feedback": {"sparsity": 0.99, "error_feedback": "none"},
     "0.99, 10 % warm-up + 10 % ramp": {"sparsity": 0.99, "ramp": True},
-    "0.99, momentum correction": {"sparsity": 0.99, "momentum_masking": 0.9},
+    "0.99, momentum correction": {"sparsity": 0.99, "momentum_correction": 0.9},
+    "0.99, momentum correction + masking": {
+        "sparsity": 0.99,
+        "momentum_correction": 0.9,
+        "momentum_masking": True,
+    },
     "0.999": {"sparsity": 0.999},
 }
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.

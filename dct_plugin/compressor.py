@@ -182,7 +182,7 @@ class Compressor:
                 value_dtype=self._value_dtype,
                 encoding=self._encoding,
             )
-            if self.velocity is not None and tau > 0.0 and not part.nonfinite:
+            if self.velocity is not None and self.config.momentum_masking and part.nnz and tau > 0.0:
                 self.velocity.restart(start, kernels.decode_mask(room[: part.nbytes], length))
             writer.advance(part.nbytes)
             stats.append(part)
@@ -262,9 +262,9 @@ class Compressor:
             return None, None
         if self.residual is None:
             self.residual = Residual(numel, device, transactional=self._transactional)
-            if self.config.momentum_masking > 0.0:
+            if self.config.momentum_correction > 0.0:
                 self.velocity = Velocity(
-                    numel, device, self.config.momentum_masking, transactional=self._transactional
+                    numel, device, self.config.momentum_correction, transactional=self._transactional
                 )
             self._adopt_loaded()
         if self.residual.current.numel() != numel:

@@ -97,12 +97,17 @@ class DataParallelConfig(_Section):
         default="local",
         description="What was not sent is added to the next gradient (local), or dropped (none).",
     )
-    momentum_masking: float = Field(
+    momentum_correction: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Momentum factor of DGC's momentum correction with factor masking "
-        "(Deep Gradient Compression, sections 3.2 and 3.3); 0 is off.",
+        description="Momentum kept at the workers, so that what is sent late carries it "
+        "(Deep Gradient Compression, section 3.2); 0 is off.",
+    )
+    momentum_masking: bool = Field(
+        default=False,
+        description="With momentum_correction: the momentum of entries that were sent starts over "
+        "(Deep Gradient Compression, section 3.3).",
     )
     server_error_feedback: bool = Field(
         default=True, description="In the two-phase exchange the owner keeps what it did not send back, too."
@@ -128,12 +133,18 @@ class DataParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _momentum_needs_a_residual(self) -> Self:
-        if self.error_feedback == "none" and self.momentum_masking != 0:
+        if self.momentum_correction != 0 and self.error_feedback == "none":
             raise PydanticCustomError(
                 "dct_conflict",
-                "error_feedback = 'none' keeps no residual for momentum_masking = {value} to act on; "
+                "error_feedback = 'none' keeps no residual for momentum_correction = {value} to act on; "
                 "set error_feedback to 'local', or leave it out",
-                {"value": _show(self.momentum_masking)},
+                {"value": _show(self.momentum_correction)},
+            )
+        if self.momentum_masking and self.momentum_correction == 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "momentum_masking = true needs momentum_correction above 0: there is no momentum to mask",
+                {},
             )
         return self
 

@@ -229,13 +229,19 @@ def test_double_precision_and_strided_input() -> None:
     assert torch.equal(compressor.decompress(compressor.compress(matrix)), matrix.float())
 
 
-def test_momentum_correction_is_dgc() -> None:
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_correction_is_dgc(masking: bool) -> None:
     """Against DGC written out in plain torch: u = m u + g; v = v + u; send v where large; restart both
     there.
     """
     steps = gradients(12, 20_000)
     compressor = Compressor(
-        sparsity=0.9, value_dtype="fp32", threshold="exact", momentum_masking=0.9, threshold_lifespan=1
+        sparsity=0.9,
+        value_dtype="fp32",
+        threshold="exact",
+        momentum_correction=0.9,
+        momentum_masking=masking,
+        threshold_lifespan=1,
     )
     u, v = torch.zeros(20_000), torch.zeros(20_000)
     for gradient in steps:
@@ -245,8 +251,9 @@ def test_momentum_correction_is_dgc() -> None:
         received = compressor.decompress(compressor.compress(gradient))
         assert torch.equal(received != 0, sent)
         assert received[sent].allclose(v[sent], rtol=1e-5, atol=1e-6)
-        u[sent] = 0
         v[sent] = 0
+        if masking:
+            u[sent] = 0
 
 
 def test_schedule_starts_dense_and_falls_to_the_target() -> None:

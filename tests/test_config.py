@@ -35,7 +35,7 @@ DATA_PARALLEL = {
     "min_numel": st.integers(0, 10**12),
     "value_dtype": st.sampled_from(["fp32", "bf16", "fp16", "int8"]),
     "index_encoding": st.sampled_from(["auto", "bitmap", "gaps8", "block16", "rice"]),
-    "momentum_masking": st.floats(0, 1, exclude_max=True),
+    "momentum_correction": st.floats(0, 1, exclude_max=True),
     "server_error_feedback": st.booleans(),
     "exchange": st.sampled_from(["auto", "direct", "two_phase"]),
     "warmup_steps": st.integers(0, 10**9),
@@ -161,7 +161,7 @@ def test_any_json_as_section(section: Any) -> None:
         ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8"'),
         ("index_encoding", "elias", 'one of "auto", "bitmap", "gaps8", "block16", "rice"'),
         ("error_feedback", "global", 'one of "local", "none"'),
-        ("momentum_masking", 1.0, "a number in [0, 1)"),
+        ("momentum_correction", 1.0, "a number in [0, 1)"),
         ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
         ("warmup_steps", "5", "an integer >= 0"),
     ],
@@ -235,12 +235,19 @@ def test_long_values_are_shortened() -> None:
     assert len(data_parallel_fault("value_dtype", "x" * 10_000)) < 250
 
 
+def test_masking_without_momentum_is_refused() -> None:
+    (line,) = faults({"data_parallel": {"momentum_masking": True}})
+    assert "needs momentum_correction above 0" in line
+
+
 def test_momentum_without_a_residual_is_refused() -> None:
-    values = {"error_feedback": "none", "momentum_masking": 0.9}
+    values = {"error_feedback": "none", "momentum_correction": 0.9}
     (line,) = faults({"data_parallel": values})
-    assert "momentum_masking = 0.9" in line
+    assert "momentum_correction = 0.9" in line
     assert "set error_feedback to 'local'" in line
-    assert DCTConfig.parse({"data_parallel": {"error_feedback": "none"}}).data_parallel.momentum_masking == 0
+    assert (
+        DCTConfig.parse({"data_parallel": {"error_feedback": "none"}}).data_parallel.momentum_correction == 0
+    )
 
 
 @pytest.mark.parametrize(

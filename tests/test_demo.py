@@ -144,20 +144,23 @@ def test_figures_come_from_events_and_metrics() -> None:
             "ranks_in_step": True,
         },
     ]
-    dense = Run.from_events("dense", events, ranks=4)
-    assert dense.payload_bytes == 6000  # a ring all-reduce sends 2 * 3/4 of the 4000 bytes
-    assert (dense.steps, dense.step_ms, dense.wire_bytes) == (5, 3.0, 1000)
-    assert dense.losses[1] == 0.5
-
     times = {"select_ms": 1.0, "encode_ms": 2.0, "decode_ms": 3.0, "exchange_ms": 4.0}
     small_times = dict.fromkeys(times, 0.25)
-    metrics = []
+    metrics: list[dict[str, Any]] = []
     for step in range(1, 6):
-        metrics.append({"step": step, "class": "gradient", "sent_bytes": 100, "density": 0.02, **times})
-        small = {"step": step, "class": "gradient_small", "sent_bytes": 20, "density": 1.0}
-        metrics.append({**small, **small_times})
-    dct = Run.from_events("DCT", events, ranks=4, metrics=metrics, density_target=0.01)
-    assert dct.payload_bytes == 120
+        large = {"class": "gradient", "dense_bytes": 10_000, "sent_bytes": 100, "density": 0.02}
+        small = {"class": "gradient_small", "dense_bytes": 2_000, "sent_bytes": 20, "density": 1.0}
+        metrics += [{"step": step, **large, **times}, {"step": step, **small, **small_times}]
+
+    dense = Run.of_dense(events, metrics, ranks=4)
+    assert (dense.steps, dense.step_ms, dense.wire_bytes, dense.payload_bytes) == (5, 3.0, 1000, 12_000)
+    # The all-reduce that was timed sends 2 * 3/4 of 4000 bytes, half of what the run sends in a step.
+    assert dense.exchange_ms == pytest.approx(1.0)
+    assert dense.losses[1] == 0.5
+    assert dense.density == dense.density_target == 1
+
+    dct = Run.of_dct(events, metrics, density_target=0.01)
+    assert (dct.payload_bytes, dct.density_target) == (120, 0.01)
     assert dct.density == pytest.approx(0.02)
     assert dct.densities == [(step, 0.02) for step in range(1, 6)]
     assert dct.codec_ms == pytest.approx(6.75)

@@ -68,11 +68,19 @@ class CheckpointHooks:
             )
             if found[0] is not None:
                 training = load_optimizer_states and not load_module_only
-                self.load(os.path.join(load_dir, tag or _latest(load_dir)) if training else None)
+                self.load(self._folder(load_dir, tag) if training else None)
             return found
 
         engine.save_checkpoint = MethodType(save_checkpoint, engine)
         engine.load_checkpoint = MethodType(load_checkpoint, engine)
+
+    def _folder(self, load_dir: Any, tag: Any) -> str:
+        """Where DeepSpeed has just loaded from."""
+        if tag is None:
+            latest = "latest_universal" if self.engine.load_universal_checkpoint() else "latest"
+            with open(os.path.join(load_dir, latest), encoding="utf-8") as file:
+                tag = file.read().strip()
+        return os.path.join(load_dir, str(tag))
 
     def save(self, folder: str) -> None:
         """Write this rank's state."""
@@ -105,8 +113,3 @@ class CheckpointHooks:
             reducer.load_state_dict(_NOTHING)
         else:
             reducer.load_state_dict(state)
-
-
-def _latest(folder: Any) -> str:
-    with open(os.path.join(folder, "latest"), encoding="utf-8") as file:
-        return file.read().strip()

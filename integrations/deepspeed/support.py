@@ -40,7 +40,18 @@ HOOKS = (
     Hook(*_ENGINE, "allreduce_and_copy", ("small_bucket", "dp_group", "dp_world_size")),
     Hook(*_ENGINE, "_take_model_step", ("lr_kwargs",)),
     Hook(*_ENGINE, "save_checkpoint", ("save_dir", "tag", "client_state", "save_latest")),
-    Hook(*_ENGINE, "load_checkpoint", ("load_dir", "tag", "load_module_strict", "load_optimizer_states")),
+    Hook(
+        *_ENGINE,
+        "load_checkpoint",
+        (
+            "load_dir",
+            "tag",
+            "load_module_strict",
+            "load_optimizer_states",
+            "load_lr_scheduler_states",
+            "load_module_only",
+        ),
+    ),
     Hook(*_ENGINE, "destroy", ()),
     Hook(*_ZERO, "average_tensor", ("tensor", "communication_data_type")),
     Hook(

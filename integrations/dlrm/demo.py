@@ -221,13 +221,9 @@ def _compare(
     optimizer = config["optimizer"]
     start = events["dct"][0]
     comparison = Comparison(
-        dense=Run.from_events("dense", events["dense"], ranks=ranks),
-        dct=Run.from_events(
-            "DCT",
-            events["dct"],
-            ranks=ranks,
-            metrics=metrics,
-            density_target=DCTConfig.parse(with_dct["dct"]).data_parallel.density,
+        dense=Run.of_dense(events["dense"], metrics, ranks=ranks),
+        dct=Run.of_dct(
+            events["dct"], metrics, density_target=DCTConfig.parse(with_dct["dct"]).data_parallel.density
         ),
         ranks=ranks,
         zero_stage=stage,

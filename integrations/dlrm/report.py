@@ -14,7 +14,10 @@ from dct_plugin.metrics import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LINKS", "Comparison", "Link", "Run", "draw", "table", "verdict"]
+__all__ = ["LINKS", "Comparison", "Link", "Run", "draw", "read_metrics", "table", "verdict"]
+
+Events = Sequence[dict[str, Any]]
+Metrics = Sequence[dict[str, Any]]
 
 #: Rates for which step times are computed: name, bits per second.
 LINKS = (("100 Mbit/s", 100e6), ("1 Gbit/s", 1e9), ("10 Gbit/s", 10e9))
@@ -34,15 +37,16 @@ class Run:
     steps: int
     auc: float
     log_loss: float
-    payload_bytes: float
-    """Gradient bytes that one rank hands to the network, without the transport's headers."""
     wire_bytes: float | None
     """Bytes by the interface's counter, all ranks together; None where there is no counter."""
-    density: float
-    density_target: float
     step_ms: float
+    """Median."""
     seconds: float
     ranks_in_step: bool
+    payload_bytes: float = 0.0
+    """Gradient bytes that one rank hands to the network, without the transport's headers."""
+    density: float = 1.0
+    density_target: float = 1.0
     codec_ms: float = 0.0
     """Selecting, encoding and decoding."""
     exchange_ms: float = 0.0
@@ -50,56 +54,55 @@ class Run:
     densities: list[tuple[int, float]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def from_events(
-        cls,
-        name: str,
-        events: Sequence[dict[str, Any]],
-        *,
-        ranks: int,
-        metrics: Sequence[dict[str, Any]] = (),
-        density_target: float = 1.0,
-    ) -> Run:
-        """From the training script's events and, for DCT, the lines of the plugin's metrics file
-        (every=1)."""
-        start = next(event for event in events if event["event"] == "start")
+    def of_dense(cls, events: Events, metrics: Metrics, *, ranks: int) -> Run:
+        """From the training script's events; ``metrics`` of the DCT run say what a dense one sends."""
+        run = cls._from_events("dense", events)
+        run.payload_bytes = statistics.fmean(_per_step(metrics, "dense_bytes").values())
+        # Timed was a ring all-reduce of all gradients once per step in fp32; the run may send more or less.
+        start = events[0]
+        timed_bytes = 2 * (ranks - 1) / ranks * 4 * start["parameters"]
+        run.exchange_ms = start["all_reduce_ms"] * run.payload_bytes / timed_bytes
+        return run
+
+    @classmethod
+    def of_dct(cls, events: Events, metrics: Metrics, *, density_target: float) -> Run:
+        """From the training script's events and the lines of the plugin's metrics file (every=1)."""
+        run = cls._from_events("DCT", events)
+        # Bytes as they add up; times as medians, which a busy machine disturbs less.
+        run.payload_bytes = statistics.fmean(_per_step(metrics, "sent_bytes").values())
+        run.codec_ms = statistics.median(_per_step(metrics, "select_ms", "encode_ms", "decode_ms").values())
+        run.exchange_ms = statistics.median(_per_step(metrics, "exchange_ms").values())
+        run.density_target = density_target
+        gradients = [line for line in metrics if line["class"] == "gradient" and line["density"] is not None]
+        run.densities = [(line["step"], line["density"]) for line in gradients]
+        if gradients:
+            run.density = statistics.fmean(line["density"] for line in gradients)
+        return run
+
+    @classmethod
+    def _from_events(cls, name: str, events: Events) -> Run:
         steps = [event for event in events if event["event"] == "step"]
         result = events[-1]
-        count = len(steps)
         wire = result["interface_bytes"]
-        run = cls(
+        return cls(
             name=name,
-            steps=count,
+            steps=len(steps),
             auc=result["auc"],
             log_loss=result["log_loss"],
-            payload_bytes=2 * (ranks - 1) / ranks * 4 * start["parameters"],  # a ring all-reduce in fp32
-            wire_bytes=wire / count if wire else None,
-            density=1.0,
-            density_target=density_target,
+            wire_bytes=wire / len(steps) if wire else None,
             step_ms=statistics.median(step["ms"] for step in steps),
             seconds=result["seconds"],
             ranks_in_step=result["ranks_in_step"],
-            exchange_ms=start["all_reduce_ms"],
             losses=[step["loss"] for step in steps],
         )
-        if metrics:
-            run._add_metrics(metrics)
-        return run
 
-    def _add_metrics(self, metrics: Sequence[dict[str, Any]]) -> None:
-        def per_step(*names: str) -> dict[int, float]:
-            sums: dict[int, float] = {}
-            for line in metrics:
-                sums[line["step"]] = sums.get(line["step"], 0.0) + sum(line[name] for name in names)
-            return sums
 
-        # Bytes as they add up; times as medians, which a busy machine disturbs less.
-        self.payload_bytes = statistics.fmean(per_step("sent_bytes").values())
-        self.codec_ms = statistics.median(per_step("select_ms", "encode_ms", "decode_ms").values())
-        self.exchange_ms = statistics.median(per_step("exchange_ms").values())
-        gradients = [line for line in metrics if line["class"] == "gradient" and line["density"] is not None]
-        self.densities = [(line["step"], line["density"]) for line in gradients]
-        if gradients:
-            self.density = statistics.fmean(line["density"] for line in gradients)
+def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:
+    """Sum of the named figures over the tensor classes, for every step."""
+    sums: dict[int, float] = {}
+    for line in metrics:
+        sums[line["step"]] = sums.get(line["step"], 0.0) + sum(line[name] for name in names)
+    return sums
 
 
 @dataclass(frozen=True)

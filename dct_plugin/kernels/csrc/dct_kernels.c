@@ -830,9 +830,11 @@ static void find_overflow(void *arg, int t) {
     selection_t *s = arg;
     const dct_compress_t *a = s->a;
     overflow_fn *overflow = kernels[isa()].overflow[a->grad_dtype];
-    const uint64_t end = thread_begin(a, t + 1);
-    for (uint64_t i = thread_begin(a, t); i < end; i += 8 * BLOCK) {
-        const uint64_t n = end - i < 8 * BLOCK ? end - i : 8 * BLOCK;
+    const uint64_t begin = thread_begin(a, t), size = thread_begin(a, t + 1) - begin, part = 8 * BLOCK;
+    /* From the end, so that the selection, which starts at the beginning, finds that in the cache. */
+    for (uint64_t p = ceil_div(size, part); p-- > 0;) {
+        const uint64_t i = begin + p * part;
+        const uint64_t n = size - p * part < part ? size - p * part : part;
         if (overflow(grad_at(a, i), n)) {
             __atomic_store_n(&s->overflow, 1, __ATOMIC_RELAXED);
             return;
