@@ -92,7 +92,7 @@ class GradientReducer:
         """One stream per parameter (what this rank sends) and, in two phases, per owned shard (what it sends
         back).
         """
-        self._backend: Backend = get_backend(self.device, kernels.backend)
+        self._backend: Backend = get_backend(self.device, kernels.backend, threads=kernels.threads)
         self._transactional = transactional
         self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)

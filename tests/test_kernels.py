@@ -554,3 +554,12 @@ def test_reference_on_cuda_writes_the_same_bytes(value_dtype: ValueDtype, grad_d
             assert results[0][0] == results[1][0]
             for a, b in zip(results[0][1:], results[1][1:], strict=True):
                 assert same_bits(a, b)
+
+
+def test_threads_of_the_configuration_reach_the_backend() -> None:
+    shared = get_backend("cpu")
+    own = get_backend("cpu", threads=3)
+    if hasattr(shared, "threads"):
+        assert own.threads == 3  # type: ignore[attr-defined]
+        assert shared.threads is None
+    assert get_backend("cpu", "reference", threads=3).name == "reference"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -36,18 +37,26 @@ def register_backend(name: str, factory: Callable[[], Backend], device_types: tu
         _failed.discard(name)
 
 
-def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
+def get_backend(device: torch.device | str, name: str = "auto", *, threads: int | None = None) -> Backend:
     """The kernels for tensors on ``device``.
 
     Args:
         name: ``auto``, ``reference``, ``cpu`` or another registered name. ``auto`` takes the environment
             variable ``DCT_KERNELS`` if it is set, else the fastest backend that works here; which one that
             is, is logged once.
+        threads: threads per call of a compiled CPU backend; None: as many as torch uses.
     Raises:
         ValueError: unknown name, or a backend that does not serve this device.
         OSError: the named backend is not available (``auto`` falls back to ``reference`` instead).
     """
-    device = torch.device(device)
+    backend = _choose(torch.device(device), name)
+    if threads is not None and hasattr(backend, "threads"):
+        backend = copy.copy(backend)
+        backend.threads = threads
+    return backend
+
+
+def _choose(device: torch.device, name: str) -> Backend:
     source = "name"
     if name == "auto":
         name = os.environ.get("DCT_KERNELS", "").strip().lower() or "auto"
