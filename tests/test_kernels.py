@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from dct_plugin.codecs import IndexEncoding, Payload, ValueDtype, payload_bound
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import Stats, get_backend
+from dct_plugin.kernels import Stats, build, get_backend
 from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
@@ -196,6 +198,30 @@ def test_exact_threshold_of_a_large_tensor(kind: str, fraction: float) -> None:
         grad[1::3] = math.inf
     k = max(1, int(fraction * numel))
     assert CPU.exact_threshold(grad, None, k) == REFERENCE.exact_threshold(grad, None, k)
+
+
+@pytest.fixture(scope="module")
+def plainest(tmp_path_factory: pytest.TempPathFactory) -> CpuBackend:
+    """The library as built for another architecture, with its own threads instead of torch's."""
+    path = tmp_path_factory.mktemp("plain") / "kernels.so"
+    flags = ["-O1", "-DDCT_PORTABLE", "-DDCT_NO_OPENMP", '-DDCT_BUILD_ID="test"']
+    command = [*build.compilers()[0], *build.FLAGS, *flags, str(build.SOURCE), "-o", str(path)]
+    subprocess.run(command, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load", lambda: (ctypes.CDLL(str(path)), path))
+        return CpuBackend(threads=3)
+
+
+@given(case=cases())
+@settings(max_examples=100, deadline=None)
+def test_without_intrinsics_and_openmp(plainest: CpuBackend, case: Case) -> None:
+    assert plainest.set_isa("avx512") == "portable"
+    expected, found = case.run(REFERENCE), case.run(plainest)
+    assert found[0][:4] == expected[0][:4]
+    assert same_bits(found[1], expected[1])
+    if expected[2] is not None:
+        assert found[2] is not None
+        assert same_bits(found[2], expected[2])
 
 
 # ---- what one compression does, for each implementation -----------------------------------------------

@@ -144,34 +144,48 @@ static uint64_t values_nbytes(uint64_t nnz, int dtype) {
     return nnz * (dtype == VALUE_FP32 ? 4 : 2);
 }
 
-/* Run work(arg, t) for t in [0, threads); a thread that cannot be started is run by the caller. */
+/* Run work(arg, t) once for every t in [0, threads).
+ *
+ * On torch's own OpenMP pool if there is one in the process: its threads spin for a while after each of torch's loops,
+ * and others would have to share the cores with them. GOMP_parallel is the entry point of gcc's runtime; those of clang
+ * and Intel offer it, too. The reference is weak, so that nothing needs to be linked. */
+typedef void gomp_parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsigned flags);
+#if defined(__ELF__) && !defined(DCT_NO_OPENMP)
+extern gomp_parallel_fn GOMP_parallel __attribute__((weak, visibility("default")));
+static gomp_parallel_fn *openmp(void) { return GOMP_parallel; }
+#else
+static gomp_parallel_fn *openmp(void) { return NULL; }
+#endif
+
 typedef struct {
     void (*work)(void *, int);
     void *arg;
-    int index;
-} job_t;
+    int threads;
+    int next; /* atomic: first t not yet taken; a team may have fewer threads than asked for */
+} team_t;
 
-static void *run_job(void *p) {
-    job_t *job = p;
-    job->work(job->arg, job->index);
+static void serve(void *p) {
+    team_t *team = p;
+    int t;
+    while ((t = __atomic_fetch_add(&team->next, 1, __ATOMIC_RELAXED)) < team->threads) team->work(team->arg, t);
+}
+
+static void *serve_thread(void *p) {
+    serve(p);
     return NULL;
 }
 
 static void parallel(int threads, void (*work)(void *, int), void *arg) {
-    pthread_t id[MAX_THREADS];
-    job_t job[MAX_THREADS];
-    int started[MAX_THREADS] = {0};
-    for (int t = 1; t < threads; t++) {
-        job[t] = (job_t){work, arg, t};
-        started[t] = pthread_create(&id[t], NULL, run_job, &job[t]) == 0;
+    team_t team = {work, arg, threads, 0};
+    if (threads > 1 && openmp()) {
+        openmp()(serve, &team, (unsigned)threads, 0);
+        return;
     }
-    work(arg, 0);
-    for (int t = 1; t < threads; t++) {
-        if (started[t])
-            pthread_join(id[t], NULL);
-        else
-            work(arg, t);
-    }
+    pthread_t helper[MAX_THREADS];
+    int helpers = 0;
+    while (helpers < threads - 1 && pthread_create(&helper[helpers], NULL, serve_thread, &team) == 0) helpers++;
+    serve(&team);
+    while (helpers > 0) pthread_join(helper[--helpers], NULL);
 }
 
 /* ---- accumulate and select ------------------------------------------------------------------------------------- */
