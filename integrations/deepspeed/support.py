@@ -18,8 +18,8 @@ from dct_plugin.errors import ConfigError, VersionError
 
 #: First version that is supported, and first that is not.
 SUPPORTED = ((0, 19, 0), (0, 20, 0))
-#: Versions that the test suite ran against.
-TESTED = ("0.19.8",)
+#: Versions that ran: the last one the whole suite, the others every kind of hook.
+TESTED = ("0.19.0", "0.19.4", "0.19.8")
 
 _ENGINE = "deepspeed.runtime.engine", "DeepSpeedEngine"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
