@@ -14,7 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from dct_plugin.integrations.dlrm import runner
 from dct_plugin.integrations.dlrm.demo import PRESETS, deepspeed_config
+from dct_plugin.integrations.dlrm.progress import RunProgress
 from dct_plugin.integrations.dlrm.report import (
     Comparison,
     Run,
@@ -25,6 +27,7 @@ from dct_plugin.integrations.dlrm.report import (
     verdict,
 )
 from dct_plugin.integrations.dlrm.runner import RunFailed, Runner
+from rich.console import Console
 
 from dct_plugin.errors import ConfigError
 
@@ -178,8 +181,14 @@ def test_computed_step_times() -> None:
     assert slow.dct_ms == pytest.approx(15 + 2 + 1.05e4 * 8 / 100e6 * 1e3)
     assert slow.speed_up > middle.speed_up > 1 > fast.speed_up
 
-    quick_step = Comparison(run("dense"), dct_run(step_ms=10.0), ranks=2)
-    assert quick_step.overhead_ms == 1.5  # never less than what was measured
+    assert not comparison.disturbed
+
+    # Dense ran while the machine was busy: the computation is the same, so that of the DCT run holds.
+    busy = Comparison(run("dense", step_ms=40.0), dct_run(), ranks=2)
+    assert busy.compute_ms == 15.5
+    assert busy.overhead_ms == 1.5
+    assert busy.disturbed
+    assert Comparison(run("dense"), dct_run(step_ms=40.0), ranks=2).disturbed
 
 
 def test_verdict_is_honest() -> None:
@@ -191,7 +200,11 @@ def test_verdict_is_honest() -> None:
     assert "Quality held: the AUC differs by -0.0015" in good
     assert "not the slow link" in good
     assert "faster at 100 Mbit/s and 1 Gbit/s" in good
-    assert "slower at 10 Gbit/s: leave it off there" in good
+    assert "It is not at 10 Gbit/s: leave it off there" in good
+    assert "busy" not in good
+    assert "all times are rough" in text(run("dense", step_ms=60.0), dct_run())
+    nowhere = text(run("dense"), dct_run(codec_ms=500.0, step_ms=515.0))
+    assert "It is not at 100 Mbit/s, 1 Gbit/s and 10 Gbit/s" in nowhere
     assert "other programs" not in good
     assert "Quality did not hold: the AUC is 0.0030 lower" in text(run("dense"), dct_run(auc=0.707))
     assert "too short" in text(run("dense"), dct_run(auc=0.6), quick=True)
@@ -209,8 +222,6 @@ def test_verdict_is_honest() -> None:
 
 
 def test_table_and_plot(tmp_path: Path) -> None:
-    from rich.console import Console
-
     comparison = Comparison(run("dense"), dct_run(), ranks=2)
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(table(comparison, title="a title"))
@@ -388,3 +399,30 @@ def test_a_killed_rank_ends_the_other_and_a_signal_ends_all(tmp_path: Path) -> N
     assert demo.returncode == 128 + signal.SIGTERM
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
+
+
+@pytest.mark.slow
+def test_a_start_that_waits_for_a_lock_left_behind_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(runner, "SLOW_START_SECONDS", 0.5)
+    console = Console(file=io.StringIO(), width=100)
+
+    class Told(Exception):
+        pass
+
+    with RunProgress(console) as progress:
+        show = progress.follow("test")
+
+        def follow(event: dict[str, Any]) -> None:
+            show(event)
+            raise Told
+
+        with pytest.raises(Told):
+            Runner("test", 2, [], tmp_path, {"DS_ACCELERATOR": "cpu"}).run(follow)
+    assert isinstance(console.file, io.StringIO)
+    assert f"remove {lock}" in console.file.getvalue()

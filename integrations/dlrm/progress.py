@@ -43,6 +43,16 @@ class RunProgress:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
+    def _say_what_it_may_be(self, locks: list[str]) -> None:
+        if locks:
+            self._bars.console.print(
+                "Still starting. Another process may be compiling the same part of DeepSpeed; if none is, "
+                f"one that was killed left its lock behind: remove {' '.join(locks)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+
     def follow(self, name: str) -> Follow:
         """Add a bar; returns the function that takes the run's events."""
         task = self._bars.add_task(name, total=None, state=_STARTING)
@@ -51,7 +61,9 @@ class RunProgress:
         def on_event(event: dict[str, Any]) -> None:
             nonlocal mean
             kind = event["event"]
-            if kind == "start":
+            if kind == "slow_start":
+                self._say_what_it_may_be(event["locks"])
+            elif kind == "start":
                 self._bars.update(task, total=event["steps"], state="")
             elif kind == "step":
                 mean = event["loss"] if mean is None else 0.95 * mean + 0.05 * event["loss"]

@@ -28,6 +28,9 @@ MARGIN_AUC = 0.002
 #: Bytes on the wire per payload byte, and per step beside it, that the ranks themselves may account for.
 HEADERS, PER_STEP = 1.1, 4096
 
+#: Ratio of the computation times of the two runs above which the machine is called busy.
+BUSY = 1.25
+
 
 @dataclass
 class Run:
@@ -159,8 +162,21 @@ class Comparison:
 
     @property
     def compute_ms(self) -> float:
-        """Forward, backward and optimizer: the dense step without the all-reduce timed on the same link."""
-        return max(0.0, self.dense.step_ms - self.dense.exchange_ms)
+        """Forward, backward and optimizer: the same in both runs, so that the less disturbed one tells."""
+        return min(self._compute_ms)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the same computation took much longer in one run than in the other."""
+        return max(self._compute_ms) > BUSY * min(self._compute_ms)
+
+    @property
+    def _compute_ms(self) -> tuple[float, float]:
+        dense, dct = self.dense, self.dct
+        return (
+            max(0.0, dense.step_ms - dense.exchange_ms),
+            max(0.0, dct.step_ms - dct.exchange_ms - dct.codec_ms),
+        )
 
     @property
     def overhead_ms(self) -> float:
@@ -291,10 +307,15 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
         f"{comparison.overhead_ms:.1f} ms more for DCT (both as measured here), and bytes of a rank / rate "
         "of its link, without latency or overlap."
     )
-    if faster := [link.name for link in links if link.speed_up >= 1]:
-        speed += f" By that DCT is faster at {' and '.join(faster)}."
-    if slower := [link.name for link in links if link.speed_up < 1]:
-        speed += f" It is slower at {' and '.join(slower)}: leave it off there."
+    if faster := [link.name for link in links if link.speed_up > 1]:
+        speed += f" By that DCT is faster at {_listed(faster)}."
+    if slower := [link.name for link in links if link.speed_up <= 1]:
+        speed += f" It is not at {_listed(slower)}: leave it off there."
+    if comparison.disturbed:
+        speed += (
+            " But the same computation took much longer in one run than in the other: the machine is busy "
+            "with other things, and all times are rough."
+        )
 
     paragraphs = [quality, speed]
     if comparison.wire_reduction is None:
@@ -310,6 +331,10 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
         run = dct if dense.ranks_in_step else dense
         paragraphs.append(f"FAULT: the ranks of the {run.name} run ended with different weights.")
     return paragraphs
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
 def draw(comparison: Comparison, path: Path, *, title: str) -> None:

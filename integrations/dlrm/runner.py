@@ -22,6 +22,9 @@ __all__ = ["RunFailed", "Runner", "loopback"]
 
 Event = dict[str, Any]
 
+#: Importing DeepSpeed takes about 10 seconds, compiling its helper about 30 more.
+SLOW_START_SECONDS = 90.0
+
 
 class RunFailed(DCTError):
     """A training run ended with an error; the message holds the end of what the failing rank wrote."""
@@ -72,6 +75,9 @@ class Runner:
     def run(self, follow: Callable[[Event], None], *, poll_seconds: float = 0.1) -> list[Event]:
         """Start the ranks, pass on every event of rank 0 as it comes, return all of them.
 
+        When they take long to start, ``follow`` also gets ``slow_start`` with the lock files that they may be
+        waiting for.
+
         Raises:
             RunFailed: A rank failed; no rank is left running. So it is after any other exception.
         """
@@ -91,7 +97,8 @@ class Runner:
             )
         with _ending(process), _signals_raised(signal.SIGTERM, signal.SIGHUP):
             for event in self._new_events(process, poll_seconds):
-                events.append(event)
+                if event["event"] != "slow_start":
+                    events.append(event)
                 follow(event)
         if process.returncode != 0:
             raise RunFailed(self._failure(process.returncode, launcher_log))
@@ -102,6 +109,7 @@ class Runner:
     def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[Event]:
         """Lines of the events file as they are written, until the process has ended."""
         rest, offset = "", 0
+        slow_at = time.monotonic() + SLOW_START_SECONDS
         while True:
             ended = process.poll() is not None
             with contextlib.suppress(FileNotFoundError), open(self.events_file, encoding="utf-8") as file:
@@ -111,6 +119,9 @@ class Runner:
                 yield from map(json.loads, lines)
             if ended:
                 return
+            if offset == 0 and time.monotonic() > slow_at:
+                slow_at = float("inf")
+                yield {"event": "slow_start", "locks": [str(lock) for lock in _build_locks()]}
             time.sleep(poll_seconds)
 
     def _failure(self, code: int, launcher_log: Path) -> str:
@@ -129,6 +140,12 @@ class Runner:
             f"rank {rank} of the {self.name} run failed with exit code {exit_code}; the end of its output:\n"
             f"{_tail(written) or '(nothing)'}\nAll output is in {self.logs}"
         )
+
+
+def _build_locks() -> list[Path]:
+    """Lock files of compilations that torch runs; one that was killed leaves its own, and all others wait."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
+    return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/deepspeed*/lock"))
 
 
 def _tail(text: str, lines: int = 25) -> str:
