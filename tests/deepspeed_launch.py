@@ -83,8 +83,12 @@ def launch(world_size: int, plan: list[Run], folder: Path, **variables: str) -> 
     command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
     done = execute(command, folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+    files = [folder / f"{rank}.json" for rank in range(world_size)]
+    results: Results = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    # With all results written ranks only take down their connections, and gloo may abort in that.
+    complete = all(len(result) == len(plan) for result in results)
+    assert done.returncode == 0 or complete, (done.stdout + done.stderr)[-6000:]
+    return results
 
 
 def config(

@@ -223,6 +223,7 @@ def main(plan: str, folder: str) -> None:
         results[run["id"]] = execute(run)
         dist.barrier()
         (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()  # a rank that takes down its connections while others still use them can abort them
     dist.destroy_process_group()
 
 
