@@ -274,6 +274,9 @@ class ModelParallelConfig(_Section):
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Between pipeline stages.")
     tensor: TensorConfig = Field(default_factory=TensorConfig, description="Inside tensor-parallel layers.")
+    expert_gradients: bool = Field(
+        default=False, description="Let data_parallel threshold the gradients of expert-parallel layers, too."
+    )
 
 
 class MetricsConfig(_Section):
