@@ -1,7 +1,7 @@
 """The compressor of one tensor stream: threshold, residual, codec.
 
-Everything that crosses the network passes one of these, becomes a :class:`~dct_plugin.codecs.payload.Payload`, and
-is a tensor again on the other side.
+Everything that crosses the network passes one of these, becomes a
+:class:`~dct_plugin.codecs.payload.Payload`, and is a tensor again on the other side.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .codecs.payload import Payload, payload_bound
 from .codecs.sparse import IndexEncoding
 from .codecs.values import ValueDtype
 from .config import DataParallelConfig, DCTConfig
-from .feedback import Residual
+from .feedback import Residual, Velocity
 from .kernels import Backend, Stats, get_backend
 from .schedules import SparsitySchedule
 from .thresholds import Threshold, wanted
 
 #: Room beside the configured capacity, so that tiny parts are not cut by counting noise.
 _CAPACITY_SLACK = 64
-#: Multiplier of the position from which a full message is filled; odd and large, so that successive starts spread.
+#: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
+#: spread.
 _START_STRIDE = 0x9E3779B1
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,9 +34,9 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Compressor:
     """Thresholds one tensor stream (a parameter's gradient, step after step) and keeps what it did not send.
 
-    Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add the
-    residual), compress (select and encode), update (keep what was not sent), all in one pass of the kernel, and send,
-    which is left to the collectives.
+    Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add
+    the residual), compress (select and encode), update (keep what was not sent), all in one pass of the
+    kernel, and send, which is left to the collectives.
 
     Args:
         config: ``data_parallel`` settings; a whole :class:`DCTConfig` is accepted; defaults when None.
@@ -80,26 +81,30 @@ class Compressor:
             tracking=config.threshold_tracking,
         )
         self.residual: Residual | None = None
+        self.velocity: Velocity | None = None
         self._kernels = kernels
         self._transactional = transactional
         self._shape: torch.Size | None = None
         self._value_dtype = ValueDtype.parse(config.value_dtype)
-        self._encoding = None if config.index_encoding == "auto" else IndexEncoding.parse(config.index_encoding)
+        self._encoding = (
+            None if config.index_encoding == "auto" else IndexEncoding.parse(config.index_encoding)
+        )
         self._saved_threshold: dict[str, Any] | None = None
-        self._loaded_residual: dict[str, Any] | None = None
+        self._loaded: dict[str, Tensor] = {}
 
-    # -- the public pair ---------------------------------------------------------------------------------------------
+    # -- the public pair ---
 
     def compress(self, tensor: Tensor) -> Payload:
         """Encode what of ``tensor + residual`` reaches the threshold; the residual keeps the rest.
 
         Args:
-            tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every call.
-                Left unchanged.
+            tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every
+                call. Left unchanged.
 
         Returns:
-            A payload with memory of its own. When ``tensor`` holds a non-finite entry (or a magnitude of ``2**126``
-            and more) the payload says so, decodes to NaN, and residual and threshold stay bitwise as they were.
+            A payload with memory of its own. When ``tensor`` holds a non-finite entry (or a magnitude of
+            ``2**126`` and more) the payload says so, decodes to NaN, and residual and threshold stay bitwise
+            as they were.
 
         Raises:
             TypeError: ``tensor`` is not a floating-point tensor.
@@ -128,7 +133,7 @@ class Compressor:
             out.view(self._shape) if self._shape is not None and self._shape.numel() == out.numel() else out
         )
 
-    # -- in parts, straight into messages ----------------------------------------------------------------------------
+    # -- in parts, straight into messages ---
 
     def compress_parts(
         self,
@@ -136,7 +141,8 @@ class Compressor:
         parts: Sequence[tuple[int, int, MessageWriter]],
         density: float | None = None,
     ) -> list[Stats]:
-        """Like :meth:`compress`, with one payload per part, written into the messages of the part's receivers.
+        """Like :meth:`compress`, with one payload per part, written into the messages of the part's
+        receivers.
 
         The threshold is that of the whole tensor, the payloads' positions are relative to their part.
 
@@ -155,6 +161,8 @@ class Compressor:
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
         source, target = self._residual_buffers(numel, grad.device)
+        if self.velocity is not None:
+            grad = self.velocity.accumulate(grad)
         tau = 0.0
         if density < 1.0 and numel:
             tau = self.threshold.update(kernels, grad, source, density)
@@ -174,6 +182,8 @@ class Compressor:
                 value_dtype=self._value_dtype,
                 encoding=self._encoding,
             )
+            if self.velocity is not None and tau > 0.0 and not part.nonfinite:
+                self.velocity.restart(start, kernels.decode_mask(room[: part.nbytes], length))
             writer.advance(part.nbytes)
             stats.append(part)
         if not any(part.nonfinite for part in stats):
@@ -183,36 +193,39 @@ class Compressor:
                 self.threshold.step += 1
         return stats
 
-    # -- steps that may be taken back ---------------------------------------------------------------------------------
+    # -- steps that may be taken back ---
 
     def commit(self) -> None:
         """The optimizer step went through: keep residual and threshold."""
         self._saved_threshold = None
-        if self.residual is not None:
-            self.residual.commit()
+        for buffer in self._buffers().values():
+            buffer.commit()
 
     def rollback(self) -> None:
-        """The optimizer step was skipped: residual and threshold are bitwise what they were at the last commit."""
+        """The optimizer step was skipped: residual and threshold are bitwise what they were at the last
+        commit.
+        """
         if self._saved_threshold is not None:
             self.threshold.load_state_dict(self._saved_threshold)
             self._saved_threshold = None
-        if self.residual is not None:
-            self.residual.rollback()
+        for buffer in self._buffers().values():
+            buffer.rollback()
 
     def rescale(self, factor: float) -> None:
         """The unit of the gradients changed by ``factor`` (loss scale)."""
         self.threshold.rescale(factor)
-        if self.residual is not None:
-            self.residual.rescale(factor)
+        for buffer in self._buffers().values():
+            buffer.rescale(factor)
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Residual (fp32, CPU), threshold and counters; a resumed run goes on bitwise."""
-        residual = self._loaded_residual if self.residual is None else self.residual.state_dict()
+        saved = {**self._loaded, **{name: buffer.saved() for name, buffer in self._buffers().items()}}
         return {
             "threshold": self.threshold.state_dict(),
-            "residual": None if residual is None else residual["residual"],
+            "residual": saved.get("residual"),
+            "velocity": saved.get("velocity"),
             "shape": None if self._shape is None else tuple(self._shape),
         }
 
@@ -225,11 +238,10 @@ class Compressor:
         self.threshold.load_state_dict(state["threshold"])
         self._shape = None if state["shape"] is None else torch.Size(state["shape"])
         self._saved_threshold = None
-        self._loaded_residual = None if state["residual"] is None else {"residual": state["residual"]}
-        if self.residual is not None:
-            self._adopt_loaded_residual()
+        self._loaded = {key: state[key] for key in ("residual", "velocity") if state.get(key) is not None}
+        self._adopt_loaded()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside ---
 
     def _backend(self, device: torch.device) -> Backend:
         if self._kernels is None:
@@ -250,15 +262,26 @@ class Compressor:
             return None, None
         if self.residual is None:
             self.residual = Residual(numel, device, transactional=self._transactional)
-            self._adopt_loaded_residual()
+            if self.config.momentum_masking > 0.0:
+                self.velocity = Velocity(
+                    numel, device, self.config.momentum_masking, transactional=self._transactional
+                )
+            self._adopt_loaded()
         if self.residual.current.numel() != numel:
             raise ValueError(
-                f"{self.name}: the stream has {self.residual.current.numel()} entries, got a tensor of {numel}; "
-                "one compressor serves one tensor"
+                f"{self.name}: the stream has {self.residual.current.numel()} entries, got a tensor of "
+                f"{numel}; one compressor serves one tensor"
             )
         return self.residual.begin()
 
-    def _adopt_loaded_residual(self) -> None:
-        if self._loaded_residual is not None and self.residual is not None:
-            self.residual.load_state_dict(self._loaded_residual)
-            self._loaded_residual = None
+    def _buffers(self) -> dict[str, Residual]:
+        """What the stream remembers per entry."""
+        buffers = {} if self.residual is None else {"residual": self.residual}
+        if self.velocity is not None:
+            buffers["velocity"] = self.velocity.buffer
+        return buffers
+
+    def _adopt_loaded(self) -> None:
+        for name, buffer in self._buffers().items():
+            if name in self._loaded:
+                buffer.restore(self._loaded.pop(name))

@@ -1,11 +1,14 @@
 """DCT-DP: gradients between data-parallel ranks, thresholded, with error feedback.
 
-Source: Gupta et al., KDD 2021, section 3. The paper's parameter server is sharded over the ranks: every rank owns a
-part of each large gradient, sums what the ranks send it, thresholds the sum with a residual of its own and sends the
-result to all (``two_phase``). With few ranks it is cheaper that everybody sends everybody (``direct``). Under ZeRO-1/2
-the owner is the rank that holds the optimizer partition, and only the first half is needed (``reduce_scatter``).
+Source: Gupta et al., KDD 2021, section 3. The paper's parameter server is sharded over the ranks: every rank
+    owns a
+part of each large gradient, sums what the ranks send it, thresholds the sum with a residual of its own and
+sends the result to all (``two_phase``). With few ranks it is cheaper that everybody sends everybody
+(``direct``). Under ZeRO-1/2 the owner is the rank that holds the optimizer partition, and only the first half
+is needed (``reduce_scatter``).
 
-All ranks decode the same bytes in the same order, their own included, so results are bitwise identical everywhere.
+All ranks decode the same bytes in the same order, their own included, so results are bitwise identical
+everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from .kernels import Backend, Stats, get_backend
 from .metrics import Metrics
 from .schedules import SparsitySchedule
 
-#: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh the balance.
+#: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh the
+#: balance.
 MIN_SHARD = 16_384
 
 
@@ -47,7 +51,8 @@ class Shard(NamedTuple):
 class GradientReducer:
     """Sums gradients over a data-parallel group through compressed messages.
 
-    Every method that takes entries is a collective: all ranks of the group call it in the same order with tensors of
+    Every method that takes entries is a collective: all ranks of the group call it in the same order with
+        tensors of
     the same names and sizes; a rank that is out of step or fails makes the others raise
     :class:`~dct_plugin.errors.DesyncError`.
 
@@ -84,21 +89,24 @@ class GradientReducer:
         """Optimizer steps so far."""
         self.loss_scale = 1.0
         self.streams: dict[str, Compressor] = {}
-        """One stream per parameter (what this rank sends) and, in two phases, per owned shard (what it sends back)."""
+        """One stream per parameter (what this rank sends) and, in two phases, per owned shard (what it sends
+        back).
+        """
         self._backend: Backend = get_backend(self.device, kernels.backend)
         self._transactional = transactional
         self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
         self._loaded: dict[str, dict[str, Any]] = {}
 
-    # -- collectives ---------------------------------------------------------------------------------------------------
+    # -- collectives ---
 
     def all_reduce(self, entries: Sequence[tuple[str, Tensor]], *, scale: float = 1.0) -> None:
-        """Replace every tensor by ``scale`` times its thresholded sum over the ranks, bitwise the same on all.
+        """Replace every tensor by ``scale`` times its thresholded sum over the ranks, bitwise the same on
+        all.
 
         Args:
-            entries: ``(name, tensor)``; 1-D contiguous tensors of a floating-point type, changed in place. An entry
-                that is not finite anywhere comes back as NaN on every rank.
+            entries: ``(name, tensor)``; 1-D contiguous tensors of a floating-point type, changed in place. An
+                entry that is not finite anywhere comes back as NaN on every rank.
             scale: For an average, one over the world size.
 
         Raises:
@@ -121,8 +129,8 @@ class GradientReducer:
         """Give every owner ``scale`` times the thresholded sum of its shards (ZeRO-1/2).
 
         Args:
-            entries: ``(name, tensor, shards)``; the shards cover the 1-D contiguous tensor once. The owner's shards
-                are changed in place; the rest of the tensor is left unspecified.
+            entries: ``(name, tensor, shards)``; the shards cover the 1-D contiguous tensor once. The owner's
+                shards are changed in place; the rest of the tensor is left unspecified.
             scale: For an average, one over the world size.
 
         Raises:
@@ -165,7 +173,7 @@ class GradientReducer:
             for (item, shard), payload in zip(owned, self._split(message, len(owned), owner), strict=True):
                 self._sum_into(item.view(shard), [payload], scale, tally)
 
-    # -- steps -----------------------------------------------------------------------------------------------------------
+    # -- steps ---
 
     def advance(self) -> None:
         """An optimizer step is complete: warm-up counts it, metrics close it."""
@@ -174,7 +182,9 @@ class GradientReducer:
             self.metrics.step(self.step)
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Gradients come multiplied by ``loss_scale`` from now on: residuals and thresholds follow (exact for powers of 2)."""
+        """Gradients come multiplied by ``loss_scale`` from now on: residuals and thresholds follow (exact for
+        powers of 2).
+        """
         if loss_scale != self.loss_scale:
             for stream in self.streams.values():
                 stream.rescale(loss_scale / self.loss_scale)
@@ -186,7 +196,8 @@ class GradientReducer:
             stream.commit()
 
     def rollback(self) -> None:
-        """The optimizer skipped the step: residuals and thresholds are bitwise what they were at the last commit.
+        """The optimizer skipped the step: residuals and thresholds are bitwise what they were at the last
+        commit.
 
         Raises:
             RuntimeError: The reducer is not transactional.
@@ -194,7 +205,7 @@ class GradientReducer:
         for stream in self.streams.values():
             stream.rollback()
 
-    # -- state -----------------------------------------------------------------------------------------------------------
+    # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
@@ -202,18 +213,19 @@ class GradientReducer:
         return {"step": self.step, "loss_scale": self.loss_scale, "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; streams that do not exist yet get their state when they appear."""
+        """Restore :meth:`state_dict`; streams get their state when they are next used, unknown ones start
+        afresh.
+        """
         self.step, self.loss_scale = state["step"], state["loss_scale"]
+        self.streams.clear()
         self._loaded = dict(state["streams"])
-        for name, stream in self.streams.items():
-            if name in self._loaded:
-                stream.load_state_dict(self._loaded.pop(name))
 
-    # -- sending ---------------------------------------------------------------------------------------------------------
+    # -- sending ---
 
     def _direct(self) -> bool:
         if self.config.exchange == "auto":
-            # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one round fewer.
+            # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
+            # round fewer.
             return self.world_size <= 2
         return self.config.exchange == "direct"
 
@@ -243,7 +255,9 @@ class GradientReducer:
         return True
 
     def _shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Owners of a tensor: by name and size only, so that residuals do not depend on the host's bucket layout."""
+        """Owners of a tensor: by name and size only, so that residuals do not depend on the host's bucket
+        layout.
+        """
         numel = tensor.numel()
         small = numel < self.config.min_numel
         count = 1 if small else max(1, min(self.world_size, numel // MIN_SHARD))
@@ -288,7 +302,9 @@ class GradientReducer:
                     refreshes=refreshes,
                 )
 
-    def _encode_dense(self, tensor: Tensor, writer: MessageWriter, value_dtype: ValueDtype | None = None) -> Stats:
+    def _encode_dense(
+        self, tensor: Tensor, writer: MessageWriter, value_dtype: ValueDtype | None = None
+    ) -> Stats:
         """A payload that holds every entry as it is."""
         grad = _as_gradient(tensor)
         code = value_dtype if value_dtype is not None else _LOSSLESS[grad.dtype]
@@ -340,12 +356,14 @@ class GradientReducer:
             self.streams[name] = stream
         return stream
 
-    # -- receiving -------------------------------------------------------------------------------------------------------
+    # -- receiving ---
 
     def _send_to_owners(self, plan: _Plan, tally: _Tally) -> list[list[Payload]]:
         """Exchange; returns, for every sender, the payloads of the shards owned here in the plan's order."""
         with tally.timed("exchange"):
-            messages = self.exchange.all_to_all([writer.message for writer in self._writers], plan.fingerprint)
+            messages = self.exchange.all_to_all(
+                [writer.message for writer in self._writers], plan.fingerprint
+            )
         count = len(plan.owned_by(self.rank))
         with self._others_told_of_failure():
             return [self._split(message, count, sender) for sender, message in enumerate(messages)]
@@ -354,7 +372,9 @@ class GradientReducer:
         try:
             payloads = Payload.split(message, verify=False)  # decoding verifies
         except PayloadError as error:
-            raise PayloadError(f"rank {self.rank}: message from rank {sender} of the group: {error}") from error
+            raise PayloadError(
+                f"rank {self.rank}: message from rank {sender} of the group: {error}"
+            ) from error
         if len(payloads) != count:
             raise PayloadError(
                 f"rank {self.rank}: message from rank {sender} of the group holds {len(payloads)} payloads, "
@@ -419,7 +439,9 @@ class _Item:
                 break
             covered = shard.stop
         if covered != self.tensor.numel():
-            raise ValueError(f"{self.name}: shards {self.shards} do not cover its {self.tensor.numel()} entries once")
+            raise ValueError(
+                f"{self.name}: shards {self.shards} do not cover its {self.tensor.numel()} entries once"
+            )
 
     def view(self, shard: Shard) -> Tensor:
         return self.tensor[shard.start : shard.stop]
@@ -491,7 +513,9 @@ class _Tally:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Record what belongs to the reduction as a whole: size messages, and the time of exchange and decoding."""
+        """Record what belongs to the reduction as a whole: size messages, and the time of exchange and
+        decoding.
+        """
         if self._metrics is not None and kind is None:
             self._metrics.record(
                 "gradient",
@@ -507,7 +531,7 @@ class _Tally:
             )
 
 
-# -- torch DDP -----------------------------------------------------------------------------------------------------------
+# -- torch DDP ---
 
 
 class DCTState:
@@ -516,10 +540,11 @@ class DCTState:
     Streams follow parameters, so residuals survive the bucket rebuild after DDP's first step.
 
     Args:
-        config: The configuration, its ``data_parallel`` settings, or a mapping with the keys of the ``dct`` section.
+        config: The configuration, its ``data_parallel`` settings, or a mapping with the keys of the ``dct``
+            section.
         process_group: The group that DDP averages over; None for the default one.
-        named_parameters: ``model.named_parameters()``, to name streams in messages and saved states; without it they
-            are numbered in the order in which DDP first reduces them (the same on every rank).
+        named_parameters: ``model.named_parameters()``, to name streams in messages and saved states; without
+            it they are numbered in the order in which DDP first reduces them (the same on every rank).
         metrics: Where to record; None makes one from the configuration.
         device: Device of the gradients; found from the first bucket when None.
 
@@ -578,14 +603,20 @@ class DCTState:
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Communication hook for ``torch.nn.parallel.DistributedDataParallel``.
 
-    Communicates, per parameter of the bucket, the entries of gradient plus residual that reach the parameter's
-    threshold, and returns the bucket's buffer (1-D, type and size unchanged) holding their average over the ranks.
+    Communicates, per parameter of the bucket, the entries of gradient plus residual that reach the
+    parameter's threshold, and returns the bucket's buffer (1-D, type and size unchanged) holding their
+    average over the ranks.
 
     Args:
         state: Made once per model.
         bucket: What DDP hands over.
+
+    Raises:
+        TypeError: The bucket holds sparse gradients (``nn.Embedding(sparse=True)``).
     """
     buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
     reducer = state.reducer(buffer.device)
     parameters = bucket.parameters()
     views = buffer.split([parameter.numel() for parameter in parameters])

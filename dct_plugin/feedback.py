@@ -1,12 +1,10 @@
 """What becomes of what was not sent: the residual of one tensor stream.
 
-Error feedback adds the residual to the next gradient (DCT, Gupta et al., KDD 2021, section 3: ``E = G - G * keep``).
-The residual also keeps the rounding error of the value type, so that nothing is lost, only delayed.
+Error feedback adds the residual to the next gradient (DCT, Gupta et al., KDD 2021, section 3: ``E = G - G *
+keep``). The residual also keeps the rounding error of the value type, so that nothing is lost, only delayed.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +13,9 @@ from torch import Tensor
 class Residual:
     """Residual of one stream, with a transaction for host frameworks that may discard a step.
 
-    A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside a
-    transaction the updated residual is written to a second buffer (the selection pass writes it anyway, so this
-    costs memory, not time); :meth:`commit` makes it the residual, :meth:`rollback` forgets it bitwise.
+    A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside
+    a transaction the updated residual is written to a second buffer (the selection pass writes it anyway, so
+    this costs memory, not time); :meth:`commit` makes it the residual, :meth:`rollback` forgets it bitwise.
 
     Args:
         numel: Entries of the stream.
@@ -59,16 +57,52 @@ class Residual:
         """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
         self.current.mul_(factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The residual, fp32 on the CPU."""
-        return {"residual": self.current.detach().to("cpu", copy=True)}
+    def saved(self) -> Tensor:
+        """A copy for a checkpoint (fp32, CPU)."""
+        return self.current.detach().to("cpu", copy=True)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; raises ``ValueError`` when the length differs."""
-        residual = state["residual"]
+    def restore(self, residual: Tensor) -> None:
+        """Take over what :meth:`saved` gave; raises ``ValueError`` when the length differs."""
         if residual.shape != self._committed.shape:
             raise ValueError(
                 f"residual has shape {tuple(residual.shape)}, expected {tuple(self._committed.shape)}"
             )
         self._dirty = False
         self._committed.copy_(residual)
+
+
+class Velocity:
+    """Momentum of one stream, kept at the worker: Deep Gradient Compression (Lin et al., ICLR 2018).
+
+    Momentum correction (section 3.2): what is thresholded is the velocity ``u = momentum * u + gradient``, so
+    that an entry sent late carries the momentum it would have gathered; the optimizer itself must not apply
+    momentum again. Momentum factor masking (section 3.3): the velocity of entries that were sent starts over,
+    so that what is stale does not push on.
+
+    Args:
+        numel: Entries of the stream.
+        device: Where the stream lives.
+        momentum: In (0, 1).
+        transactional: Support :meth:`Residual.rollback`.
+    """
+
+    def __init__(
+        self, numel: int, device: torch.device, momentum: float, *, transactional: bool = False
+    ) -> None:
+        self.momentum = momentum
+        self.buffer = Residual(numel, device, transactional=transactional)
+
+    def accumulate(self, grad: Tensor) -> Tensor:
+        """Add a gradient (1-D, any floating-point type); returns the velocity, or ``grad`` where it is not
+        finite.
+        """
+        if not bool(grad.isfinite().all()):
+            return grad  # the kernel flags it, and the velocity stays as it was
+        source, target = self.buffer.begin()
+        if target is not source:
+            target.copy_(source)
+        return target.mul_(self.momentum).add_(grad)
+
+    def restart(self, start: int, mask: Tensor) -> None:
+        """The entries from ``start`` on where ``mask`` (bool) is set were sent."""
+        self.buffer.current[start : start + mask.numel()].masked_fill_(mask, 0.0)

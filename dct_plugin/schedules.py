@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class SparsitySchedule:
     """Dense first, then rising sparsity, then the target.
 
-    The rise follows Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3): the density falls exponentially
-    from 1 to its target, so that early, fast-changing gradients are not delayed.
+    The rise follows Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3): the density falls
+    exponentially from 1 to its target, so that early, fast-changing gradients are not delayed.
 
     Args:
         sparsity: Target share of entries dropped, in [0, 1).

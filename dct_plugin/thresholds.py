@@ -1,12 +1,14 @@
 """How tau is found and how long it lives.
 
 DCT (Gupta et al., KDD 2021, section 3) ranks ``|G|`` once per life-span and reuses the threshold in between.
-Taken literally that goes wrong under error feedback: a threshold measured on an empty residual lets several times
-the wanted share pass for good, and none at all once gradients shrink. The selection pass counts what it keeps for
-free, so here the life-span is an upper limit: the threshold is measured again after 1, 2, 4, 8, ... steps and
-whenever the realised density leaves a band. In between it follows a small sample: about a tenth of the positions, at a
-fixed cost per tensor. (Steering tau by the realised density alone costs nothing and was tried: residuals of steadily
-drifting gradients then fire in bursts, from nothing to the capacity limit and back.)
+Taken literally that goes wrong under error feedback: a threshold measured on an empty residual lets several
+    times
+the wanted share pass for good, and none at all once gradients shrink. The selection pass counts what it keeps
+for free, so here the life-span is an upper limit: the threshold is measured again after 1, 2, 4, 8, ... steps
+and whenever the realised density leaves a band. In between it follows a small sample: about a tenth of the
+positions, at a fixed cost per tensor. (Steering tau by the realised density alone costs nothing and was
+tried: residuals of steadily drifting gradients then fire in bursts, from nothing to the capacity limit and
+    back.)
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ if TYPE_CHECKING:
 
     from .kernels import Backend
 
-#: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 % density.
+#: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
+#: density.
 MIN_SAMPLES = 65_536
 #: Samples that tau follows between measurements: off by about 11 % (1 sigma) in a step, right on average.
 TRACKING_SAMPLES = 8_192
 
 
 def sample_size(density: float, *, tracking: bool = False) -> int:
-    """Number of random positions that finds the quantile of ``density`` within about 7 % (``tracking``: 11 %)."""
+    """Number of random positions that finds the quantile of ``density`` within about 7 % (``tracking``: 11
+    %).
+    """
     least, entries = (TRACKING_SAMPLES, 80.0) if tracking else (MIN_SAMPLES, 1000.0)
     return max(least, math.ceil(entries / density))
 
@@ -69,7 +74,9 @@ class Threshold:
         return cls(seed=zlib.crc32(f"{name}/{rank}".encode()), **settings)
 
     def due(self, density: float) -> bool:
-        """Whether the threshold has to be measured before the coming step at ``density`` (share of entries kept)."""
+        """Whether the threshold has to be measured before the coming step at ``density`` (share of entries
+        kept).
+        """
         return (
             self.tau <= 0.0
             or self.out_of_band
@@ -79,7 +86,8 @@ class Threshold:
         )
 
     def update(self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float) -> float:
-        """The threshold of the coming step, at which about a share of ``density`` of ``|grad + residual|`` passes.
+        """The threshold of the coming step, at which about a share of ``density`` of ``|grad + residual|``
+        passes.
 
         Args:
             kernels: Backend of the tensors' device.
@@ -110,7 +118,8 @@ class Threshold:
         self.age += 1
         target = wanted(self.density, numel)
         ratio = above / target
-        # The band is widened by counting noise, or a tensor of which 40 entries are wanted would refresh for ever.
+        # The band is widened by counting noise, or a tensor of which 40 entries are wanted would refresh for
+        # ever.
         slack = 2.0 / math.sqrt(target)
         self.out_of_band = not (self.band[0] - slack <= ratio <= self.band[1] + slack)
 

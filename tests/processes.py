@@ -1,7 +1,7 @@
 """Real processes for the distributed tests: gloo over loopback, results and failures brought back to pytest.
 
-The processes are kept between tests (importing torch costs more than most tests); every test gets a process group of
-its own.
+The processes are kept between tests (importing torch costs more than most tests); every test gets a process
+group of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ atexit.register(_stop)
 
 
 def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
-    """Run ``function(rank, world_size, *arguments)`` in processes; ``("value", result)`` or ``("error", text)`` each."""
+    """Run ``function(rank, world_size, *arguments)`` in processes; ``("value", result)`` or ``("error",
+    text)`` each.
+    """
     global _results
     if _results is None:
         _results = _context.Queue()
@@ -81,7 +83,9 @@ def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> li
                 answered, position = _results.get(timeout=_PATIENCE)
             except queue.Empty:
                 _stop()
-                raise AssertionError(f"ranks {sorted(missing)} did not finish within {_PATIENCE:.0f} s") from None
+                raise AssertionError(
+                    f"ranks {sorted(missing)} did not finish within {_PATIENCE:.0f} s"
+                ) from None
             if answered == number:
                 missing.discard(position)
         return [torch.load(f"{path}.rank{r}", weights_only=False) for r in range(world_size)]

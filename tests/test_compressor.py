@@ -57,7 +57,9 @@ def test_nothing_is_lost(value_dtype: str, dtype: torch.dtype) -> None:
     threshold=st.sampled_from(["sample", "exact"]),
     seed=st.integers(0, 1000),
 )
-def test_conservation_at_every_size(numel: int, sparsity: float, value_dtype: str, threshold: str, seed: int) -> None:
+def test_conservation_at_every_size(
+    numel: int, sparsity: float, value_dtype: str, threshold: str, seed: int
+) -> None:
     compressor = Compressor(sparsity=sparsity, value_dtype=value_dtype, threshold=threshold)
     old = torch.zeros(numel)
     for gradient in gradients(3, numel, seed):
@@ -162,7 +164,10 @@ def test_rollback_needs_a_transaction() -> None:
 
 def test_loss_scale_change_rescales() -> None:
     steps = gradients(8, 20_000)
-    plain, scaled = Compressor(sparsity=0.99, value_dtype="fp32"), Compressor(sparsity=0.99, value_dtype="fp32")
+    plain, scaled = (
+        Compressor(sparsity=0.99, value_dtype="fp32"),
+        Compressor(sparsity=0.99, value_dtype="fp32"),
+    )
     scale = 1.0
     for step, gradient in enumerate(steps):
         if step in (2, 5):
@@ -210,7 +215,11 @@ def test_wrong_input_is_named() -> None:
 
 def test_configurations_are_interchangeable() -> None:
     section = DCTConfig.parse({"data_parallel": {"sparsity": 0.9}})
-    assert Compressor(section).config == Compressor(section.data_parallel).config == Compressor(sparsity=0.9).config
+    assert (
+        Compressor(section).config
+        == Compressor(section.data_parallel).config
+        == Compressor(sparsity=0.9).config
+    )
     assert Compressor(section, value_dtype="int8").config.sparsity == 0.9
 
 
@@ -218,6 +227,26 @@ def test_double_precision_and_strided_input() -> None:
     compressor = Compressor(sparsity=0.0, value_dtype="fp32")
     matrix = torch.randn(50, 60, dtype=torch.float64).t()
     assert torch.equal(compressor.decompress(compressor.compress(matrix)), matrix.float())
+
+
+def test_momentum_correction_is_dgc() -> None:
+    """Against DGC written out in plain torch: u = m u + g; v = v + u; send v where large; restart both
+    there.
+    """
+    steps = gradients(12, 20_000)
+    compressor = Compressor(
+        sparsity=0.9, value_dtype="fp32", threshold="exact", momentum_masking=0.9, threshold_lifespan=1
+    )
+    u, v = torch.zeros(20_000), torch.zeros(20_000)
+    for gradient in steps:
+        u = 0.9 * u + gradient
+        v = v + u
+        sent = v.abs() >= v.abs().topk(2000).values[-1]
+        received = compressor.decompress(compressor.compress(gradient))
+        assert torch.equal(received != 0, sent)
+        assert received[sent].allclose(v[sent], rtol=1e-5, atol=1e-6)
+        u[sent] = 0
+        v[sent] = 0
 
 
 def test_schedule_starts_dense_and_falls_to_the_target() -> None:

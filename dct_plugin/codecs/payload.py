@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .sparse import BLOCK, MAX_NUMEL, MAX_RICE_PARAM, IndexEncoding, index_bound
+from .sparse import MAX_NUMEL, IndexEncoding, check_section, index_bound
 from .values import ValueDtype, value_nbytes
 
 MAGIC = 0xDC7A
@@ -112,15 +112,11 @@ class Header(NamedTuple):
         if version != FORMAT_VERSION:
             raise PayloadError(f"payload has format version {version}, expected {FORMAT_VERSION}")
         try:
-            encoding, value_dtype = IndexEncoding(enc), ValueDtype(vdt)
+            encoding, value_dtype = IndexEncoding.parse(enc), ValueDtype.parse(vdt)
         except ValueError as error:
-            raise PayloadError(f"payload header: {error}") from None
+            raise PayloadError(str(error)) from None
         if flags & ~FLAG_NONFINITE or reserved:
-            raise PayloadError(f"payload header: flags 0x{flags:02X}, reserved byte {reserved}: unknown")
-        if numel > MAX_NUMEL or nnz > numel:
-            raise PayloadError(f"payload header: nnz {nnz} of numel {numel} is impossible")
-        if param > (MAX_RICE_PARAM if encoding is IndexEncoding.RICE else 0):
-            raise PayloadError(f"payload header: parameter {param} is not allowed for {encoding.label}")
+            raise PayloadError(f"flags 0x{flags:02X}, reserved byte {reserved}: unknown")
         header = cls(encoding, value_dtype, bool(flags), param, numel, nnz, index_nbytes, check1, check2)
         header._check_sizes()
         if available is not None and header.nbytes > available:
@@ -128,26 +124,10 @@ class Header(NamedTuple):
         return header
 
     def _check_sizes(self) -> None:
-        enc, numel, nnz, size = self.encoding, self.numel, self.nnz, self.index_nbytes
-        if self.nonfinite:
-            if enc is not IndexEncoding.DENSE or nnz or size:
-                raise PayloadError("payload header: a non-finite payload has no body")
-            return
-        if enc is IndexEncoding.DENSE and nnz != numel:
-            raise PayloadError(f"payload header: dense, but nnz {nnz} is not numel {numel}")
-        if enc is IndexEncoding.GAPS8:
-            low, high = nnz, index_bound(numel, nnz, enc)
-        elif enc is IndexEncoding.RICE:
-            low = -(-nnz * (self.param + 1) // 8)
-            high = -(-(nnz * (self.param + 1) + ((numel - nnz) >> self.param)) // 8)
-        elif enc is IndexEncoding.BLOCK16:
-            low = high = 4 * (-(-numel // BLOCK)) + 2 * nnz
-        elif enc is IndexEncoding.BITMAP:
-            low = high = -(-numel // 8)
-        else:
-            low = high = 0
-        if not low <= size <= high:
-            raise PayloadError(f"payload header: index section of {size} bytes is impossible for {enc.label}")
+        if not self.nonfinite:
+            check_section(self.encoding, self.param, self.index_nbytes, self.nnz, self.numel)
+        elif self.encoding or self.nnz or self.index_nbytes or self.param or self.numel > MAX_NUMEL:
+            raise PayloadError("a non-finite payload has no body")
 
 
 def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:

@@ -81,6 +81,52 @@ def _rice_bound(numel: int, nnz: int) -> int:
     return math.ceil(nnz * (math.log2(numel / nnz) + 3) / 8) + 1 if nnz else 0
 
 
+def check_section(encoding: int, param: int, nbytes: int, nnz: int, numel: int) -> IndexEncoding:
+    """Whether an index section of ``nbytes`` can hold ``nnz`` of ``numel`` entries: every decoder checks it.
+
+    After it, ``nnz`` is bounded by the bytes that are there (dense: by ``numel``).
+
+    Raises:
+        PayloadError: it cannot, or parameter or counts are out of range.
+    """
+    enc = IndexEncoding(encoding)
+    if not 0 <= nnz <= numel <= MAX_NUMEL:
+        raise PayloadError(f"nnz {nnz} of numel {numel} is impossible")
+    if not 0 <= param <= (MAX_RICE_PARAM if enc is IndexEncoding.RICE else 0):
+        raise PayloadError(f"parameter {param} is not allowed for {enc.label}")
+    if enc is IndexEncoding.DENSE and nnz != numel:
+        raise PayloadError(f"dense, but nnz {nnz} is not numel {numel}")
+    if enc is IndexEncoding.GAPS8:
+        low, high = nnz, nnz + (numel - nnz) // 255
+    elif enc is IndexEncoding.RICE:
+        codes = nnz * (param + 1)
+        low, high = -(-codes // 8), -(-(codes + ((numel - nnz) >> param)) // 8)
+    elif enc is IndexEncoding.BLOCK16:
+        low = high = 4 * (-(-numel // BLOCK)) + 2 * nnz
+    elif enc is IndexEncoding.BITMAP:
+        low = high = -(-numel // 8)
+    else:
+        low = high = 0
+    if not low <= nbytes <= high:
+        raise PayloadError(
+            f"index section of {nbytes} bytes is impossible for {nnz} of {numel} entries in {enc.label}"
+        )
+    return enc
+
+
+def check_positions(idx: Tensor, numel: int, encoding: int | None) -> None:
+    """Raise ``ValueError`` unless ``idx``, int64 [nnz], can be encoded; see :func:`encode_indices`."""
+    nnz = idx.numel()
+    if not 0 <= numel <= MAX_NUMEL:
+        raise ValueError(f"numel {numel} is outside 0..{MAX_NUMEL}")
+    if nnz:
+        ascending = nnz == 1 or bool((idx[1:] > idx[:-1]).all())
+        if not ascending or int(idx[0]) < 0 or int(idx[-1]) >= numel:
+            raise ValueError(f"positions must be strictly ascending within 0..{numel - 1}")
+    if encoding is not None and IndexEncoding(encoding) is IndexEncoding.DENSE and nnz != numel:
+        raise ValueError(f"dense encoding needs all {numel} entries, got {nnz}")
+
+
 def rice_candidates(numel: int, nnz: int) -> list[int]:
     """Rice parameters that are tried, ascending: floor(log2 of the mean gap) and its two neighbours."""
     if nnz == 0:
@@ -124,13 +170,8 @@ def encode_indices(idx: Tensor, numel: int, encoding: int | None = None) -> tupl
         ValueError: positions that are out of range or not ascending, ``numel`` above 2**32 - 1, ``encoding``
             that cannot express them (dense with fewer than ``numel`` positions).
     """
+    check_positions(idx, numel, encoding)
     nnz = idx.numel()
-    if not 0 <= numel <= MAX_NUMEL:
-        raise ValueError(f"numel {numel} is outside 0..{MAX_NUMEL}")
-    if nnz:
-        ascending = nnz == 1 or bool((idx[1:] > idx[:-1]).all())
-        if not ascending or int(idx[0]) < 0 or int(idx[-1]) >= numel:
-            raise ValueError(f"positions must be strictly ascending within 0..{numel - 1}")
     gaps = _gaps(idx)
     param = 0
     if encoding is None:
@@ -139,8 +180,6 @@ def encode_indices(idx: Tensor, numel: int, encoding: int | None = None) -> tupl
         chosen = IndexEncoding(encoding)
         if chosen is IndexEncoding.RICE:
             param, _ = _best_rice(gaps, nnz, numel)
-        elif chosen is IndexEncoding.DENSE and nnz != numel:
-            raise ValueError(f"dense encoding needs all {numel} entries, got {nnz}")
     if chosen is IndexEncoding.BITMAP:
         return chosen, 0, _encode_bitmap(idx, numel)
     if chosen is IndexEncoding.GAPS8:
@@ -195,24 +234,11 @@ def _encode_rice(gaps: Tensor, k: int) -> Tensor:
 def decode_indices(encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
     """Decode an index section, uint8, into strictly ascending positions, int64 [nnz], all below ``numel``.
 
-    ``nnz`` must already be bounded by the bytes really received (the header check does that).
-
     Raises:
         PayloadError: the section is not exactly what an encoder writes for ``nnz`` of ``numel`` entries.
     """
-    enc = IndexEncoding(encoding)
-    if nnz > numel:
-        raise PayloadError(f"nnz {nnz} is larger than numel {numel}")
-    expected = {
-        IndexEncoding.DENSE: 0,
-        IndexEncoding.BITMAP: -(-numel // 8),
-        IndexEncoding.BLOCK16: 4 * (-(-numel // BLOCK)) + 2 * nnz,
-    }.get(enc)
-    if expected is not None and data.numel() != expected:
-        raise PayloadError(f"{enc.label} index section has {data.numel()} bytes, expected {expected}")
+    enc = check_section(encoding, param, data.numel(), nnz, numel)
     if enc is IndexEncoding.DENSE:
-        if nnz != numel:
-            raise PayloadError(f"dense payload keeps {nnz} of {numel} entries")
         return torch.arange(numel, dtype=torch.int64, device=data.device)
     if enc is IndexEncoding.BITMAP:
         return _decode_bitmap(data, nnz, numel)
@@ -268,11 +294,7 @@ def _decode_block16(data: Tensor, nnz: int, numel: int) -> Tensor:
 
 
 def _decode_rice(data: Tensor, k: int, nnz: int, numel: int) -> Tensor:
-    if not 0 <= k <= MAX_RICE_PARAM:
-        raise PayloadError(f"Rice parameter {k} is outside 0..{MAX_RICE_PARAM}")
     total_bits = 8 * data.numel()
-    if nnz * (k + 1) > total_bits:
-        raise PayloadError(f"rice index section of {data.numel()} bytes is too short for {nnz} entries")
     # A Rice code can only be followed from its start; the walk runs on the host over "position of the next
     # 1".
     raw = data.cpu().numpy()

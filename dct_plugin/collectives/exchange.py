@@ -1,9 +1,10 @@
 """Messages of unequal size between the ranks of a process group.
 
-Sizes first (one small all-to-all), then point-to-point transfers of exactly the bytes there are: gloo refuses unequal
-all-gathers and runs equal ones 1.5 to 4 times slower than the line, while isend/irecv and all-to-all reach it. The
-size message carries a fingerprint of what the sender is about to send, so that ranks out of step stop with a message
-instead of adding up each other's wrong tensors, and a failed rank can tell the others before it stops.
+Sizes first (one small all-to-all), then point-to-point transfers of exactly the bytes there are: gloo refuses
+unequal all-gathers and runs equal ones 1.5 to 4 times slower than the line, while isend/irecv and all-to-all
+reach it. The size message carries a fingerprint of what the sender is about to send, so that ranks out of
+step stop with a message instead of adding up each other's wrong tensors, and a failed rank can tell the
+others before it stops.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _FAILED = -1
 class Exchange:
     """Variable-size messages over one process group.
 
-    Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU tensors and
+    Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU
+        tensors and
     on nccl with CUDA tensors.
 
     Args:
@@ -44,7 +46,8 @@ class Exchange:
         """Send ``messages[r]`` to rank ``r``; returns what rank ``r`` sent to this one, at position ``r``.
 
         Args:
-            messages: One 1-D uint8 tensor per rank of the group (may be empty); the own one is passed through.
+            messages: One 1-D uint8 tensor per rank of the group (may be empty); the own one is passed
+                through.
             fingerprint: Non-negative 63-bit description of the operation, the same on every rank.
 
         Raises:
@@ -77,7 +80,9 @@ class Exchange:
         return self.all_to_all([message] * self.world_size, fingerprint)
 
     def abort(self) -> None:
-        """Tell the other ranks, who are waiting in their next exchange, that this one failed. Never raises."""
+        """Tell the other ranks, who are waiting in their next exchange, that this one failed. Never
+        raises.
+        """
         try:
             self._exchange_sizes([_FAILED] * self.world_size, 0, check=False)
         except Exception:  # the transport is gone as well: the others will see that
@@ -99,7 +104,7 @@ class Exchange:
             strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
             if strange:
                 raise DesyncError(
-                    f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors (names, sizes or "
-                    "order differ); every rank must reduce the same gradients in the same order"
+                    f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
+                    "(names, sizes or order differ); every rank must reduce the same gradients in the same order"
                 )
         return [size for size, _ in rows]

@@ -72,8 +72,8 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
                     _failed.add(candidate)
                 if first:
                     logger.warning(
-                        "kernel backend %r is not available (%s); using plain torch kernels, which are several "
-                        "times slower. A C compiler (gcc or clang) in PATH is all that is needed.",
+                        "kernel backend %r is not available (%s); using plain torch, which is several times "
+                        "slower. A C compiler (gcc or clang) in PATH is all that is needed.",
                         candidate,
                         error,
                     )
@@ -86,7 +86,7 @@ def _instance(name: str) -> Backend:
         if backend is None:
             backend = _factories[name][0]()
             _instances[name] = backend
-            logger.info("using %r kernels", name)
+            logger.info("using %r kernels: %r", name, backend)
         return backend
 
 
@@ -96,4 +96,11 @@ def _reference() -> Backend:
     return ReferenceBackend()
 
 
+def _cpu() -> Backend:
+    from .cpu import CpuBackend
+
+    return CpuBackend()
+
+
 register_backend("reference", _reference)
+register_backend("cpu", _cpu, device_types=("cpu",))

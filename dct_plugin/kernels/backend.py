@@ -8,9 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..codecs.payload import payload_bound
+from ..codecs.payload import Header, payload_bound
 from ..codecs.sparse import MAX_NUMEL, IndexEncoding
 from ..codecs.values import ValueDtype
+from ..errors import PayloadError
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_TAU = torch.finfo(torch.float32).tiny  # smallest positive normal fp32
@@ -102,7 +103,7 @@ class Backend(Protocol):
         ...
 
     def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
-        """:meth:`decode_add` for a payload of :meth:`encode_shared`, at the positions of ``index_payload``."""
+        """:meth:`decode_add` for a payload of :meth:`encode_shared`, at ``index_payload``'s positions."""
         ...
 
     def sample_threshold(
@@ -117,7 +118,7 @@ class Backend(Protocol):
         ...
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        """The ``k``-th largest ``|grad + residual|``; see :meth:`sample_threshold` for non-finite and zero."""
+        """The ``k``-th largest ``|grad + residual|``; non-finite and tiny as in :meth:`sample_threshold`."""
         ...
 
     def encode_indices(
@@ -209,3 +210,19 @@ def check_fraction(keep_fraction: float, num_samples: int) -> None:
         raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+
+
+def check_pair(grad: Tensor, residual: Tensor | None) -> None:
+    check_vector("grad", grad, GRAD_DTYPES)
+    if residual is not None:
+        check_vector("residual", residual, (torch.float32,), grad.numel())
+
+
+def check_shared(header: Header, mask_header: Header) -> None:
+    """Raise :class:`PayloadError` unless a shared-mask payload fits the payload its mask comes from."""
+    if header.encoding is not IndexEncoding.SHARED_MASK:
+        raise PayloadError(f"payload has encoding {header.encoding.label}, expected shared_mask")
+    if mask_header.nonfinite or mask_header.encoding is IndexEncoding.SHARED_MASK:
+        raise PayloadError("the payload given for the mask holds no positions")
+    if mask_header.nnz != header.nnz:
+        raise PayloadError(f"payload has {header.nnz} values, the mask {mask_header.nnz} positions")

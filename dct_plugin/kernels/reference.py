@@ -23,7 +23,17 @@ from ..codecs.payload import (
 from ..codecs.sparse import IndexEncoding, decode_indices, encode_indices
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
 from ..errors import PayloadError
-from .backend import GRAD_DTYPES, SMALLEST_TAU, Stats, check_compress, check_fraction, check_out, check_vector
+from .backend import (
+    GRAD_DTYPES,
+    SMALLEST_TAU,
+    Stats,
+    check_compress,
+    check_fraction,
+    check_out,
+    check_pair,
+    check_shared,
+    check_vector,
+)
 
 _MASK64 = (1 << 64) - 1
 
@@ -180,6 +190,8 @@ class ReferenceBackend:
         vt = ValueDtype.parse(value_dtype)
         began = time.perf_counter_ns()
         mask_header = parse_payload(index_payload, source.numel())
+        if mask_header.encoding is IndexEncoding.SHARED_MASK:
+            raise PayloadError("the payload given for the mask holds no positions")
         check_out(out, payload_bound(mask_header.numel, mask_header.nnz, vt, IndexEncoding.SHARED_MASK))
         values = source[:0]
         if not mask_header.nonfinite:
@@ -213,7 +225,7 @@ class ReferenceBackend:
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
         check_fraction(keep_fraction, num_samples)
-        _check_pair(grad, residual)
+        check_pair(grad, residual)
         if num_samples < grad.numel():
             where = sample_positions(grad.numel(), num_samples, seed, grad.device)
             grad = grad[where]
@@ -224,7 +236,7 @@ class ReferenceBackend:
         return _kth_largest(magnitude, rank_of(keep_fraction, magnitude.numel()))
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        _check_pair(grad, residual)
+        check_pair(grad, residual)
         if k < 1:
             raise ValueError(f"k is {k}; it must be at least 1")
         magnitude = _finite_magnitude(grad, residual)
@@ -239,22 +251,6 @@ class ReferenceBackend:
 
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         return decode_indices(encoding, param, data, nnz, numel)
-
-
-def check_shared(header: Header, mask_header: Header) -> None:
-    """Raise :class:`PayloadError` unless a shared-mask payload fits the payload its mask comes from."""
-    if header.encoding is not IndexEncoding.SHARED_MASK:
-        raise PayloadError(f"payload has encoding {header.encoding.label}, expected shared_mask")
-    if mask_header.nonfinite or mask_header.encoding is IndexEncoding.SHARED_MASK:
-        raise PayloadError("the payload given for the mask holds no positions")
-    if mask_header.nnz != header.nnz:
-        raise PayloadError(f"payload has {header.nnz} values, the mask {mask_header.nnz} positions")
-
-
-def _check_pair(grad: Tensor, residual: Tensor | None) -> None:
-    check_vector("grad", grad, GRAD_DTYPES)
-    if residual is not None:
-        check_vector("residual", residual, (torch.float32,), grad.numel())
 
 
 def _finite_magnitude(grad: Tensor, residual: Tensor | None) -> Tensor:

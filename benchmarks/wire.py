@@ -1,0 +1,178 @@
+"""Bytes on the wire of a DeepSpeed job, dense and with DCT, by the operating system's interface counters.
+
+Starts two local ranks that train a perceptron of more than ten million parameters with an ordinary DeepSpeed
+engine, for each ZeRO stage once without and once with a ``dct`` section (the only difference), and reads what
+the loopback
+interface carried in steady state: both directions, packet headers and everything else included. ZeRO-1 and 2
+    also
+all-gather updated parameters, which stays dense (in the parameters' type), so their ratio has a ceiling of
+about 2.
+
+    python benchmarks/wire.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WIDTH, LAYERS, BATCH = 1600, 4, 16
+
+
+def model_and_data() -> tuple[Any, Any]:
+    """The same on every rank; a regression task that can be learnt."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+    rank = int(os.environ["RANK"])
+    generator = torch.Generator().manual_seed(1 + rank)
+
+    def batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        return x.to(dtype), x[:, :8].sum(1, keepdim=True).to(dtype)
+
+    return model, batch
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: every stage, dense and DCT, in this process."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    from dct_plugin.metrics import InterfaceCounter
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    results = []
+    for stage in args.stages:
+        for dct in (False, True):
+            model, batch = model_and_data()
+            section: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": BATCH,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": args.bf16},
+                "steps_per_print": 10**9,
+            }
+            if dct:
+                section["dct"] = {
+                    "data_parallel": {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
+                }
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=section
+            )
+            dtype = torch.bfloat16 if args.bf16 else torch.float32
+            counter, measured = InterfaceCounter(["lo"]), args.steps
+            density = None
+            for step in range(args.warmup + measured):
+                if step == args.warmup:
+                    dist.barrier()
+                    before = engine.dct.metrics.summary() if dct else None
+                    counter.start()
+                x, y = batch(dtype)
+                loss = torch.nn.functional.mse_loss(engine(x), y)
+                engine.backward(loss)
+                engine.step()
+            dist.barrier()
+            counter.stop()
+            flat = torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()])
+            digests: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(digests, hash(flat.numpy().tobytes()))
+            if dct:
+                after = engine.dct.metrics.summary()
+                gradient = after.classes["gradient"]
+                density = gradient.density
+                del before
+            results.append(
+                {
+                    "stage": stage,
+                    "dct": dct,
+                    "parameters": flat.numel(),
+                    "bytes_per_step": counter.tx / measured,
+                    "density": density,
+                    "loss": loss.item(),
+                    "ranks_identical": len(set(digests)) == 1,
+                }
+            )
+            engine.destroy()
+    if dist.get_rank() == 0:
+        Path(args.result).write_text(json.dumps(results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--sparsity", type=float, default=0.99)
+    parser.add_argument("--value-dtype", default="bf16")
+    parser.add_argument("--bf16", action="store_true", help="bf16 training instead of fp32")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before the counters are read")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are counted")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from dct_plugin.metrics import format_bytes
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        # PYTHONHASHSEED: the ranks compare hashes of their parameters.
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"}
+        command = [*launcher, __file__, *sys.argv[1:], "--worker", "--result", str(result)]
+        subprocess.run(command, env=environment, check=True)
+        results = json.loads(result.read_text())
+    table = Table(
+        "ZeRO",
+        "",
+        "bytes per step",
+        "fewer than dense",
+        "fewer than dense fp32 gradients",
+        "density",
+        "ranks",
+    )
+    dense: dict[int, float] = {}
+    for row in results:
+        if not row["dct"]:
+            dense[row["stage"]] = row["bytes_per_step"]
+        # Two ranks, each sends every gradient once in an all-reduce of fp32.
+        row["ratio"] = dense[row["stage"]] / row["bytes_per_step"]
+        row["ratio_to_fp32_gradients"] = 2 * 4 * row["parameters"] / row["bytes_per_step"]
+        table.add_row(
+            str(row["stage"]),
+            "DCT" if row["dct"] else "dense",
+            format_bytes(round(row["bytes_per_step"])),
+            f"{row['ratio']:.1f}x",
+            f"{row['ratio_to_fp32_gradients']:.1f}x",
+            "" if row["density"] is None else f"{row['density']:.4f}",
+            "identical" if row["ranks_identical"] else "DIFFERENT",
+        )
+    console = Console()
+    console.print(
+        f"{results[0]['parameters']:,} parameters, 2 ranks, loopback counters over {args.steps} steps"
+    )
+    console.print(table)
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Compiled CPU kernels (csrc/dct_kernels.c) through ctypes, which releases the interpreter lock."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..codecs.payload import Header, parse_payload, payload_bound
+from ..codecs.sparse import IndexEncoding, check_positions, check_section
+from ..codecs.values import ValueDtype
+from ..errors import PayloadError
+from . import build
+from .backend import (
+    GRAD_DTYPES,
+    Stats,
+    check_compress,
+    check_fraction,
+    check_out,
+    check_pair,
+    check_shared,
+    check_vector,
+)
+
+ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
+ISA_NAMES = ("portable", "avx2", "avx512")
+_GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
+_MAX_THREADS = 64
+
+_ERRORS = {
+    -2: "payload checksum is wrong: corrupted in transit or in memory",
+    -3: "value section holds a non-finite value, or one that no encoder writes",
+    -4: "int8 value section holds a negative or non-finite scale",
+    -5: "index section holds an index outside the tensor",
+    -6: "index section does not hold as many entries as the header says",
+    -7: "block16 offsets are not ascending",
+    -8: "index section has trailing bits or bytes",
+}
+
+
+class _Compress(ctypes.Structure):
+    _fields_ = [
+        ("grad", c_void_p),
+        ("residual", c_void_p),
+        ("left", c_void_p),
+        ("out", c_void_p),
+        ("numel", c_uint64),
+        ("capacity", c_uint64),
+        ("start", c_uint64),
+        ("tau", c_float),
+        ("grad_dtype", c_int32),
+        ("value_dtype", c_int32),
+        ("encoding", c_int32),
+        ("dense", c_int32),
+        ("threads", c_int32),
+        ("nonfinite", c_int32),
+        ("nbytes", c_uint64),
+        ("nnz", c_uint64),
+        ("above", c_uint64),
+        ("select_ns", c_uint64),
+        ("encode_ns", c_uint64),
+    ]
+
+
+class _Payload(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("nbytes", c_uint64),
+        ("numel", c_uint64),
+        ("nnz", c_uint64),
+        ("index_nbytes", c_uint64),
+        ("encoding", c_int32),
+        ("param", c_int32),
+        ("value_dtype", c_int32),
+        ("check1", c_uint32),
+        ("check2", c_uint32),
+    ]
+
+
+_SIGNATURES = {
+    "dct_isa": [c_int32],
+    "dct_compress": [POINTER(_Compress)],
+    "dct_decode_add": [POINTER(_Payload), POINTER(_Payload), c_void_p],
+    "dct_decode_mask": [POINTER(_Payload), c_void_p],
+    "dct_encode_shared": [c_void_p, c_int32, POINTER(_Payload), c_int32, c_void_p, POINTER(c_int32)],
+    "dct_encode_indices": [c_void_p, c_uint64, c_uint64, POINTER(c_int64), c_void_p],
+    "dct_decode_indices": [c_int32, c_int32, c_void_p, c_uint64, c_uint64, c_uint64, c_void_p],
+    "dct_sample_threshold": [
+        *[c_void_p, c_int32, c_void_p, c_uint64],
+        *[c_double, c_uint64, c_uint64, POINTER(c_float)],
+    ],
+    "dct_exact_threshold": [c_void_p, c_int32, c_void_p, c_uint64, c_uint64, POINTER(c_float)],
+}
+
+
+def _check(status: int) -> None:
+    if status == 0:
+        return
+    if status == -1:
+        raise MemoryError("compiled kernels: out of memory")
+    raise PayloadError(_ERRORS[status])
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _payload(data: Tensor, header: Header) -> _Payload:
+    return _Payload(
+        data.data_ptr(),
+        header.nbytes,
+        header.numel,
+        header.nnz,
+        header.index_nbytes,
+        header.encoding,
+        header.param,
+        header.value_dtype,
+        header.check1,
+        header.check2,
+    )
+
+
+def _on_cpu(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}, these kernels serve cpu tensors")
+
+
+class CpuBackend:
+    """Compiled kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
+
+    Args:
+        threads: threads per call; None: as many as torch uses, at most one per 2**20 entries. Results do not
+            depend on it.
+    Attributes:
+        path: the library's file.
+        isa: the instruction set it uses on this machine: ``portable``, ``avx2`` or ``avx512``.
+    Raises:
+        OSError: the library can be neither loaded nor built.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._library, self.path = build.load()
+        for function, arguments in _SIGNATURES.items():
+            getattr(self._library, function).argtypes = arguments
+            getattr(self._library, function).restype = c_int32
+        self.threads = threads
+
+    def __repr__(self) -> str:
+        return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
+
+    @property
+    def isa(self) -> str:
+        return ISA_NAMES[self._library.dct_isa(-1)]
+
+    def set_isa(self, name: str) -> str:
+        """Ask for an instruction set, process-wide (tests, benchmarks); returns the one used from now on."""
+        return ISA_NAMES[self._library.dct_isa(ISA_NAMES.index(name))]
+
+    def compress(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        tau: float,
+        out: Tensor,
+        *,
+        residual_out: Tensor | None = None,
+        capacity: int | None = None,
+        start: int = 0,
+        value_dtype: int = ValueDtype.FP32,
+        encoding: int | None = None,
+    ) -> Stats:
+        _on_cpu(grad=grad)
+        args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        threads = self.threads
+        if threads is None:
+            threads = min(torch.get_num_threads(), args.numel // ENTRIES_PER_THREAD)
+        call = _Compress(
+            _pointer(grad),
+            _pointer(residual),
+            _pointer(args.residual_out),
+            _pointer(out),
+            args.numel,
+            args.capacity,
+            args.start,
+            args.tau,
+            _GRAD_CODE[grad.dtype],
+            args.value_dtype,
+            -1 if args.encoding is None else args.encoding,
+            args.dense,
+            max(1, min(threads, _MAX_THREADS)),
+        )
+        _check(self._library.dct_compress(byref(call)))
+        return Stats(call.nbytes, call.nnz, call.above, bool(call.nonfinite), call.select_ns, call.encode_ns)
+
+    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+        check_vector("out", out, (torch.float32,))
+        _on_cpu(payload=payload, out=out)
+        header = parse_payload(payload, out.numel(), verify=False)
+        if header.encoding is IndexEncoding.SHARED_MASK:
+            raise PayloadError(
+                "a shared_mask payload holds no positions; decode it with the payload that does"
+            )
+        return self._decode(payload, header, payload, header, out)
+
+    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+        check_vector("out", out, (torch.float32,))
+        _on_cpu(payload=payload, index_payload=index_payload, out=out)
+        header = parse_payload(payload, out.numel(), verify=False)
+        mask_header = parse_payload(index_payload, out.numel(), verify=False)
+        if not header.nonfinite:
+            check_shared(header, mask_header)
+        return self._decode(payload, header, index_payload, mask_header, out)
+
+    def _decode(self, payload: Tensor, header: Header, mask: Tensor, mask_header: Header, out: Tensor) -> int:
+        if header.nonfinite:
+            parse_payload(payload)  # checksum
+            out.fill_(float("nan"))
+            return 0
+        own = _payload(payload, header)
+        other = own if mask is payload else _payload(mask, mask_header)
+        _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
+        return header.nnz
+
+    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+        _on_cpu(payload=payload)
+        header = parse_payload(payload, numel, verify=False)
+        if header.encoding is IndexEncoding.SHARED_MASK:
+            raise PayloadError(
+                "a shared_mask payload holds no positions; decode it with the payload that does"
+            )
+        mask = torch.zeros(numel, dtype=torch.bool)
+        _check(self._library.dct_decode_mask(byref(_payload(payload, header)), mask.data_ptr()))
+        return mask
+
+    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+        check_vector("source", source, GRAD_DTYPES)
+        _on_cpu(source=source, index_payload=index_payload, out=out)
+        vt = ValueDtype.parse(value_dtype)
+        began = time.perf_counter_ns()
+        mask_header = parse_payload(index_payload, source.numel(), verify=False)
+        if mask_header.encoding is IndexEncoding.SHARED_MASK:
+            raise PayloadError("the payload given for the mask holds no positions")
+        check_out(out, payload_bound(mask_header.numel, mask_header.nnz, vt, IndexEncoding.SHARED_MASK))
+        nnz = mask_header.nnz
+        if mask_header.nonfinite:
+            parse_payload(index_payload)  # checksum
+            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
+            packed = header.with_checks(out[:0]).pack()
+            out[: header.nbytes] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            return Stats(header.nbytes, 0, 0, True, 0, time.perf_counter_ns() - began)
+        flag = c_int32()
+        mask = _payload(index_payload, mask_header)
+        code = _GRAD_CODE[source.dtype]
+        _check(
+            self._library.dct_encode_shared(
+                source.data_ptr(), code, byref(mask), vt, out.data_ptr(), byref(flag)
+            )
+        )
+        header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask_header.numel, nnz, 0)
+        if flag.value:
+            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
+        elapsed = time.perf_counter_ns() - began
+        return Stats(header.nbytes, header.nnz, nnz, header.nonfinite, 0, elapsed)
+
+    def sample_threshold(
+        self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
+    ) -> float:
+        check_fraction(keep_fraction, num_samples)
+        check_pair(grad, residual)
+        _on_cpu(grad=grad, residual=residual)
+        tau = c_float()
+        status = self._library.dct_sample_threshold(
+            grad.data_ptr(),
+            _GRAD_CODE[grad.dtype],
+            _pointer(residual),
+            grad.numel(),
+            keep_fraction,
+            num_samples,
+            seed & (2**64 - 1),
+            byref(tau),
+        )
+        _check(status)
+        return tau.value
+
+    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
+        check_pair(grad, residual)
+        _on_cpu(grad=grad, residual=residual)
+        if k < 1:
+            raise ValueError(f"k is {k}; it must be at least 1")
+        tau = c_float()
+        code, numel = _GRAD_CODE[grad.dtype], grad.numel()
+        _check(
+            self._library.dct_exact_threshold(grad.data_ptr(), code, _pointer(residual), numel, k, byref(tau))
+        )
+        return tau.value
+
+    def encode_indices(
+        self, idx: Tensor, numel: int, encoding: int | None = None
+    ) -> tuple[IndexEncoding, int, Tensor]:
+        _on_cpu(idx=idx)
+        check_positions(idx, numel, encoding)
+        positions = idx.numpy().astype(np.uint32)
+        plan = (c_int64 * 3)(-1 if encoding is None else encoding, 0, 0)
+        arguments = (positions.ctypes.data, positions.size, numel, plan)
+        _check(self._library.dct_encode_indices(*arguments, None))
+        data = torch.empty(plan[2], dtype=torch.uint8)
+        _check(self._library.dct_encode_indices(*arguments, data.data_ptr() or None))
+        return IndexEncoding(plan[0]), plan[1], data
+
+    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
+        _on_cpu(data=data)
+        check_vector("data", data, (torch.uint8,))
+        enc = check_section(encoding, param, data.numel(), nnz, numel)
+        if enc is IndexEncoding.SHARED_MASK:
+            raise PayloadError(
+                "a shared_mask payload holds no positions; decode it with the payload that does"
+            )
+        positions = np.empty(nnz, dtype=np.uint32)
+        arguments = (data.data_ptr() or None, data.numel(), nnz, numel)
+        _check(self._library.dct_decode_indices(enc, param, *arguments, positions.ctypes.data))
+        return torch.from_numpy(positions.astype(np.int64))

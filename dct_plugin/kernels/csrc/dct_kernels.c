@@ -1,0 +1,1274 @@
+/* Compiled CPU kernels of dct_plugin: the hot loops of kernels/reference.py with the same results, bit for bit.
+ *
+ * Plain C11 without torch's headers: built in a second or two by any gcc or clang, loaded with ctypes. Portable
+ * loops are written so that compilers vectorise them; x86-64 has explicit AVX2 and AVX-512 branches, chosen at run
+ * time. Floating point must not be contracted (-ffp-contract=off), or residuals would differ between machines.
+ *
+ * The caller (kernels/cpu.py) has checked pointers, sizes and header fields; bodies of payloads are checked here.
+ * Pointers into payloads have no alignment: they are only accessed through memcpy.
+ */
+#define _POSIX_C_SOURCE 200809L
+#include <float.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__x86_64__) && !defined(DCT_PORTABLE) /* DCT_PORTABLE: as on any other architecture */
+#define DCT_X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+#define DCT_ABI_VERSION 1
+#define API __attribute__((visibility("default")))
+#define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
+#define SLACK 16        /* compressed vectors are stored in full; this many entries past the end may be written */
+#define GROUP 256       /* int8 values per scale */
+#define HEADER 40
+#define MAX_THREADS 64
+#define PREFETCH_AHEAD 1024 /* entries */
+#define OVERFLOW_F32 0x7E800000u /* 2**126 */
+#define OVERFLOW_BF16 0x7E80
+#define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
+
+enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
+enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8 };
+enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE, ENC_SHARED };
+enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512 };
+
+/* Return codes; kernels/cpu.py turns them into exceptions. */
+enum {
+    OK = 0,
+    ERR_MEMORY = -1,
+    ERR_CHECKSUM = -2,
+    ERR_VALUE = -3,
+    ERR_SCALE = -4,
+    ERR_RANGE = -5,
+    ERR_COUNT = -6,
+    ERR_ORDER = -7,
+    ERR_TRAILING = -8,
+};
+
+/* ---- small helpers --------------------------------------------------------------------------------------------- */
+
+static inline uint32_t bits_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+
+static inline float float_of(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+static inline uint16_t load16(const uint8_t *p) {
+    uint16_t v;
+    memcpy(&v, p, 2);
+    return v;
+}
+
+static inline uint32_t load32(const uint8_t *p) {
+    uint32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+
+static inline float loadf(const uint8_t *p) { return float_of(load32(p)); }
+static inline void store16(uint8_t *p, uint16_t v) { memcpy(p, &v, 2); }
+static inline void store32(uint8_t *p, uint32_t v) { memcpy(p, &v, 4); }
+static inline void store64(uint8_t *p, uint64_t v) { memcpy(p, &v, 8); }
+static inline float magnitude(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }
+
+static inline float clampf(float x, float limit) {
+    x = x > limit ? limit : x;
+    return x < -limit ? -limit : x;
+}
+
+static inline float from_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+/* Finite input within the type's range; nearest, ties to even. */
+static inline uint16_t to_bf16(float x) {
+    uint32_t u = bits_of(x);
+    return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+}
+
+static inline float from_fp16(uint16_t h) {
+    const uint32_t body = (uint32_t)(h & 0x7FFF) << 13;
+    const uint32_t exponent = body & 0x0F800000u;
+    const float normal = float_of(body + (112u << 23));
+    const float subnormal = float_of(body + (113u << 23)) - float_of(113u << 23);
+    const float inf_nan = float_of(body + (224u << 23));
+    const float m = exponent == 0 ? subnormal : exponent == 0x0F800000u ? inf_nan : normal;
+    return float_of(bits_of(m) | (uint32_t)(h & 0x8000) << 16);
+}
+
+/* Finite input of magnitude <= 65504; nearest, ties to even. Subnormal results are rounded by the addition of 0.5. */
+static inline uint16_t to_fp16(float x) {
+    const uint32_t u = bits_of(x), sign = u & 0x80000000u, body = u ^ sign;
+    const uint32_t normal = (body - (112u << 23) + 0xFFFu + ((body >> 13) & 1u)) >> 13;
+    const uint32_t subnormal = bits_of(float_of(body) + 0.5f) - 0x3F000000u;
+    return (uint16_t)((body < (113u << 23) ? subnormal : normal) | sign >> 16);
+}
+
+static inline float round_even(float x) { /* |x| < 2**22 */
+    const float magic = 12582912.0f;      /* 1.5 * 2**23 */
+    return (x + magic) - magic;
+}
+
+/* Position of the lowest non-zero byte of a word of byte flags, in memory order (the wire format needs a little-endian
+ * machine, and so does this). */
+static inline size_t first_byte(uint64_t word) { return (size_t)__builtin_ctzll(word) >> 3; }
+
+/* Fetch a stretch ahead of use: the hardware stops at every page, which costs a fifth of the speed. */
+static inline void prefetch(const void *base, size_t offset, size_t nbytes) {
+    const uintptr_t first = (uintptr_t)base + offset;
+    for (size_t i = 0; i < nbytes; i += 64) __builtin_prefetch((const void *)(first + i));
+}
+
+static inline uint64_t ceil_div(uint64_t a, uint64_t b) { return a / b + (a % b != 0); }
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static size_t grad_size(int dtype) { return dtype == GRAD_FP32 ? 4 : 2; }
+
+static uint64_t values_nbytes(uint64_t nnz, int dtype) {
+    if (dtype == VALUE_INT8) return nnz + 4 * ceil_div(nnz, GROUP);
+    return nnz * (dtype == VALUE_FP32 ? 4 : 2);
+}
+
+/* Run work(arg, t) for t in [0, threads); a thread that cannot be started is run by the caller. */
+typedef struct {
+    void (*work)(void *, int);
+    void *arg;
+    int index;
+} job_t;
+
+static void *run_job(void *p) {
+    job_t *job = p;
+    job->work(job->arg, job->index);
+    return NULL;
+}
+
+static void parallel(int threads, void (*work)(void *, int), void *arg) {
+    pthread_t id[MAX_THREADS];
+    job_t job[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    for (int t = 1; t < threads; t++) {
+        job[t] = (job_t){work, arg, t};
+        started[t] = pthread_create(&id[t], NULL, run_job, &job[t]) == 0;
+    }
+    work(arg, 0);
+    for (int t = 1; t < threads; t++) {
+        if (started[t])
+            pthread_join(id[t], NULL);
+        else
+            work(arg, t);
+    }
+}
+
+/* ---- accumulate and select ------------------------------------------------------------------------------------- */
+
+/* acc = float32(grad) + residual for n <= BLOCK entries; acc goes to left (if any); entries with |acc| >= tau go to
+ * (idx, val), in order. Returns their number. idx and val have room for n + SLACK. residual may be NULL or be left. */
+typedef size_t select_fn(const void *grad, const float *residual, float *left, size_t n, float tau, uint32_t base,
+                         uint32_t *idx, float *val);
+/* Whether any of n entries is non-finite or of magnitude >= 2**126. */
+typedef int overflow_fn(const void *grad, size_t n);
+
+static void accumulate(const void *grad, int dtype, const float *residual, size_t n, float *restrict x) {
+    const float *g32 = grad;
+    const uint16_t *g16 = grad;
+    if (dtype == GRAD_FP32 && residual) {
+        for (size_t i = 0; i < n; i++) x[i] = g32[i] + residual[i];
+        return;
+    }
+    if (dtype == GRAD_FP32)
+        for (size_t i = 0; i < n; i++) x[i] = g32[i];
+    else if (dtype == GRAD_BF16)
+        for (size_t i = 0; i < n; i++) x[i] = from_bf16(g16[i]);
+    else
+        for (size_t i = 0; i < n; i++) x[i] = from_fp16(g16[i]);
+    if (residual)
+        for (size_t i = 0; i < n; i++) x[i] = x[i] + residual[i];
+}
+
+static size_t select_generic(const void *grad, int dtype, const float *residual, float *left, size_t n, float tau,
+                             uint32_t base, uint32_t *idx, float *val) {
+    enum { PART = 128, AHEAD = 512 };
+    _Alignas(64) float x[PART];
+    _Alignas(64) uint8_t mask[PART];
+    size_t k = 0;
+    for (size_t lo = 0; lo < n; lo += PART) {
+        const size_t m = n - lo < PART ? n - lo : PART;
+        const void *g = (const char *)grad + grad_size(dtype) * lo;
+        const float *r = residual ? residual + lo : NULL;
+        prefetch(grad, grad_size(dtype) * (lo + AHEAD), grad_size(dtype) * PART);
+        prefetch(residual, sizeof(float) * (lo + AHEAD), sizeof(float) * PART);
+        if (dtype == GRAD_FP32 && r) {
+            const float *g32 = g;
+            for (size_t i = 0; i < m; i++) {
+                const float v = g32[i] + r[i];
+                x[i] = v;
+                mask[i] = magnitude(v) >= tau;
+            }
+        } else {
+            accumulate(g, dtype, r, m, x);
+            for (size_t i = 0; i < m; i++) mask[i] = magnitude(x[i]) >= tau;
+        }
+        if (left) memcpy(left + lo, x, sizeof(float) * m);
+        for (size_t i = m; i % 8; i++) mask[i] = 0;
+        for (size_t i = 0; i < m; i += 8) {
+            uint64_t word;
+            memcpy(&word, mask + i, 8);
+            for (; word; word &= word - 1) {
+                const size_t j = i + first_byte(word);
+                idx[k] = base + (uint32_t)(lo + j);
+                val[k++] = x[j];
+            }
+        }
+    }
+    return k;
+}
+
+/* The sign bit of a sum tells whether a magnitude reaches the limit; the loops vectorise without comparisons. */
+static inline int overflow32(const void *grad, size_t n) {
+    enum { PART = 512, AHEAD = 1024 };
+    const uint32_t *bits = grad;
+    uint32_t over = 0;
+    for (size_t lo = 0; lo < n; lo += PART) {
+        const size_t end = n - lo < PART ? n : lo + PART;
+        prefetch(grad, 4 * (lo + AHEAD), 4 * PART);
+        for (size_t i = lo; i < end; i++) over |= (bits[i] & 0x7FFFFFFFu) + (0x80000000u - OVERFLOW_F32);
+    }
+    return over >> 31;
+}
+
+static inline int overflow16(const void *grad, size_t n, uint16_t limit) {
+    enum { PART = 1024, AHEAD = 2048 };
+    const uint16_t *bits = grad;
+    const uint16_t shift = (uint16_t)(0x8000u - limit);
+    uint16_t over = 0;
+    for (size_t lo = 0; lo < n; lo += PART) {
+        const size_t end = n - lo < PART ? n : lo + PART;
+        prefetch(grad, 2 * (lo + AHEAD), 2 * PART);
+        for (size_t i = lo; i < end; i++) over |= (uint16_t)((bits[i] & 0x7FFF) + shift);
+    }
+    return over >> 15;
+}
+
+#define GENERIC(NAME, DTYPE, OVERFLOW)                                                                                \
+    static size_t select_generic_##NAME(const void *grad, const float *residual, float *left, size_t n, float tau,    \
+                                        uint32_t base, uint32_t *idx, float *val) {                                   \
+        return select_generic(grad, DTYPE, residual, left, n, tau, base, idx, val);                                   \
+    }                                                                                                                 \
+    static int overflow_generic_##NAME(const void *grad, size_t n) { return OVERFLOW; }
+
+GENERIC(fp32, GRAD_FP32, overflow32(grad, n))
+GENERIC(bf16, GRAD_BF16, overflow16(grad, n, OVERFLOW_BF16))
+GENERIC(fp16, GRAD_FP16, overflow16(grad, n, OVERFLOW_FP16))
+
+#ifdef DCT_X86
+#define AVX2 __attribute__((target("avx2,f16c")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,f16c")))
+
+AVX2 static inline __m256 load8_fp32(const void *p, size_t i) { return _mm256_loadu_ps((const float *)p + i); }
+AVX2 static inline __m256 load8_bf16(const void *p, size_t i) {
+    const __m128i h = _mm_loadu_si128((const __m128i *)((const uint16_t *)p + i));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+AVX2 static inline __m256 load8_fp16(const void *p, size_t i) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + i)));
+}
+
+AVX512 static inline __m512 load16_fp32(const void *p, size_t i) { return _mm512_loadu_ps((const float *)p + i); }
+AVX512 static inline __m512 load16_bf16(const void *p, size_t i) {
+    const __m256i h = _mm256_loadu_si256((const __m256i *)((const uint16_t *)p + i));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+AVX512 static inline __m512 load16_fp16(const void *p, size_t i) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)p + i)));
+}
+
+#define X86(NAME, SIZE, OVERFLOW)                                                                                     \
+    AVX2 static size_t select_avx2_##NAME(const void *grad, const float *residual, float *left, size_t n, float tau,  \
+                                          uint32_t base, uint32_t *idx, float *val) {                                 \
+        const __m256 vtau = _mm256_set1_ps(tau);                                                                      \
+        const __m256 sign = _mm256_set1_ps(-0.0f);                                                                    \
+        size_t k = 0, i = 0;                                                                                          \
+        for (; i + 32 <= n; i += 32) {                                                                                \
+            __m256 x[4];                                                                                              \
+            uint32_t mask = 0;                                                                                        \
+            prefetch(grad, SIZE * (i + PREFETCH_AHEAD), SIZE * 32);                                                   \
+            prefetch(residual, sizeof(float) * (i + PREFETCH_AHEAD), sizeof(float) * 32);                             \
+            for (int v = 0; v < 4; v++) {                                                                             \
+                x[v] = load8_##NAME(grad, i + 8 * (size_t)v);                                                         \
+                if (residual) x[v] = _mm256_add_ps(x[v], _mm256_loadu_ps(residual + i + 8 * v));                      \
+                const __m256 hit = _mm256_cmp_ps(_mm256_andnot_ps(sign, x[v]), vtau, _CMP_GE_OQ);                     \
+                mask |= (uint32_t)_mm256_movemask_ps(hit) << (8 * v);                                                 \
+            }                                                                                                         \
+            if (left)                                                                                                 \
+                for (int v = 0; v < 4; v++) _mm256_storeu_ps(left + i + 8 * v, x[v]);                                 \
+            if (mask) {                                                                                               \
+                _Alignas(32) float all[32];                                                                           \
+                for (int v = 0; v < 4; v++) _mm256_store_ps(all + 8 * v, x[v]);                                       \
+                do {                                                                                                  \
+                    const int j = __builtin_ctz(mask);                                                                \
+                    idx[k] = base + (uint32_t)i + (uint32_t)j;                                                        \
+                    val[k++] = all[j];                                                                                \
+                    mask &= mask - 1;                                                                                 \
+                } while (mask);                                                                                       \
+            }                                                                                                         \
+        }                                                                                                             \
+        return k + select_generic_##NAME((const char *)grad + SIZE * i, residual ? residual + i : NULL,               \
+                                         left ? left + i : NULL, n - i, tau, base + (uint32_t)i, idx + k, val + k);   \
+    }                                                                                                                 \
+    AVX2 static int overflow_avx2_##NAME(const void *grad, size_t n) { return OVERFLOW; }                             \
+    AVX512 static size_t select_avx512_##NAME(const void *grad, const float *residual, float *left, size_t n,         \
+                                              float tau, uint32_t base, uint32_t *idx, float *val) {                  \
+        const __m512 vtau = _mm512_set1_ps(tau);                                                                      \
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);                \
+        size_t k = 0, i = 0;                                                                                          \
+        for (; i + 16 <= n; i += 16) {                                                                                \
+            __m512 x = load16_##NAME(grad, i);                                                                        \
+            __builtin_prefetch((const void *)((uintptr_t)grad + SIZE * (i + PREFETCH_AHEAD)));                        \
+            __builtin_prefetch((const void *)((uintptr_t)residual + sizeof(float) * (i + PREFETCH_AHEAD)));           \
+            if (residual) x = _mm512_add_ps(x, _mm512_loadu_ps(residual + i));                                        \
+            if (left) _mm512_storeu_ps(left + i, x);                                                                  \
+            const __mmask16 mask = _mm512_cmp_ps_mask(_mm512_abs_ps(x), vtau, _CMP_GE_OQ);                            \
+            if (mask) { /* compress in registers, store in full: compressing stores are microcoded on some CPUs */    \
+                const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(base + (uint32_t)i)));         \
+                _mm512_storeu_ps(val + k, _mm512_maskz_compress_ps(mask, x));                                         \
+                _mm512_storeu_si512(idx + k, _mm512_maskz_compress_epi32(mask, at));                                  \
+                k += (size_t)__builtin_popcount(mask);                                                                \
+            }                                                                                                         \
+        }                                                                                                             \
+        return k + select_generic_##NAME((const char *)grad + SIZE * i, residual ? residual + i : NULL,               \
+                                         left ? left + i : NULL, n - i, tau, base + (uint32_t)i, idx + k, val + k);   \
+    }                                                                                                                 \
+    AVX512 static int overflow_avx512_##NAME(const void *grad, size_t n) { return OVERFLOW; }
+
+X86(fp32, 4, overflow32(grad, n))
+X86(bf16, 2, overflow16(grad, n, OVERFLOW_BF16))
+X86(fp16, 2, overflow16(grad, n, OVERFLOW_FP16))
+#endif
+
+static const struct {
+    select_fn *select[3];
+    overflow_fn *overflow[3];
+} kernels[] = {
+    {{select_generic_fp32, select_generic_bf16, select_generic_fp16},
+     {overflow_generic_fp32, overflow_generic_bf16, overflow_generic_fp16}},
+#ifdef DCT_X86
+    {{select_avx2_fp32, select_avx2_bf16, select_avx2_fp16},
+     {overflow_avx2_fp32, overflow_avx2_bf16, overflow_avx2_fp16}},
+    {{select_avx512_fp32, select_avx512_bf16, select_avx512_fp16},
+     {overflow_avx512_fp32, overflow_avx512_bf16, overflow_avx512_fp16}},
+#endif
+};
+
+static int best_isa(void) {
+#ifdef DCT_X86
+    unsigned a, b, c, d;
+    __builtin_cpu_init();
+    const int f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+    if (f16c && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return ISA_AVX512;
+    if (f16c && __builtin_cpu_supports("avx2")) return ISA_AVX2;
+#endif
+    return ISA_GENERIC;
+}
+
+static int chosen_isa = -1; /* idempotent: racing threads write the same value */
+
+static int isa(void) {
+    int level = __atomic_load_n(&chosen_isa, __ATOMIC_RELAXED);
+    if (level < 0) {
+        level = best_isa();
+        __atomic_store_n(&chosen_isa, level, __ATOMIC_RELAXED);
+    }
+    return level;
+}
+
+API int32_t dct_abi_version(void) { return DCT_ABI_VERSION; }
+
+#ifndef DCT_BUILD_ID
+#define DCT_BUILD_ID "none"
+#endif
+/* Digest of source and flags, given by the builder: tells a library that no longer belongs to this source. */
+API const char *dct_build_id(void) { return DCT_BUILD_ID; }
+
+/* The instruction set in use: 0 portable, 1 AVX2, 2 AVX-512. A level >= 0 asks for it (no more than the CPU has). */
+API int32_t dct_isa(int32_t level) {
+    if (level >= 0) {
+        const int best = best_isa();
+        __atomic_store_n(&chosen_isa, level < best ? level : best, __ATOMIC_RELAXED);
+    }
+    return isa();
+}
+
+/* ---- values ---------------------------------------------------------------------------------------------------- */
+
+/* Value section of n accumulated values; left[j] (if any) becomes what the receiver does not get. Only the residual
+ * can make a value infinite; FLT_MAX is sent then. int8 must be given whole groups (except at the end). */
+static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t *restrict out, uint8_t *restrict scales,
+                          float *restrict left) {
+    if (dtype == VALUE_FP32) {
+        for (size_t j = 0; j < n; j++) store32(out + 4 * j, bits_of(clampf(x[j], FLT_MAX)));
+        if (left)
+            for (size_t j = 0; j < n; j++) left[j] = 0.0f;
+    } else if (dtype == VALUE_BF16) {
+        for (size_t j = 0; j < n; j++) {
+            const float v = clampf(x[j], FLT_MAX);
+            const uint16_t h = to_bf16(clampf(v, 0x1.FEp127f));
+            if (out) store16(out + 2 * j, h);
+            if (left) left[j] = v - from_bf16(h);
+        }
+    } else if (dtype == VALUE_FP16) {
+        for (size_t j = 0; j < n; j++) {
+            const float v = clampf(x[j], FLT_MAX);
+            const uint16_t h = to_fp16(clampf(v, 65504.0f));
+            if (out) store16(out + 2 * j, h);
+            if (left) left[j] = v - from_fp16(h);
+        }
+    } else {
+        for (size_t lo = 0; lo < n; lo += GROUP) {
+            const size_t m = n - lo < GROUP ? n - lo : GROUP;
+            float top = 0.0f;
+            for (size_t j = 0; j < m; j++) {
+                const float v = magnitude(clampf(x[lo + j], 0x1p127f));
+                top = v > top ? v : top;
+            }
+            const float scale = top / 127.0f;
+            store32(scales + lo / GROUP * 4, bits_of(scale));
+            for (size_t j = 0; j < m; j++) {
+                const float v = clampf(x[lo + j], FLT_MAX);
+                /* A subnormal scale may have been rounded so far that the quotient passes 127. */
+                float q = scale > 0.0f ? clampf(round_even(clampf(v, 0x1p127f) / scale), 127.0f) : 0.0f;
+                q = q == q ? q : 0.0f;
+                out[lo + j] = (uint8_t)(int8_t)q;
+                if (left) left[lo + j] = v - q * scale;
+            }
+        }
+    }
+}
+
+/* Check a value section: every decoded value is finite and one that encode_values can write. */
+static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
+    uint32_t bad = 0;
+    if (dtype == VALUE_FP32) {
+        for (uint64_t j = 0; j < nnz; j++) bad |= (load32(p + 4 * j) & 0x7F800000u) == 0x7F800000u;
+    } else if (dtype == VALUE_BF16 || dtype == VALUE_FP16) {
+        const uint16_t exponent = dtype == VALUE_BF16 ? 0x7F80 : 0x7C00;
+        for (uint64_t j = 0; j < nnz; j++) bad |= (load16(p + 2 * j) & exponent) == exponent;
+    } else {
+        const uint64_t groups = ceil_div(nnz, GROUP);
+        for (uint64_t g = 0; g < groups; g++) {
+            const float scale = loadf(p + 4 * g);
+            if (!(scale >= 0.0f && scale * 127.0f <= FLT_MAX)) return ERR_SCALE;
+        }
+        for (uint64_t j = 0; j < nnz; j++) bad |= p[4 * groups + j] == 0x80;
+    }
+    return bad ? ERR_VALUE : OK;
+}
+
+/* Value j of a checked section. */
+static inline float value_at(const uint8_t *p, uint64_t j, int dtype, uint64_t groups) {
+    if (dtype == VALUE_FP32) return loadf(p + 4 * j);
+    if (dtype == VALUE_BF16) return from_bf16(load16(p + 2 * j));
+    if (dtype == VALUE_FP16) return from_fp16(load16(p + 2 * j));
+    return (float)(int8_t)p[4 * groups + j] * loadf(p + j / GROUP * 4);
+}
+
+/* out[idx[j]] += value j; idx NULL: every entry. */
+static inline void add_typed(float *restrict out, const uint32_t *restrict idx, const uint8_t *restrict p, uint64_t nnz,
+                             int dtype) {
+    const uint64_t groups = ceil_div(nnz, GROUP);
+    if (idx)
+        for (uint64_t j = 0; j < nnz; j++) out[idx[j]] += value_at(p, j, dtype, groups);
+    else
+        for (uint64_t j = 0; j < nnz; j++) out[j] += value_at(p, j, dtype, groups);
+}
+
+static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype) {
+    switch (dtype) { /* one specialised loop each */
+    case VALUE_FP32: add_typed(out, idx, p, nnz, VALUE_FP32); break;
+    case VALUE_BF16: add_typed(out, idx, p, nnz, VALUE_BF16); break;
+    case VALUE_FP16: add_typed(out, idx, p, nnz, VALUE_FP16); break;
+    default: add_typed(out, idx, p, nnz, VALUE_INT8);
+    }
+}
+
+/* ---- indices --------------------------------------------------------------------------------------------------- */
+
+static int bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
+
+static inline uint32_t gap_at(const uint32_t *idx, uint64_t j) { return j ? idx[j] - idx[j - 1] - 1 : idx[0]; }
+
+typedef struct {
+    int encoding, param;
+    uint64_t nbytes;
+} index_plan_t;
+
+/* The encoding to use for these positions (the smallest, or the one asked for), its parameter and its size. */
+static index_plan_t plan_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, int encoding) {
+    if (encoding == ENC_DENSE || encoding == ENC_SHARED || (encoding == ENC_AUTO && nnz == numel))
+        return (index_plan_t){encoding == ENC_AUTO ? ENC_DENSE : encoding, 0, 0};
+    /* Rice: floor(log2(mean gap)) and its neighbours */
+    const int b = nnz ? bit_length((numel - nnz) / nnz) : 0;
+    int k[3];
+    for (int c = 0; c < 3; c++) {
+        k[c] = b - 2 + c;
+        k[c] = k[c] < 0 ? 0 : k[c] > 30 ? 30 : k[c];
+    }
+    const int k0 = k[0], k1 = k[1], k2 = k[2];
+    uint64_t escapes = 0, quotients[3] = {0, 0, 0};
+    if (nnz) {
+        escapes = idx[0] / 255u;
+        for (int c = 0; c < 3; c++) quotients[c] = idx[0] >> k[c];
+        uint64_t q0 = 0, q1 = 0, q2 = 0, e = 0;
+        for (uint64_t j = 1; j < nnz; j++) {
+            const uint32_t gap = idx[j] - idx[j - 1] - 1;
+            e += gap / 255u;
+            q0 += gap >> k0;
+            q1 += gap >> k1;
+            q2 += gap >> k2;
+        }
+        escapes += e;
+        quotients[0] += q0;
+        quotients[1] += q1;
+        quotients[2] += q2;
+    }
+    int param = 0;
+    uint64_t rice_bits = UINT64_MAX;
+    for (int c = 0; c < 3; c++) {
+        const uint64_t bits = nnz * (uint64_t)(k[c] + 1) + quotients[c];
+        if (nnz && bits < rice_bits) rice_bits = bits, param = k[c];
+    }
+    if (!nnz) rice_bits = 0;
+    const index_plan_t plans[] = {
+        {ENC_BITMAP, 0, ceil_div(numel, 8)},
+        {ENC_GAPS8, 0, nnz + escapes},
+        {ENC_BLOCK16, 0, 4 * ceil_div(numel, 65536) + 2 * nnz},
+        {ENC_RICE, param, ceil_div(rice_bits, 8)},
+    };
+    if (encoding != ENC_AUTO) return plans[encoding - ENC_BITMAP];
+    index_plan_t best = plans[0];
+    for (int c = 1; c < 4; c++)
+        if (plans[c].nbytes < best.nbytes) best = plans[c];
+    return best;
+}
+
+static void encode_rice(const uint32_t *idx, uint64_t nnz, int k, uint8_t *out) {
+    const uint32_t low_mask = (1u << k) - 1u;
+    uint64_t pending = 0;
+    int count = 0; /* bits in pending, at most 31 between codes */
+    for (uint64_t j = 0; j < nnz; j++) {
+        const uint32_t gap = gap_at(idx, j);
+        uint32_t zeros = gap >> k;
+        while (zeros > (uint32_t)(31 - k)) { /* long run: hand out whole words of zeros */
+            const uint32_t step = zeros < 32 ? zeros : 32;
+            count += (int)step;
+            zeros -= step;
+            if (count >= 32) {
+                store32(out, (uint32_t)pending);
+                out += 4;
+                pending >>= 32;
+                count -= 32;
+            }
+        }
+        pending |= (uint64_t)(1u | (uint64_t)(gap & low_mask) << 1) << (count + (int)zeros);
+        count += (int)zeros + 1 + k;
+        if (count >= 32) {
+            store32(out, (uint32_t)pending);
+            out += 4;
+            pending >>= 32;
+            count -= 32;
+        }
+    }
+    for (; count > 0; count -= 8, pending >>= 8) *out++ = (uint8_t)pending;
+}
+
+static void encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, index_plan_t plan, uint8_t *out) {
+    if (plan.encoding == ENC_BITMAP) {
+        if (plan.nbytes) memset(out, 0, plan.nbytes);
+        for (uint64_t j = 0; j < nnz; j++) out[idx[j] >> 3] |= (uint8_t)(1u << (idx[j] & 7u));
+    } else if (plan.encoding == ENC_GAPS8) {
+        for (uint64_t j = 0; j < nnz; j++) {
+            uint32_t gap = gap_at(idx, j);
+            for (; gap >= 255; gap -= 255) *out++ = 255;
+            *out++ = (uint8_t)gap;
+        }
+    } else if (plan.encoding == ENC_BLOCK16) {
+        const uint64_t blocks = ceil_div(numel, 65536);
+        uint64_t j = 0;
+        for (uint64_t block = 0; block < blocks; block++) {
+            const uint64_t first = j;
+            while (j < nnz && idx[j] >> 16 == block) j++;
+            store32(out + 4 * block, (uint32_t)(j - first));
+        }
+        out += 4 * blocks;
+        for (j = 0; j < nnz; j++) store16(out + 2 * j, (uint16_t)idx[j]);
+    } else if (plan.encoding == ENC_RICE) {
+        encode_rice(idx, nnz, plan.param, out);
+    }
+}
+
+static int decode_gaps8(const uint8_t *p, uint64_t nbytes, uint64_t nnz, uint64_t numel, uint32_t *idx) {
+    uint64_t position = 0, found = 0; /* position: first entry not yet passed */
+    for (uint64_t i = 0; i < nbytes; i++) {
+        if (p[i] == 255) {
+            position += 255;
+            continue;
+        }
+        position += p[i];
+        if (position >= numel) return ERR_RANGE;
+        if (found == nnz) return ERR_COUNT;
+        idx[found++] = (uint32_t)position++;
+    }
+    if (found != nnz) return ERR_COUNT;
+    return nbytes && p[nbytes - 1] == 255 ? ERR_TRAILING : OK;
+}
+
+static int decode_block16(const uint8_t *p, uint64_t nnz, uint64_t numel, uint32_t *idx) {
+    const uint64_t blocks = ceil_div(numel, 65536);
+    const uint8_t *offsets = p + 4 * blocks;
+    uint64_t found = 0;
+    for (uint64_t block = 0; block < blocks; block++) {
+        const uint32_t count = load32(p + 4 * block);
+        if (count > nnz - found) return ERR_COUNT;
+        uint32_t disorder = 0;
+        for (uint32_t i = 0; i < count; i++) {
+            const uint16_t low = load16(offsets + 2 * (found + i));
+            if (i) disorder |= low <= load16(offsets + 2 * (found + i - 1));
+            idx[found + i] = (uint32_t)(block << 16) | low;
+        }
+        if (disorder) return ERR_ORDER;
+        found += count;
+    }
+    if (found != nnz) return ERR_COUNT;
+    return nnz && idx[nnz - 1] >= numel ? ERR_RANGE : OK;
+}
+
+static int decode_bitmap(const uint8_t *p, uint64_t nbytes, uint64_t nnz, uint64_t numel, uint32_t *idx) {
+    uint64_t found = 0;
+    for (uint64_t at = 0; at < nbytes; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, p + at, nbytes - at < 8 ? nbytes - at : 8);
+        const uint64_t count = (uint64_t)__builtin_popcountll(word);
+        if (count > nnz - found) return ERR_COUNT;
+        for (; word; word &= word - 1) idx[found++] = (uint32_t)(8 * at) + (uint32_t)__builtin_ctzll(word);
+    }
+    if (found != nnz) return ERR_COUNT;
+    return nnz && idx[nnz - 1] >= numel ? ERR_RANGE : OK;
+}
+
+/* 64 bits of a section from bit position on, zeros past its end. */
+static inline uint64_t bits_at(const uint8_t *p, uint64_t nbytes, uint64_t bit) {
+    const uint64_t byte = bit >> 3;
+    uint64_t word = 0;
+    if (byte + 8 <= nbytes)
+        memcpy(&word, p + byte, 8);
+    else if (byte < nbytes)
+        memcpy(&word, p + byte, nbytes - byte);
+    return word >> (bit & 7);
+}
+
+static int decode_rice(const uint8_t *p, uint64_t nbytes, int k, uint64_t nnz, uint64_t numel, uint32_t *idx) {
+    const uint64_t total = 8 * nbytes, most = numel >> k;
+    const uint32_t low_mask = (1u << k) - 1u;
+    uint64_t bit = 0, position = 0;
+    for (uint64_t j = 0; j < nnz; j++) {
+        uint64_t zeros = 0, word = bits_at(p, nbytes, bit);
+        while (!(word & 0x1FFFFFFFFFFFFFFull)) { /* 57 bits are valid whatever the bit offset */
+            zeros += 57;
+            bit += 57;
+            if (bit >= total || zeros > most + 57) return ERR_COUNT;
+            word = bits_at(p, nbytes, bit);
+        }
+        const int run = __builtin_ctzll(word);
+        zeros += (uint64_t)run;
+        bit += (uint64_t)run + 1;
+        if (zeros > most) return ERR_RANGE;
+        /* run + 1 + k <= 57: the low bits are in this word already */
+        word = run + 1 + k <= 57 ? word >> (run + 1) : bits_at(p, nbytes, bit);
+        bit += (uint64_t)k;
+        if (bit > total) return ERR_COUNT;
+        position += (zeros << k) | (word & low_mask);
+        if (position >= numel) return ERR_RANGE;
+        idx[j] = (uint32_t)position++;
+    }
+    if (ceil_div(bit, 8) != nbytes) return ERR_TRAILING;
+    return bit & 7 && p[nbytes - 1] >> (bit & 7) ? ERR_TRAILING : OK;
+}
+
+/* Check an index section and write its positions to idx [nnz]. Its size has been checked against nnz and numel. */
+API int32_t dct_decode_indices(int32_t encoding, int32_t param, const uint8_t *p, uint64_t nbytes, uint64_t nnz,
+                               uint64_t numel, uint32_t *idx) {
+    switch (encoding) {
+    case ENC_DENSE:
+        for (uint64_t j = 0; j < nnz; j++) idx[j] = (uint32_t)j;
+        return OK;
+    case ENC_BITMAP: return decode_bitmap(p, nbytes, nnz, numel, idx);
+    case ENC_GAPS8: return decode_gaps8(p, nbytes, nnz, numel, idx);
+    case ENC_BLOCK16: return decode_block16(p, nnz, numel, idx);
+    case ENC_RICE: return decode_rice(p, nbytes, param, nnz, numel, idx);
+    default: return ERR_COUNT;
+    }
+}
+
+/* Size, encoding and parameter for positions; with out, write them too. plan: {encoding in and out, param, nbytes}. */
+API int32_t dct_encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, int64_t *plan, uint8_t *out) {
+    const index_plan_t chosen = plan_indices(idx, nnz, numel, (int)plan[0]);
+    plan[0] = chosen.encoding;
+    plan[1] = chosen.param;
+    plan[2] = (int64_t)chosen.nbytes;
+    if (out) encode_indices(idx, nnz, numel, chosen, out);
+    return OK;
+}
+
+/* ---- payload --------------------------------------------------------------------------------------------------- */
+
+/* Checksums of the header's first 32 bytes and the body. */
+static void checksum(const uint8_t *payload, uint64_t nbytes, uint32_t *check1, uint32_t *check2) {
+    uint32_t sum = 0, weighted = 0;
+    for (uint32_t i = 0; i < 8; i++) {
+        const uint32_t w = load32(payload + 4 * i);
+        sum += w;
+        weighted += (i + 1) * w;
+    }
+    const uint8_t *body = payload + HEADER;
+    const uint64_t size = nbytes - HEADER, words = size / 4;
+    for (uint64_t i = 0; i < words; i++) {
+        const uint32_t w = load32(body + 4 * i);
+        sum += w;
+        weighted += ((uint32_t)i + 9u) * w;
+    }
+    uint32_t last = 0;
+    if (size % 4) memcpy(&last, body + 4 * words, size % 4);
+    *check1 = sum + last;
+    *check2 = weighted + ((uint32_t)words + 9u) * last;
+}
+
+static void write_header(uint8_t *out, int encoding, int dtype, int nonfinite, int param, uint64_t numel, uint64_t nnz,
+                         uint64_t index_nbytes, uint64_t nbytes) {
+    uint32_t check1, check2;
+    store16(out, 0xDC7A);
+    out[2] = 1;
+    out[3] = (uint8_t)encoding;
+    out[4] = (uint8_t)dtype;
+    out[5] = nonfinite ? 1 : 0;
+    out[6] = (uint8_t)param;
+    out[7] = 0;
+    store64(out + 8, numel);
+    store64(out + 16, nnz);
+    store64(out + 24, index_nbytes);
+    checksum(out, nbytes, &check1, &check2);
+    store32(out + 32, check1);
+    store32(out + 36, check2);
+}
+
+/* ---- compress -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    /* in */
+    const void *grad;
+    const float *residual; /* NULL: zeros */
+    float *left;           /* residual_out; NULL: none. Equal to residual, or apart from it */
+    uint8_t *out;
+    uint64_t numel, capacity, start;
+    float tau;
+    int32_t grad_dtype, value_dtype, encoding, dense, threads;
+    /* out */
+    int32_t nonfinite;
+    uint64_t nbytes, nnz, above, select_ns, encode_ns;
+} dct_compress_t;
+
+/* A stretch of the tensor handled by one thread, and what it selected. */
+typedef struct {
+    uint64_t begin, end, above, kept, room;
+    uint32_t *idx;
+    float *val;
+    int owner;
+} segment_t;
+
+typedef struct {
+    dct_compress_t *a;
+    segment_t segments[MAX_THREADS + 1];
+    int count, check_inside;
+    int overflow; /* atomic */
+} selection_t;
+
+static const void *grad_at(const dct_compress_t *a, uint64_t i) {
+    return (const char *)a->grad + i * grad_size(a->grad_dtype);
+}
+
+static uint64_t thread_begin(const dct_compress_t *a, int t) {
+    return t == a->threads ? a->numel : a->numel / 64 * (uint64_t)t / (uint64_t)a->threads * 64;
+}
+
+static void find_overflow(void *arg, int t) {
+    selection_t *s = arg;
+    const dct_compress_t *a = s->a;
+    overflow_fn *overflow = kernels[isa()].overflow[a->grad_dtype];
+    const uint64_t end = thread_begin(a, t + 1);
+    for (uint64_t i = thread_begin(a, t); i < end; i += 8 * BLOCK) {
+        const uint64_t n = end - i < 8 * BLOCK ? end - i : 8 * BLOCK;
+        if (overflow(grad_at(a, i), n)) {
+            __atomic_store_n(&s->overflow, 1, __ATOMIC_RELAXED);
+            return;
+        }
+        if (__atomic_load_n(&s->overflow, __ATOMIC_RELAXED)) return;
+    }
+}
+
+/* Room for one more block; 0 when memory is short. */
+static int reserve(segment_t *seg, uint64_t most) {
+    const uint64_t needed = seg->kept + BLOCK + SLACK;
+    if (needed <= seg->room) return 1;
+    uint64_t room = 2 * seg->room + BLOCK + SLACK;
+    if (room > most + BLOCK + SLACK) room = most + BLOCK + SLACK;
+    if (room < needed) room = needed;
+    uint32_t *idx = realloc(seg->idx, 4 * room);
+    if (!idx) return 0;
+    seg->idx = idx;
+    float *val = realloc(seg->val, 4 * room);
+    if (!val) return 0;
+    seg->val = val;
+    seg->room = room;
+    return 1;
+}
+
+/* Values a receiver will get are final (fp32, bf16, fp16): take them out of the residual while it is in the cache. */
+static void settle(const uint32_t *idx, const float *val, size_t n, int dtype, float *left) {
+    if (dtype == VALUE_FP32) {
+        for (size_t j = 0; j < n; j++) left[idx[j]] = 0.0f;
+        return;
+    }
+    float rest[BLOCK];
+    encode_values(val, n, dtype, NULL, NULL, rest);
+    for (size_t j = 0; j < n; j++) left[idx[j]] = rest[j];
+}
+
+static void select_segment(selection_t *s, segment_t *seg) {
+    dct_compress_t *a = s->a;
+    select_fn *select = kernels[isa()].select[a->grad_dtype];
+    overflow_fn *overflow = kernels[isa()].overflow[a->grad_dtype];
+    uint32_t spare_idx[BLOCK + SLACK];
+    float spare_val[BLOCK + SLACK];
+    const uint64_t most = a->capacity < seg->end - seg->begin ? a->capacity : seg->end - seg->begin;
+    for (uint64_t i = seg->begin; i < seg->end; i += BLOCK) {
+        const size_t n = seg->end - i < BLOCK ? (size_t)(seg->end - i) : BLOCK;
+        if (s->check_inside) {
+            if (overflow(grad_at(a, i), n)) __atomic_store_n(&s->overflow, 1, __ATOMIC_RELAXED);
+            if (__atomic_load_n(&s->overflow, __ATOMIC_RELAXED)) return;
+        }
+        /* Full, or short of memory: what is selected from here on only counts, and stays in the residual. */
+        const int full = seg->kept >= most || !reserve(seg, most);
+        uint32_t *idx = full ? spare_idx : seg->idx + seg->kept;
+        float *val = full ? spare_val : seg->val + seg->kept;
+        const size_t found = select(grad_at(a, i), a->residual ? a->residual + i : NULL, a->left ? a->left + i : NULL,
+                                    n, a->tau, (uint32_t)i, idx, val);
+        seg->above += found;
+        if (full) continue;
+        const size_t taken = found < most - seg->kept ? found : (size_t)(most - seg->kept);
+        if (a->left && a->value_dtype != VALUE_INT8) settle(idx, val, taken, a->value_dtype, a->left);
+        seg->kept += taken;
+    }
+}
+
+static void select_entries(void *arg, int t) {
+    selection_t *s = arg;
+    for (int i = 0; i < s->count; i++)
+        if (s->segments[i].owner == t) select_segment(s, &s->segments[i]);
+}
+
+static void add_segment(selection_t *s, uint64_t begin, uint64_t end, int owner) {
+    segment_t *seg = &s->segments[s->count++];
+    memset(seg, 0, sizeof *seg);
+    seg->begin = begin;
+    seg->end = end;
+    seg->owner = owner;
+}
+
+/* Keep `capacity` entries in all, in positional order from `start` on and wrapping around; a segment begins there. */
+static void limit_capacity(selection_t *s) {
+    dct_compress_t *a = s->a;
+    uint64_t room = a->capacity;
+    int first = 0;
+    while (first < s->count && s->segments[first].begin < a->start) first++;
+    for (int i = 0; i < s->count; i++) {
+        segment_t *seg = &s->segments[(first + i) % s->count];
+        const uint64_t taken = seg->kept < room ? seg->kept : room;
+        if (a->left)
+            for (uint64_t j = taken; j < seg->kept; j++) a->left[seg->idx[j]] = seg->val[j];
+        seg->kept = taken;
+        room -= taken;
+    }
+}
+
+/* All kept entries in the buffers of the first segment. */
+static int gather_segments(selection_t *s, uint64_t nnz) {
+    segment_t *head = &s->segments[0];
+    if (nnz > head->kept && nnz > head->room) {
+        uint32_t *idx = realloc(head->idx, 4 * nnz);
+        if (idx) head->idx = idx;
+        float *val = realloc(head->val, 4 * nnz);
+        if (val) head->val = val;
+        if (!idx || !val) return ERR_MEMORY;
+    }
+    for (int i = 1; i < s->count; i++) {
+        const segment_t *seg = &s->segments[i];
+        if (!seg->kept) continue;
+        memcpy(head->idx + head->kept, seg->idx, 4 * seg->kept);
+        memcpy(head->val + head->kept, seg->val, 4 * seg->kept);
+        head->kept += seg->kept;
+    }
+    return OK;
+}
+
+/* Value section of kept entries; for int8 the residual is settled here, when the groups are known. */
+static void write_values(const dct_compress_t *a, const uint32_t *idx, const float *val, uint64_t nnz, uint8_t *out) {
+    const int late = a->left && a->value_dtype == VALUE_INT8;
+    const uint64_t width = a->value_dtype == VALUE_FP32 ? 4 : a->value_dtype == VALUE_INT8 ? 1 : 2;
+    uint8_t *body = a->value_dtype == VALUE_INT8 ? out + 4 * ceil_div(nnz, GROUP) : out;
+    float rest[BLOCK];
+    for (uint64_t j = 0; j < nnz; j += BLOCK) {
+        const size_t n = nnz - j < BLOCK ? (size_t)(nnz - j) : BLOCK;
+        encode_values(val + j, n, a->value_dtype, body + width * j, out + j / GROUP * 4, late ? rest : NULL);
+        if (late)
+            for (size_t i = 0; i < n; i++) a->left[idx[j + i]] = rest[i];
+    }
+}
+
+/* tau = 0 without a forced encoding: every entry, no positions, no scratch. */
+static void compress_dense(dct_compress_t *a) {
+    const uint64_t width = a->value_dtype == VALUE_FP32 ? 4 : a->value_dtype == VALUE_INT8 ? 1 : 2;
+    uint8_t *values = a->out + HEADER;
+    uint8_t *body = a->value_dtype == VALUE_INT8 ? values + 4 * ceil_div(a->numel, GROUP) : values;
+    float x[BLOCK], rest[BLOCK];
+    for (uint64_t i = 0; i < a->numel; i += BLOCK) {
+        const size_t n = a->numel - i < BLOCK ? (size_t)(a->numel - i) : BLOCK;
+        accumulate(grad_at(a, i), a->grad_dtype, a->residual ? a->residual + i : NULL, n, x);
+        encode_values(x, n, a->value_dtype, body + width * i, values + i / GROUP * 4, a->left ? rest : NULL);
+        if (a->left) memcpy(a->left + i, rest, 4 * n);
+    }
+    a->nnz = a->above = a->numel;
+    a->nbytes = HEADER + values_nbytes(a->numel, a->value_dtype);
+    write_header(a->out, ENC_DENSE, a->value_dtype, 0, 0, a->numel, a->numel, 0, a->nbytes);
+}
+
+static void refuse(dct_compress_t *a) {
+    if (a->left && !a->residual)
+        memset(a->left, 0, 4 * a->numel);
+    else if (a->left && a->left != a->residual)
+        memcpy(a->left, a->residual, 4 * a->numel);
+    a->nonfinite = 1;
+    a->nbytes = HEADER;
+    a->nnz = a->above = 0;
+    write_header(a->out, ENC_DENSE, a->value_dtype, 1, 0, a->numel, 0, 0, HEADER);
+}
+
+API int32_t dct_compress(dct_compress_t *a) {
+    const uint64_t began = now_ns();
+    int status = OK;
+    selection_t s;
+    s.a = a;
+    s.count = 0;
+    s.overflow = 0;
+    a->nonfinite = 0;
+    if (a->threads < 1) a->threads = 1;
+    if (a->threads > MAX_THREADS) a->threads = MAX_THREADS;
+    /* In place, the whole gradient must be known to be good before the residual changes; otherwise the check can follow
+     * the selection block by block. */
+    s.check_inside = !a->dense && !(a->left && a->left == a->residual);
+    if (!s.check_inside) parallel(a->threads, find_overflow, &s);
+
+    if (!s.overflow && a->dense && a->encoding <= ENC_DENSE) {
+        a->select_ns = now_ns() - began;
+        compress_dense(a);
+        a->encode_ns = now_ns() - began - a->select_ns;
+        return OK;
+    }
+    if (!s.overflow) {
+        for (int t = 0; t < a->threads; t++) {
+            const uint64_t begin = thread_begin(a, t), end = thread_begin(a, t + 1);
+            const uint64_t middle = a->start > begin && a->start < end ? a->start : begin;
+            if (begin < middle) add_segment(&s, begin, middle, t);
+            if (middle < end || (t == 0 && end == 0)) add_segment(&s, middle, end, t);
+        }
+        parallel(a->threads, select_entries, &s);
+    }
+    if (s.overflow) {
+        a->select_ns = now_ns() - began;
+        refuse(a);
+    } else {
+        limit_capacity(&s);
+        a->nnz = a->above = 0;
+        for (int i = 0; i < s.count; i++) {
+            a->nnz += s.segments[i].kept;
+            a->above += s.segments[i].above;
+        }
+        status = gather_segments(&s, a->nnz);
+        a->select_ns = now_ns() - began;
+        if (status == OK) {
+            const segment_t *head = &s.segments[0];
+            const index_plan_t plan = plan_indices(head->idx, a->nnz, a->numel, a->encoding);
+            uint8_t *index = a->out + HEADER, *values = index + plan.nbytes;
+            encode_indices(head->idx, a->nnz, a->numel, plan, index);
+            write_values(a, head->idx, head->val, a->nnz, values);
+            a->nbytes = HEADER + plan.nbytes + values_nbytes(a->nnz, a->value_dtype);
+            write_header(a->out, plan.encoding, a->value_dtype, 0, plan.param, a->numel, a->nnz, plan.nbytes,
+                         a->nbytes);
+        }
+    }
+    a->encode_ns = now_ns() - began - a->select_ns;
+    for (int i = 0; i < s.count; i++) {
+        free(s.segments[i].idx);
+        free(s.segments[i].val);
+    }
+    return status;
+}
+
+/* ---- decompress ------------------------------------------------------------------------------------------------ */
+
+/* A payload whose header has been parsed and checked against its length. */
+typedef struct {
+    const uint8_t *data;
+    uint64_t nbytes, numel, nnz, index_nbytes;
+    int32_t encoding, param, value_dtype;
+    uint32_t check1, check2;
+} dct_payload_t;
+
+static int check_sums(const dct_payload_t *p) {
+    uint32_t check1, check2;
+    checksum(p->data, p->nbytes, &check1, &check2);
+    return check1 == p->check1 && check2 == p->check2 ? OK : ERR_CHECKSUM;
+}
+
+/* Positions of a payload in fresh memory (NULL when dense). */
+static int positions_of(const dct_payload_t *p, uint32_t **idx) {
+    *idx = NULL;
+    if (p->encoding == ENC_DENSE) return OK;
+    *idx = malloc(4 * p->nnz + 4);
+    if (!*idx) return ERR_MEMORY;
+    return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, *idx);
+}
+
+/* out[index] += value at the positions of mask (mask == p: its own). All is checked before anything is written. */
+API int32_t dct_decode_add(const dct_payload_t *p, const dct_payload_t *mask, float *out) {
+    const uint8_t *values = p->data + HEADER + p->index_nbytes;
+    uint32_t *idx = NULL;
+    int status = check_sums(p);
+    if (status == OK && mask != p) status = check_sums(mask);
+    if (status == OK) status = check_values(values, p->nnz, p->value_dtype);
+    if (status == OK) status = positions_of(mask, &idx);
+    if (status == OK) add_values(out, idx, values, p->nnz, p->value_dtype);
+    free(idx);
+    return status;
+}
+
+/* mask[i] = whether entry i is kept, one byte each; mask is zero on entry. */
+API int32_t dct_decode_mask(const dct_payload_t *p, uint8_t *mask) {
+    uint32_t *idx = NULL;
+    int status = check_sums(p);
+    if (status == OK) status = positions_of(p, &idx);
+    if (status == OK && idx)
+        for (uint64_t j = 0; j < p->nnz; j++) mask[idx[j]] = 1;
+    else if (status == OK && p->nnz)
+        memset(mask, 1, p->nnz);
+    free(idx);
+    return status;
+}
+
+/* Values of source at the positions of mask, as a shared_mask payload; *nonfinite tells that one of them overflows. */
+API int32_t dct_encode_shared(const void *source, int32_t dtype, const dct_payload_t *mask, int32_t value_dtype,
+                              uint8_t *out, int32_t *nonfinite) {
+    const float *s32 = source;
+    const uint16_t *s16 = source;
+    uint32_t *idx = NULL;
+    float *val = NULL;
+    int status = check_sums(mask);
+    *nonfinite = 0;
+    if (status == OK) status = positions_of(mask, &idx);
+    if (status == OK) {
+        val = malloc(4 * mask->nnz + 4);
+        if (!val) status = ERR_MEMORY;
+    }
+    if (status == OK) {
+        for (uint64_t j = 0; j < mask->nnz; j++) {
+            const uint64_t i = idx ? idx[j] : j;
+            val[j] = dtype == GRAD_FP32 ? s32[i] : dtype == GRAD_BF16 ? from_bf16(s16[i]) : from_fp16(s16[i]);
+        }
+        *nonfinite = overflow32(val, mask->nnz);
+        if (*nonfinite) {
+            write_header(out, ENC_DENSE, value_dtype, 1, 0, mask->numel, 0, 0, HEADER);
+        } else {
+            dct_compress_t a = {.value_dtype = value_dtype};
+            write_values(&a, idx, val, mask->nnz, out + HEADER);
+            const uint64_t nbytes = HEADER + values_nbytes(mask->nnz, value_dtype);
+            write_header(out, ENC_SHARED, value_dtype, 0, 0, mask->numel, mask->nnz, 0, nbytes);
+        }
+    }
+    free(idx);
+    free(val);
+    return status;
+}
+
+/* ---- thresholds ------------------------------------------------------------------------------------------------ */
+
+/* The k-th largest (1 <= k <= n) of n non-negative floats given as bits, by radix; u is reordered. */
+static float kth_largest(uint32_t *u, uint64_t n, uint64_t k) {
+    static const int shifts[] = {21, 10, 0}, widths[] = {10, 11, 10};
+    for (int level = 0; level < 3; level++) {
+        uint64_t histogram[2048] = {0};
+        const int shift = shifts[level];
+        const uint32_t mask = (1u << widths[level]) - 1u;
+        for (uint64_t i = 0; i < n; i++) histogram[(u[i] >> shift) & mask]++;
+        uint32_t bin = mask;
+        while (histogram[bin] < k) k -= histogram[bin--];
+        uint64_t m = 0;
+        for (uint64_t i = 0; i < n; i++) {
+            const uint32_t b = u[i];
+            u[m] = b;
+            m += ((b >> shift) & mask) == bin;
+        }
+        n = m;
+    }
+    return float_of(u[0]);
+}
+
+static inline float acc_at(const void *grad, int dtype, const float *residual, uint64_t i) {
+    const uint16_t *g16 = grad;
+    float g;
+    if (dtype == GRAD_FP32)
+        g = ((const float *)grad)[i];
+    else
+        g = dtype == GRAD_BF16 ? from_bf16(g16[i]) : from_fp16(g16[i]);
+    return residual ? g + residual[i] : g;
+}
+
+static uint64_t split_mix(uint64_t seed, uint64_t counter) {
+    uint64_t z = seed + counter * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+/* Finite |acc| at random positions (num_samples < numel) or everywhere, as bits in u. Returns their number. */
+static uint64_t collect(const void *grad, int dtype, const float *residual, uint64_t numel, uint64_t num_samples,
+                        uint64_t seed, uint32_t *u) {
+    uint64_t count = 0;
+    if (num_samples >= numel) {
+        float x[BLOCK];
+        for (uint64_t i = 0; i < numel; i += BLOCK) {
+            const size_t n = numel - i < BLOCK ? (size_t)(numel - i) : BLOCK;
+            accumulate((const char *)grad + i * grad_size(dtype), dtype, residual ? residual + i : NULL, n, x);
+            for (size_t j = 0; j < n; j++) {
+                const uint32_t b = bits_of(x[j]) & 0x7FFFFFFFu;
+                u[count] = b;
+                count += b < 0x7F800000u;
+            }
+        }
+        return count;
+    }
+    uint64_t where[256];
+    for (uint64_t i = 0; i < num_samples; i += 256) {
+        const uint64_t n = num_samples - i < 256 ? num_samples - i : 256;
+        for (uint64_t j = 0; j < n; j++) {
+            where[j] = ((split_mix(seed, i + j + 1) >> 32) * numel) >> 32;
+            __builtin_prefetch((const char *)grad + where[j] * grad_size(dtype));
+            if (residual) __builtin_prefetch(residual + where[j]);
+        }
+        for (uint64_t j = 0; j < n; j++) {
+            const uint32_t b = bits_of(acc_at(grad, dtype, residual, where[j])) & 0x7FFFFFFFu;
+            u[count] = b;
+            count += b < 0x7F800000u;
+        }
+    }
+    return count;
+}
+
+static float at_least_normal(float x) { return x > FLT_MIN ? x : FLT_MIN; }
+
+API int32_t dct_sample_threshold(const void *grad, int32_t dtype, const float *residual, uint64_t numel,
+                                 double keep_fraction, uint64_t num_samples, uint64_t seed, float *tau) {
+    const uint64_t most = num_samples < numel ? num_samples : numel;
+    uint32_t *u = malloc(4 * most + 4);
+    if (!u) return ERR_MEMORY;
+    const uint64_t n = collect(grad, dtype, residual, numel, num_samples, seed, u);
+    uint64_t k = (uint64_t)(keep_fraction * (double)n + 0.5);
+    k = k < 1 ? 1 : k > n ? n : k;
+    *tau = n ? at_least_normal(kth_largest(u, n, k)) : FLT_MIN;
+    free(u);
+    return OK;
+}
+
+/* Exact k-th largest |acc|: a sample brackets it, one pass counts above the bracket and collects inside it. */
+static int bracketed_threshold(const void *grad, int dtype, const float *residual, uint64_t numel, uint64_t k,
+                               float *tau) {
+    enum { SAMPLES = 65536 };
+    uint32_t *u = malloc(4 * SAMPLES);
+    uint32_t *inside = NULL;
+    if (!u) return 0;
+    const uint64_t n = collect(grad, dtype, residual, numel, SAMPLES, k, u);
+    const double fraction = (double)k / (double)numel * (double)n;
+    /* four standard deviations, and more than that for very few or very many */
+    const double share = (double)k / (double)numel;
+    double width = 16.0;
+    while (width * width < 16.0 * share * (1.0 - share) * (double)n) width += 4.0;
+    width += 4.0;
+    float low = FLT_MIN, high = float_of(0x7F800000u);
+    if (n && fraction + width < (double)n) low = at_least_normal(kth_largest(u, n, (uint64_t)(fraction + width) + 1));
+    const uint64_t m = collect(grad, dtype, residual, numel, SAMPLES, k, u);
+    if (m && fraction - width >= 1.0) high = kth_largest(u, m, (uint64_t)(fraction - width));
+    free(u);
+    if (!n || !(high > low)) return 0;
+
+    uint32_t idx[BLOCK + SLACK];
+    float val[BLOCK + SLACK];
+    select_fn *select = kernels[isa()].select[dtype];
+    uint64_t above = 0, count = 0, room = 0;
+    for (uint64_t i = 0; i < numel; i += BLOCK) {
+        const size_t block = numel - i < BLOCK ? (size_t)(numel - i) : BLOCK;
+        if (count + BLOCK > room) {
+            room = 2 * room + 4 * BLOCK;
+            uint32_t *grown = realloc(inside, 4 * room);
+            if (!grown) {
+                free(inside);
+                return 0;
+            }
+            inside = grown;
+        }
+        const void *g = (const char *)grad + i * grad_size(dtype);
+        const size_t found = select(g, residual ? residual + i : NULL, NULL, block, low, 0, idx, val);
+        for (size_t j = 0; j < found; j++) {
+            const uint32_t b = bits_of(val[j]) & 0x7FFFFFFFu;
+            const int finite = b < 0x7F800000u, over = b >= bits_of(high);
+            inside[count] = b;
+            count += finite && !over;
+            above += finite && over;
+        }
+    }
+    const int hit = above < k && k - above <= count;
+    if (hit) *tau = at_least_normal(kth_largest(inside, count, k - above));
+    free(inside);
+    return hit;
+}
+
+API int32_t dct_exact_threshold(const void *grad, int32_t dtype, const float *residual, uint64_t numel, uint64_t k,
+                                float *tau) {
+    if (numel > 1u << 18 && k <= numel && bracketed_threshold(grad, dtype, residual, numel, k, tau)) return OK;
+    uint32_t *u = malloc(4 * numel + 4);
+    if (!u) return ERR_MEMORY;
+    const uint64_t n = collect(grad, dtype, residual, numel, numel, 0, u);
+    *tau = n ? at_least_normal(kth_largest(u, n, k < n ? k : n)) : FLT_MIN;
+    free(u);
+    return OK;
+}

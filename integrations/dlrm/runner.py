@@ -1,0 +1,158 @@
+"""Start a training run as local ranks under torchrun, follow it, and end all of it when a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dct_plugin.errors import DCTError
+from dct_plugin.metrics import InterfaceCounter
+
+__all__ = ["RunFailed", "Runner", "loopback"]
+
+Event = dict[str, Any]
+
+
+class RunFailed(DCTError):
+    """A training run ended with an error; the message holds the end of what the failing rank wrote."""
+
+
+def loopback() -> str | None:
+    """Name of the loopback interface whose bytes can be counted, if there is one."""
+    return "lo" if Path("/sys/class/net/lo").exists() and InterfaceCounter().available else None
+
+
+class Runner:
+    """One run of the training script on ``ranks`` local processes.
+
+    Args:
+        name: For messages and the folder of the log files.
+        ranks: Number of processes.
+        arguments: Arguments of the training script, without ``--events``.
+        folder: Where ``NAME.events.jsonl`` and the ranks' output (``logs/NAME``) go.
+        environment: Set on top of the present environment.
+    """
+
+    module = "dct_plugin.integrations.dlrm.train"
+
+    def __init__(
+        self, name: str, ranks: int, arguments: Sequence[str], folder: Path, environment: dict[str, str]
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.folder = folder
+        self.events_file = folder / f"{name}.events.jsonl"
+        self.logs = folder / "logs" / name
+        self.environment = environment
+        self.arguments = [*arguments, "--events", str(self.events_file)]
+        self.idle_bytes_per_s: float | None = None
+        """What other programs sent over the loopback interface while the ranks were starting."""
+
+    @property
+    def command(self) -> list[str]:
+        # --standalone takes a free port; the local address spares a look-up of the host name.
+        launcher = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += ["--nproc-per-node", str(self.ranks)]
+        return [sys.executable, "-m", *launcher, "-m", self.module, *self.arguments]
+
+    @property
+    def command_line(self) -> str:
+        """The command as one would type it."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, "torchrun", shlex.join(self.command[3:])])
+
+    def run(self, follow: Callable[[Event], None], *, poll_seconds: float = 0.1) -> list[Event]:
+        """Start the ranks, pass on every event of rank 0 as it comes, return all of them.
+
+        Raises:
+            RunFailed: A rank failed; no rank is left running. So it is after any other exception.
+        """
+        self.events_file.unlink(missing_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        launcher_log = self.logs / "launcher.log"
+        command = [*self.command[:3], "--redirects", "3", "--log-dir", str(self.logs), *self.command[3:]]
+        events: list[Event] = []
+        counter = InterfaceCounter([name] if (name := loopback()) else None)
+        with open(launcher_log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+        try:
+            counter.start()
+            started = time.monotonic()
+            for batch in self._new_events(process, poll_seconds):
+                # The ranks import their libraries for longer than this, and send nothing meanwhile.
+                if self.idle_bytes_per_s is None and (waited := time.monotonic() - started) >= 1.5:
+                    self.idle_bytes_per_s = counter.stop().tx / waited if counter.available else 0.0
+                for event in batch:
+                    events.append(event)
+                    follow(event)
+        finally:
+            _end(process)
+        if process.returncode != 0:
+            raise RunFailed(self._failure(process.returncode, launcher_log))
+        if not events or events[-1]["event"] != "result":
+            raise RunFailed(f"the {self.name} run ended without a result; its output is in {self.logs}")
+        return events
+
+    def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[list[Event]]:
+        """Complete lines of the events file, in batches, until the process has ended."""
+        rest, offset = "", 0
+        while True:
+            ended = process.poll() is not None
+            with contextlib.suppress(FileNotFoundError), open(self.events_file, encoding="utf-8") as file:
+                file.seek(offset)
+                *lines, rest = (rest + file.read()).split("\n")
+                offset = file.tell()
+                yield [json.loads(line) for line in lines]
+            if ended:
+                return
+            yield []
+            time.sleep(poll_seconds)
+
+    def _failure(self, code: int, launcher_log: Path) -> str:
+        """What to tell of a failed run: which rank, and the end of what it wrote."""
+        report = launcher_log.read_text(errors="replace")
+        # torchrun names the rank that failed first at the end of its report.
+        first = re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, re.DOTALL)
+        if first is None:
+            return f"the {self.name} run ended with exit code {code}:\n{_tail(report)}"
+        rank, exit_code = first.groups()
+        written = ""
+        for stream in ("stderr", "stdout"):
+            for file in sorted(self.logs.glob(f"*/attempt_*/{rank}/{stream}.log"), key=os.path.getmtime)[-1:]:
+                written = written or file.read_text(errors="replace").strip()
+        return (
+            f"rank {rank} of the {self.name} run failed with exit code {exit_code}; the end of its output:\n"
+            f"{_tail(written) or '(nothing)'}\nAll output is in {self.logs}"
+        )
+
+
+def _tail(text: str, lines: int = 25) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher, which ends the ranks; by force if it does not do so in time."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
