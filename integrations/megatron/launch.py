@@ -27,7 +27,7 @@ from .post_import import when_imported
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
 
-__all__ = ["CONFIG_VARIABLE", "Launch", "main", "parse", "run"]
+__all__ = ["CONFIG_VARIABLE", "Launch", "hook_states", "main", "parse", "run"]
 
 #: Path of a configuration file, used where no ``--dct-config`` is given.
 CONFIG_VARIABLE = "DCT_CONFIG"
@@ -283,20 +283,42 @@ def _value(text: str) -> Any:
         return text
 
 
+def hook_states(config: DCTConfig) -> dict[str, str]:
+    """Every hook by name, and why it is not active; an empty text means that it is."""
+    if not config.enabled:
+        return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
+    pipeline, tensor = config.model_parallel.pipeline, config.model_parallel.tensor
+    sections: dict[str, tuple[str, Any, bool]] = {
+        "pipeline": (
+            "dct.model_parallel.pipeline",
+            pipeline,
+            bool(pipeline.sparsity) or any(pipeline.boundary_sparsity),
+        ),
+        "tensor": ("dct.model_parallel.tensor", tensor, bool(tensor.sparsity)),
+        "data_parallel": ("dct.data_parallel", config.data_parallel, bool(config.data_parallel.sparsity)),
+    }
+    return {
+        name: f"{path}.enabled = false" if not section.enabled else "" if some else f"{path}.sparsity = 0"
+        for name, (path, section, some) in sections.items()
+    }
+
+
 def _patch(core: ModuleType, launch: Launch, state: dict[str, Any]) -> None:
     """Called when ``megatron.core`` has been imported: check everything, then install the hooks."""
     from . import versions
 
-    versions.require_supported(core)
+    states = hook_states(launch.config)
+    versions.require_supported(core, [name for name, reason in states.items() if not reason])
     from . import hooks
 
     active = hooks.install(launch.config)
     state["patched"] = True
-    _check_ranks_agree(launch.config, str(getattr(core, "__version__", "unknown")))
-    where = os.path.dirname(core.__file__ or "")
-    names = ", ".join(str(name) for name in active) or "none"
+    _check_ranks_agree(launch.config, str(core.__version__))
     _say(f"dct-plugin {__version__}, configuration {launch.config.fingerprint()} from {launch.source}")
-    _say(f"megatron-core {core.__version__} from {where}; active hooks: {names}")
+    _say(f"megatron-core {core.__version__} from {os.path.dirname(core.__file__ or '')}")
+    _say("active hooks: " + (", ".join(str(hook) for hook in active) or "none"))
+    if off := [f"{name} ({reason})" for name, reason in states.items() if reason]:
+        _say("not active: " + ", ".join(off))
 
 
 def _check_ranks_agree(config: DCTConfig, core_version: str) -> None:

@@ -85,8 +85,8 @@ _OPTIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 # Commands that may name a launcher or a training script without starting it.
 _HARMLESS = _set(
     ". [ [[ alias awk basename cat cd chmod command conda cp diff dirname echo export file find git grep "
-    "head kill ln ls mkdir module mv pgrep pip pip3 pkill popd printf ps pushd readlink realpath rm rsync sed "
-    "sha256sum source spack stat tail test touch type unset vi vim wc which"
+    "head kill ln ls mkdir module mv pgrep pip pip3 pkill popd printf ps pushd readlink realpath rm rsync "
+    "sed sha256sum source spack stat tail test touch type unset vi vim wc which"
 )
 _KEYWORDS = _set("if then else elif do while until ! { time exec sudo")
 _DECLARE = _set("export local declare readonly typeset")
@@ -298,7 +298,11 @@ class _Finder:
             if isinstance(outcome, _Found):
                 self._add(kind, words, outcome, command)
                 return
-            if outcome and complaint is None:
+            held = match[1] or match[2] if (match := _VARIABLE.match(word.text)) else ""
+            complete = any(
+                self._is_script(part) for value in self.values.get(held, []) for part in value.split()
+            )
+            if outcome and complaint is None and not complete:
                 complaint = (word.start, outcome)
             if kind == "python" and self._torchrun_at(words, position) is not None:
                 break
@@ -336,16 +340,26 @@ class _Finder:
         if match is None or not first:
             return None
         name = match[1] or match[2]
-        for value in self.values.get(name, []):
-            for part in (parts := value.split()):
+        if kind := self._held_launcher(name):
+            return kind
+        if name not in self.values and re.search(r"LAUNCH|RUNNER|PYTHON", name, re.IGNORECASE):
+            return "variable"
+        return None
+
+    def _held_launcher(self, name: str, depth: int = 0) -> Kind | None:
+        """The launcher in a variable without a script; one with a script is dealt with where it is assigned."""
+        for value in self.values.get(name, []) if depth < 5 else []:
+            parts = value.split()
+            if any(self._is_script(part) for part in parts):
+                continue
+            for part in parts:
                 kind = _launcher(part)
                 if kind == "python" and any(module in parts for module in _TORCHRUN_MODULES):
                     return "torchrun"
                 if kind:
-                    # A variable that holds the script, too, has been seen where it is assigned.
-                    return None if any(self._is_script(other) for other in parts) else kind
-        if name not in self.values and re.search(r"LAUNCH|RUNNER|PYTHON", name, re.IGNORECASE):
-            return "variable"
+                    return kind
+            if parts and (match := _VARIABLE.match(parts[0])):
+                return self._held_launcher(match[1] or match[2], depth + 1)
         return None
 
     def _torchrun_at(self, words: Sequence[Word], position: int) -> int | None:
@@ -359,7 +373,7 @@ class _Finder:
         return None
 
     def _target(self, kind: Kind, words: Sequence[Word], position: int) -> _Found | str:
-        """The script or module that a launcher starts, else what is not understood; "" if it is none of ours."""
+        """The script or module that a launcher starts, else what is wrong; "" if it is none of ours."""
         place = position + 1
         if kind == "torchrun":
             module = self._torchrun_at(words, position)
@@ -561,7 +575,7 @@ def patch_launch(
 
 
 def _check_config(config: str | None) -> None:
-    """Have a wrong configuration show up here, not in the job; a path that the shell expands cannot be read."""
+    """Have a wrong configuration show up here, not in the job; paths with variables are not read."""
     if config is None or "$" in config or config.startswith("~"):
         return
     from dct_plugin.config import DCTConfig
