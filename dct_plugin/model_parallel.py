@@ -37,6 +37,7 @@ from .metrics import Metrics
 from .thresholds import Threshold
 
 _FLOATS = {torch.float32: ValueDtype.FP32, torch.bfloat16: ValueDtype.BF16, torch.float16: ValueDtype.FP16}
+_TINY = float(torch.finfo(torch.float32).tiny)
 _ITEMSIZE = {ValueDtype.FP32: 4, ValueDtype.BF16: 2, ValueDtype.FP16: 2, ValueDtype.INT8: 1}
 #: Multiplier of the position from which a full message is filled; odd and large, so that starts spread.
 _START_STRIDE = 0x9E3779B1
@@ -106,12 +107,15 @@ class ActivationStream:
             return ValueDtype.FP16 if own is ValueDtype.FP16 else ValueDtype.BF16
         return ValueDtype.parse(choice)
 
-    def tau(self, flat: Tensor) -> float:
-        """Threshold of this step, measured on the first tensor of the step that asks; 0 sends everything."""
+    def tau(self, *parts: Tensor) -> float:
+        """Threshold of this step, measured on the first tensor (in parts) that asks; 0 sends everything."""
         density = self.density
-        if density >= 1.0 or not flat.numel():
+        if density >= 1.0:
             return 0.0
         if self.threshold.tau <= 0.0 or (self.training and not self._measured):
+            flat = as_flat(parts[0]) if len(parts) == 1 else torch.cat([as_flat(part) for part in parts])
+            if not flat.numel():
+                return _TINY
             self.threshold.update(self.backend(flat.device), flat, None, density)
             self._measured = True
         return self.threshold.tau
@@ -419,6 +423,10 @@ class MaskedCollectives:
 
     # -- forward and backward halves ---------------------------------------------------------------------
 
+    def _others(self, parts: list[Tensor]) -> list[Tensor]:
+        """What crosses: all parts but the own one."""
+        return [part for rank, part in enumerate(parts) if rank != self.rank] or parts
+
     def _send_parts(
         self, parts: list[Tensor], stream: ActivationStream, tau: float, kind: str
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -493,7 +501,7 @@ class MaskedCollectives:
     ) -> None:
         if self.metrics is None:
             return
-        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        others = self._others(parts) if self.world_size > 1 else []
         # A tensor that goes to all ranks is encoded once and counted once per receiver.
         copies = len(others) / len(stats) if stats else 1
         self.metrics.record(
@@ -528,7 +536,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
         tensor = tensor.contiguous()
-        tau = stream.tau(as_flat(tensor))
+        tau = stream.tau(tensor)
         sent, received = comm._send_parts([tensor] * comm.world_size, stream, tau, "all_gather")
         out = tensor.new_zeros((comm.world_size, *tensor.shape))
         kernels = stream.backend(tensor.device)
@@ -556,8 +564,8 @@ class _ReduceScatter(torch.autograd.Function):
             raise ValueError(
                 f"{stream.name}: first dimension {tensor.shape[0]} is not a multiple of {comm.world_size}"
             )
-        tau = stream.tau(as_flat(tensor))
         parts = list(tensor.chunk(comm.world_size))
+        tau = stream.tau(*comm._others(parts))
         sent, received = comm._send_parts(parts, stream, tau, "reduce_scatter")
         own = parts[comm.rank]
         total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
@@ -590,7 +598,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
         tensor = tensor.contiguous()
-        tau = stream.tau(as_flat(tensor))
+        tau = stream.tau(tensor)
         sent, received = comm._send_parts([tensor] * comm.world_size, stream, tau, "all_reduce")
         own = next((payload for payload in sent if payload.numel()), None)
         total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
@@ -627,8 +635,8 @@ class _AllToAll(torch.autograd.Function):
         tensor = tensor.contiguous()
         rows = _splits(tensor.shape[0], comm.world_size, input_splits, stream)
         arriving = rows if output_splits is None else list(output_splits)
-        tau = stream.tau(as_flat(tensor))
         parts = list(tensor.split(rows))
+        tau = stream.tau(*comm._others(parts))
         sent, received = comm._send_parts(parts, stream, tau, "all_to_all")
         out = tensor.new_zeros((sum(arriving), *tensor.shape[1:]))
         kernels = stream.backend(tensor.device)

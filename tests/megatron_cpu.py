@@ -71,8 +71,10 @@ def install() -> None:
 
         setattr(owner, name, wrapper)
 
-    for name in ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "empty_like",
-                 "zeros_like", "ones_like", "full_like"):  # fmt: skip
+    factories = (
+        "empty zeros ones full tensor as_tensor arange rand randn empty_like zeros_like ones_like full_like"
+    )
+    for name in factories.split():
         on_cpu(torch, name)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         on_cpu(torch.Tensor, name)

@@ -12,8 +12,6 @@ import megatron_cpu
 import torch
 import torch.distributed as dist
 
-Batches = Callable[[int, int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
-
 
 @dataclass(frozen=True)
 class Job:
@@ -28,6 +26,7 @@ class Job:
     overlap_p2p: bool = False
     bf16: bool = False
     fp16: bool = False
+    loss_scale: float = 2.0**14
     recompute: str = ""
     layers: int = 4
     hidden: int = 64
@@ -93,12 +92,9 @@ def train(
     from dct_plugin.config import DCTConfig
 
     megatron_cpu.patch_megatron()
-    active = hooks.install(DCTConfig.parse(job.dct)) if job.dct is not None else []
+    active = []
     if job.dct is not None:
-        from dct_plugin.integrations.megatron import hooks_data, hooks_pipeline, hooks_tensor
-
-        for module in (hooks_pipeline, hooks_tensor, hooks_data):
-            module.PASS_THROUGH = not job.through_codec
+        active = hooks.install(DCTConfig.parse(job.dct), pass_through=not job.through_codec)
     ps.initialize_model_parallel(job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None)
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(job.seed)
@@ -113,9 +109,10 @@ def train(
             }
         config = TransformerConfig(
             num_layers=job.layers, hidden_size=job.hidden, num_attention_heads=job.heads,
-            ffn_hidden_size=4 * job.hidden, tensor_model_parallel_size=job.tp, pipeline_model_parallel_size=job.pp,
-            virtual_pipeline_model_parallel_size=job.vpp or None, sequence_parallel=job.sequence_parallel,
-            use_cpu_initialization=True, pipeline_dtype=dtype, params_dtype=dtype, bf16=job.bf16, fp16=job.fp16,
+            ffn_hidden_size=4 * job.hidden, tensor_model_parallel_size=job.tp,
+            pipeline_model_parallel_size=job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
+            sequence_parallel=job.sequence_parallel, use_cpu_initialization=True,
+            pipeline_dtype=dtype, params_dtype=dtype, bf16=job.bf16, fp16=job.fp16,
             hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
             bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
             persist_layer_norm=False, overlap_p2p_comm=job.overlap_p2p, batch_p2p_comm=not job.overlap_p2p,
@@ -128,7 +125,8 @@ def train(
             return GPTModel(
                 config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
                 vocab_size=job.vocab, max_sequence_length=job.seq,
-                pre_process=ps.is_pipeline_first_stage(**place), post_process=ps.is_pipeline_last_stage(**place),
+                pre_process=ps.is_pipeline_first_stage(**place),
+                post_process=ps.is_pipeline_last_stage(**place),
                 share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute",
                 vp_stage=chunk,
             )  # fmt: skip
@@ -151,7 +149,7 @@ def train(
             OptimizerConfig(
                 optimizer="adam", lr=job.lr, weight_decay=0.0, clip_grad=1.0, bf16=job.bf16, fp16=job.fp16,
                 params_dtype=dtype, use_distributed_optimizer=job.distributed_optimizer,
-                overlap_param_gather=overlap_params, initial_loss_scale=2.0**14, hysteresis=1,
+                overlap_param_gather=overlap_params, initial_loss_scale=job.loss_scale, hysteresis=1,
             ),
             models,
         )  # fmt: skip

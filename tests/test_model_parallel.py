@@ -163,16 +163,31 @@ def _collectives(rank: int, world_size: int) -> dict[str, Any]:
         config = TensorConfig(sparsity=1.0 - density, **EXACT)
         shape = (2 * world_size, 5, 4)
         xs = [activation(10 + r, *shape).requires_grad_() for r in range(world_size)]
-        kept = [top(x, density) for x in xs]
         chunk = [slice(2 * r, 2 * r + 2) for r in range(world_size)]
+        by_whole = [top(x, density) for x in xs]
+        # Where chunks go to their ranks, the one that stays at home takes no part in finding the threshold.
+        by_others = []
+        for me, x in enumerate(xs):
+            kept = torch.ones_like(x, dtype=torch.bool)
+            away = torch.cat([torch.arange(2 * r, 2 * r + 2) for r in range(world_size) if r != me])
+            kept[away] = top(x[away], density)
+            by_others.append(kept)
 
-        def crossing(sender: int, part: slice, receiver: int, xs: Any = xs, kept: Any = kept) -> Tensor:
-            return xs[sender][part] if sender == receiver else xs[sender][part] * kept[sender][part]
-
-        def define(kind: str, me: int, crossing: Any = crossing, chunk: Any = chunk) -> Any:
-            part = chunk[me] if kind in ("reduce_scatter", "all_to_all") else slice(0, 2 * world_size)
-            receiver = -1 if kind == "all_reduce" else me  # of a sum for all, the own part is thresholded too
-            arriving = [crossing(r, part, receiver) for r in range(world_size)]
+        def define(
+            kind: str,
+            me: int,
+            xs: Any = xs,
+            chunk: Any = chunk,
+            whole: Any = by_whole,
+            others: Any = by_others,
+        ) -> Any:
+            chunked = kind in ("reduce_scatter", "all_to_all")
+            part = chunk[me] if chunked else slice(0, 2 * world_size)
+            kept = others if chunked else whole
+            arriving = [
+                xs[r][part] if r == me and kind != "all_reduce" else xs[r][part] * kept[r][part]
+                for r in range(world_size)
+            ]
             return torch.cat(arriving) if kind in ("all_gather", "all_to_all") else sum(arriving)
 
         for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
@@ -212,10 +227,9 @@ def _uneven(rank: int, world_size: int) -> None:
     assert out.shape[0] == sum(rows[r][rank] for r in range(world_size))
     out.sum().backward()
     ones = torch.ones_like(x)
-    kept = top(x, 0.5).float()
-    own = [slice(0, 1), slice(3, 3)][rank]
-    kept[own] = ones[own]
-    assert torch.equal(x.grad, kept)
+    away = slice(1, 3) if rank == 0 else slice(0, 3)
+    ones[away] = top(x[away], 0.5).float()
+    assert torch.equal(x.grad, ones)
     with pytest.raises(ValueError, match="do not add up"):
         comm.all_to_all(x, stream, [1, 1])
 

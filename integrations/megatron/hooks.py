@@ -1,9 +1,10 @@
 """The hooks in megatron-core: what is active, and what they share from one iteration to the next.
 
-``install(config)`` replaces a few functions and methods of megatron-core and nothing in a Megatron-LM checkout.
-Each hook has a module of its own: :mod:`.hooks_pipeline`, :mod:`.hooks_tensor` and :mod:`.hooks_data`. An
-iteration is one call of Megatron's forward-backward function; thresholds and residuals move on at the start of
-the next training iteration, when it is known whether the optimizer took the step.
+``install(config)`` replaces a few functions and methods of megatron-core and nothing in a Megatron-LM
+checkout. Each hook has a module of its own: :mod:`.hooks_pipeline`, :mod:`.hooks_tensor` and
+:mod:`.hooks_data`. An iteration is one call of Megatron's forward-backward function; thresholds and
+residuals move on at the start of the next training iteration, when it is known whether the optimizer
+took the step.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ class Session:
         config: The whole configuration.
         training: Whether the current iteration has a backward pass.
         step: Completed training iterations.
+        pass_through: Whether what has sparsity 0 is left to Megatron.
     """
 
-    def __init__(self, config: DCTConfig) -> None:
+    def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
         self.config = config
+        self.pass_through = pass_through
         self.training = True
         self.step = 0
         self.patches = Patches()
@@ -168,8 +171,12 @@ def current() -> Session | None:
     return _session
 
 
-def install(config: DCTConfig) -> list[Active]:
+def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
     """Put the hooks that ``config`` asks for into megatron-core; a repeated call changes nothing.
+
+    Args:
+        config: The whole configuration.
+        pass_through: Leave what has sparsity 0 to Megatron; False sends it through the codec (for tests).
 
     Returns:
         The hooks that are active, with their settings.
@@ -183,25 +190,25 @@ def install(config: DCTConfig) -> list[Active]:
         if _session.config != config:
             raise DCTError("Megatron hooks are already installed with another configuration")
         return list(_session.active)
-    session = Session(config)
+    session = Session(config, pass_through=pass_through)
     if not config.enabled:
         return []
     pipeline, tensor = config.model_parallel.pipeline, config.model_parallel.tensor
     data = config.data_parallel
     try:
-        if pipeline.enabled and (pipeline.sparsity or any(pipeline.boundary_sparsity)):
+        if pipeline.enabled and (pipeline.sparsity or any(pipeline.boundary_sparsity) or not pass_through):
             from .hooks_pipeline import PipelineHook
 
             session.hooks.append(PipelineHook(session))
             each = "".join(f", boundary {i}: {s:g}" for i, s in enumerate(pipeline.boundary_sparsity))
             session.active.append(Active("pipeline", f"sparsity {pipeline.sparsity:g}{each}"))
-        if tensor.enabled and tensor.sparsity:
+        if tensor.enabled and (tensor.sparsity or not pass_through):
             from .hooks_tensor import TensorHook
 
             session.hooks.append(TensorHook(session))
             detail = f"sparsity {tensor.sparsity:g}, {'with' if tensor.gather else 'without'} gathers"
             session.active.append(Active("tensor", detail))
-        if data.enabled and data.sparsity:
+        if data.enabled and (data.sparsity or not pass_through):
             from .hooks_data import DataParallelHook
 
             _refuse_residual_options(config)

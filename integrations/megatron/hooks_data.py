@@ -1,9 +1,9 @@
 """Data parallelism: gradient buckets at ``_ParamAndGradBucketGroup.start_grad_sync``.
 
-Without the distributed optimizer a bucket's gradients are summed on all ranks, with it every rank gets the sum
-of the shard it owns (:class:`~dct_plugin.data_parallel.GradientReducer`). Scaling, NaN checks and the order of
-calls are those of Megatron. With ``overlap_grad_reduce`` the reduction runs where Megatron would start it, inside
-the backward pass, and is finished when that call returns.
+Without the distributed optimizer a bucket's gradients are summed on all ranks, with it every rank gets
+the sum of the shard it owns (:class:`~dct_plugin.data_parallel.GradientReducer`). Scaling, NaN checks
+and the order of calls are those of Megatron. With ``overlap_grad_reduce`` the reduction runs where
+Megatron would start it, inside the backward pass, and is finished when that call returns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.errors import DCTError
 
 from .hooks import Session
-
-#: With sparsity 0 buckets are left to Megatron. Tests set this to False to send everything through the codec.
-PASS_THROUGH = True
 
 _NAME = "_dct_name"
 
@@ -126,7 +123,7 @@ class DataParallelHook:
     def _left_alone(self, group: Any, ranks: dist.ProcessGroup) -> bool:
         if ranks.size() == 1 or self.session.step < self.config.warmup_steps:
             return True
-        if self.config.sparsity == 0 and PASS_THROUGH:
+        if self.config.sparsity == 0 and self.session.pass_through:
             return True
         if getattr(group.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
             raise DCTError(

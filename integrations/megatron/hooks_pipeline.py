@@ -1,10 +1,11 @@
 """Pipeline parallelism: activations forward and gradients backward at ``P2PCommunicator._communicate``.
 
-All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send and receive through this one
-method. Forward a boundary's activation goes as a message of fixed size
-(:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep its mask, and the gradient comes back as values
-only. Which micro-batch a gradient belongs to is told by the number in the message: the receiver of an activation
-remembers it together with the tensor, and recognises the gradient to send as that tensor's ``.grad``.
+All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send and receive through this
+one method. Forward a boundary's activation goes as a message of fixed size
+(:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep its mask, and the gradient comes back
+as values only. Which micro-batch a gradient belongs to is told by the number in the message: the
+receiver of an activation remembers it together with the tensor, and recognises the gradient to send as
+that tensor's ``.grad``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ from dct_plugin.kernels import Stats
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
 
 from .hooks import Session
-
-#: With sparsity 0 a boundary is left to Megatron. Tests set this to False to send it through the codec.
-PASS_THROUGH = True
 
 _CHUNK = "_dct_chunk"
 
@@ -154,7 +152,7 @@ class PipelineHook:
     def _is_sparse(self, boundary: int) -> bool:
         if not self.session.training and not self.config.evaluation:
             return False
-        if not PASS_THROUGH:
+        if not self.session.pass_through:
             return True
         return self.config.sparsity_of(boundary) > 0 and self.session.step >= self.config.warmup_steps
 
@@ -196,8 +194,8 @@ class PipelineHook:
         else:
             raise DCTError(
                 f"rank {dist.get_rank()}: the gradient that Megatron sends back, of shape "
-                f"{tuple(gradient.shape)}, is not that of one of the {len(self._received)} activations received; "
-                "a changed backward_step is not supported with dct.model_parallel.pipeline"
+                f"{tuple(gradient.shape)}, is not that of one of the {len(self._received)} activations "
+                "received; a changed backward_step is not supported with dct.model_parallel.pipeline"
             )
         message, stats = messages.encode_gradient(gradient, mask)
         self._record("pipeline_gradient", messages.stream, gradient, message, stats)
@@ -241,7 +239,7 @@ class PipelineHook:
     def _record_wait(self, began: float) -> None:
         self._record_time(exchange_ms=1e3 * (time.perf_counter() - began))
 
-    def _record_time(self, **milliseconds: float) -> None:
+    def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
         if self.session.training:
             self.session.metrics.record(
                 "pipeline",
@@ -252,7 +250,8 @@ class PipelineHook:
                 target_density=1.0,
                 tau=0.0,
                 tensors=0,
-                **milliseconds,
+                exchange_ms=exchange_ms,
+                decode_ms=decode_ms,
             )
 
 

@@ -1,14 +1,16 @@
 """Tensor parallelism: partial sums of row-parallel layers and, by option, inputs of column-parallel ones.
 
-With sequence parallelism the reduce-scatter of a row-parallel layer's partial sums becomes an all-to-all of
-sparse chunks, whose gradients return as values; without it the all-reduce becomes an all-gather of sparse
-contributions, and backward needs no communication, as in Megatron. ``gather`` adds the all-gather in front of
-column-parallel layers. Every layer has a threshold of its own, which changes between iterations only, so that
-recomputation finds the same masks. Embeddings, output layers and experts are left to Megatron.
+With sequence parallelism the reduce-scatter of a row-parallel layer's partial sums becomes an all-to-all
+of sparse chunks, whose gradients return as values; without it the all-reduce becomes an all-gather of
+sparse contributions, and backward needs no communication, as in Megatron. ``gather`` adds the all-gather
+in front of column-parallel layers. Every layer has a threshold of its own, which changes between
+iterations only, so that recomputation finds the same masks. Embeddings, output layers and experts are
+left to Megatron.
 
-Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and density ``d``,
-receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-reduce, so it wins only
-below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel form shrink for any ``t``.
+Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and
+density ``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-
+reduce, so it wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel
+form shrink for any ``t``.
 """
 
 from __future__ import annotations
@@ -24,9 +26,6 @@ from dct_plugin.errors import DCTError
 from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
 
 from .hooks import Session
-
-#: With sparsity 0 layers are left to Megatron. Tests set this to False to send them through the codec.
-PASS_THROUGH = True
 
 _SITE = "_dct_site"
 
@@ -116,7 +115,9 @@ class TensorHook:
         site = self._current
         if site is None or site.dense or ranks.size() == 1:
             return None
-        if PASS_THROUGH and (self.config.sparsity == 0 or self.session.step < self.config.warmup_steps):
+        if self.session.pass_through and (
+            self.config.sparsity == 0 or self.session.step < self.config.warmup_steps
+        ):
             return None
         if site.stream is None:
             site.stream = ActivationStream(
@@ -137,7 +138,7 @@ class TensorHook:
     def _subclass(self, original: Any, kind: str) -> Any:
         hook = self
 
-        class Masked(original):  # type: ignore[misc]
+        class Masked(original):
             @classmethod
             def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
                 stream = hook._stream(group)
@@ -156,7 +157,7 @@ class TensorHook:
             stream = None
             if keywords.get("sequence_parallel") and ranks is not None:
                 stream = self._stream(ranks)
-            if stream is not None:
+            if ranks is not None and stream is not None:
                 input = self._group(ranks, input.device).all_gather(input, stream)
                 keywords["sequence_parallel"] = False
             return original(input, *arguments, **keywords)
