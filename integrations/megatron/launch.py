@@ -108,7 +108,8 @@ def run(launch: Launch) -> None:
             sys.path[0] = folder
         else:
             sys.path.insert(0, folder)
-        runpy.run_path(launch.target, run_name="__main__")
+        # Absolute, as __file__ is in a script that python runs; sys.argv[0] becomes so, too.
+        runpy.run_path(os.path.abspath(launch.target), run_name="__main__")
     if launch.config.enabled and not state["patched"]:
         print(
             f"dct: warning: {launch.target} never imported megatron.core; nothing was thresholded",

@@ -347,7 +347,7 @@ class _Finder:
         return None
 
     def _held_launcher(self, name: str, depth: int = 0) -> Kind | None:
-        """The launcher in a variable without a script; one with a script is dealt with where it is assigned."""
+        """The launcher in a variable without a script; others are dealt with where they are assigned."""
         for value in self.values.get(name, []) if depth < 5 else []:
             parts = value.split()
             if any(self._is_script(part) for part in parts):
