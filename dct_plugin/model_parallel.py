@@ -84,7 +84,7 @@ class ActivationStream:
         self._kernels = kernels
         self._kernel_config = kernel_config or KernelConfig()
         self._measured = False
-        self._above = self._numel = 0
+        self._above = self._numel = self._reported = 0
 
     @property
     def density(self) -> float:
@@ -136,6 +136,11 @@ class ActivationStream:
             self._above += stats.above
             self._numel += numel
         return stats
+
+    def new_refreshes(self) -> int:
+        """Measurements of the threshold since the last call."""
+        count, self._reported = self.threshold.refreshes - self._reported, self.threshold.refreshes
+        return count
 
     def advance(self) -> None:
         """An optimizer step is complete: the threshold may change now."""
@@ -512,6 +517,7 @@ class MaskedCollectives:
             nnz=round(copies * sum(part.nnz for part in stats)),
             target_density=stream.density,
             tau=tau,
+            refreshes=stream.new_refreshes(),
             select_ms=sum(part.select_ns for part in stats) / 1e6,
             encode_ms=sum(part.encode_ns for part in stats) / 1e6,
             exchange_ms=1e3 * (time.perf_counter() - began),

@@ -38,7 +38,9 @@ class Job:
     vocab: int = 64
     lr: float = 1e-3
     seed: int = 123
+    tied_embeddings: bool = True
     evaluate: bool = False
+    evaluation_rounds: int = 1
     through_codec: bool = False
     dct: dict[str, Any] | None = field(default=None)
 
@@ -127,7 +129,8 @@ def train(
                 vocab_size=job.vocab, max_sequence_length=job.seq,
                 pre_process=ps.is_pipeline_first_stage(**place),
                 post_process=ps.is_pipeline_last_stage(**place),
-                share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute",
+                share_embeddings_and_output_weights=job.tied_embeddings,
+                position_embedding_type="learned_absolute",
                 vp_stage=chunk,
             )  # fmt: skip
 
@@ -208,7 +211,7 @@ def _run(
             model.eval()
         test = streams(held_out or batches)
         with torch.no_grad():
-            evaluations = [run(test, forward_only=True) for _ in range(4 if held_out else 1)]
+            evaluations = [run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
     parameters = b"".join(p.detach().float().numpy().tobytes() for m in models for p in m.parameters())
     classes: dict[str, dict[str, float]] = {}
     session = hooks.current()

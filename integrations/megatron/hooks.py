@@ -103,7 +103,11 @@ class Session:
         """Made at first use, when the process group exists."""
         if self._metrics is None:
             rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            self._metrics = Metrics(self.config.metrics, rank=rank, world_size=size)
+            config = self.config.metrics
+            interval = getattr(_megatron_global("_GLOBAL_ARGS"), "log_interval", None)
+            if interval and "every" not in config.model_fields_set:  # one beside each of Megatron's
+                config = config.model_copy(update={"every": int(interval)})
+            self._metrics = Metrics(config, rank=rank, world_size=size)
             if rank == size - 1:  # the rank that writes Megatron's own log lines
                 self._metrics.add_sink(self._log_line)
         return self._metrics
@@ -140,10 +144,7 @@ class Session:
 
     def _look_for_monitor(self) -> None:
         """Megatron-LM's TensorBoard writer as one more sink, once there is one (on its last rank)."""
-        training = sys.modules.get("megatron.training.global_vars")
-        if self._monitor is not None or training is None:
-            return
-        writer = getattr(training, "_GLOBAL_TENSORBOARD_WRITER", None)
+        writer = _megatron_global("_GLOBAL_TENSORBOARD_WRITER") if self._monitor is None else None
         if writer is not None:
             self._monitor = writer
             self.metrics.add_sink(functools.partial(_write_scalars, writer))
@@ -255,6 +256,11 @@ def _refuse_residual_options(config: DCTConfig) -> None:
             f"dct.data_parallel.momentum_masking = {data.momentum_masking}: must be 0 with Megatron, whose "
             "optimizers keep their own momentum"
         )
+
+
+def _megatron_global(name: str) -> Any:
+    """One of Megatron-LM's global variables; None without Megatron-LM, or before it has set it."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
 
 
 def _write_scalars(writer: Any, events: list[Event]) -> None:

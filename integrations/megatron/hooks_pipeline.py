@@ -229,6 +229,7 @@ class PipelineHook:
             nnz=stats.nnz,
             target_density=stream.density,
             tau=stream.threshold.tau if cls == "pipeline" else 0.0,
+            refreshes=stream.new_refreshes(),
             select_ms=stats.select_ns / 1e6,
             encode_ms=stats.encode_ns / 1e6,
         )
