@@ -1,8 +1,8 @@
 """Validation loss and bytes of a character-level GPT in megatron-core, with and without thresholds.
 
-Two ranks on the CPU (gloo): two pipeline stages, dense and at several sparsities, and two data-parallel ranks,
-dense and at 0.99. Run as root, the ranks live in two network namespaces joined by one link, and the bytes are
-what that link's interface counters saw, in each direction; else bytes are not reported.
+Two ranks on the CPU (gloo): two pipeline stages, dense and at several sparsities, and two data-parallel
+ranks, dense and at 0.99. Run as root, the ranks live in two network namespaces joined by one link, and the
+bytes are what that link's interface counters saw, in each direction; else bytes are not reported.
 
     python benchmarks/megatron_quality.py --text input.txt --steps 1000 --seeds 1 2 3 --output table.md
 """
@@ -96,8 +96,8 @@ def work(arguments: argparse.Namespace) -> None:
     text = Text(read_text(arguments.text))
     base = Job(
         layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq,
-        micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches, steps=arguments.steps, vocab=text.vocab,
-        lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
+        micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches,
+        steps=arguments.steps, vocab=text.vocab, lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
     )  # fmt: skip
     rows = []
     for name, (dct, topology) in settings(arguments).items():
