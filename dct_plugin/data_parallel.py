@@ -625,7 +625,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     if bucket.is_last():
         reducer.commit()
         reducer.advance()
-    devices = [buffer.device] if buffer.is_cuda else None
+    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future

@@ -156,7 +156,8 @@ def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int
         shared.append((stats[:4], out[: stats.nbytes]))
     assert shared[0][0] == shared[1][0]
     assert same_bits(shared[0][1], shared[1][1])
-    for kernels, out in zip((REFERENCE, compiled), outs, strict=True):
+    both: list[Backend] = [REFERENCE, compiled]
+    for kernels, out in zip(both, outs, strict=True):
         kernels.decode_shared_add(shared[0][1], payload, out)
     assert same_bits(*outs)
 
