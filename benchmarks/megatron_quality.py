@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -220,11 +221,12 @@ def main() -> None:
     if arguments.worker:
         work(arguments)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
     measured = make_link()
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             place = str(Path(folder) / "rank")
-            ranks = []
             for rank in range(2):
                 command = [sys.executable, *sys.argv, "--worker", place, *(["--link"] if measured else [])]
                 if measured:
@@ -232,11 +234,13 @@ def main() -> None:
                 environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
                 environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
                 ranks.append(subprocess.Popen(command, env=environment))
-            codes = [rank.wait() for rank in ranks]
+            codes = [process.wait() for process in ranks]
             if any(codes):
                 raise SystemExit(f"a rank failed: exit codes {codes}")
             rows = [json.loads(Path(f"{place}.{rank}").read_text()) for rank in range(2)]
     finally:
+        for process in ranks:
+            process.kill()
         if measured:
             remove_link()
     text = table(arguments, rows, measured)
