@@ -1,19 +1,19 @@
-"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: its pretrain_gpt.py and its unit tests.
+"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: pretrain_gpt.py and unit tests.
 
     MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py
-    MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py --case pp2 --mode plain --mode zero --iterations 20
+    MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py --case pp2 --mode plain --mode zero
     MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py --unit-tests
 
-Needs six, regex, pyyaml, triton (megatron.training imports them), and pytest, pytest-mock, pytest-asyncio for the unit
-tests. Modes of training:
+Needs six, regex, pyyaml and triton (megatron.training imports them), and pytest, pytest-mock, pytest-asyncio
+and click for the unit tests. Modes of training:
 
     plain   torchrun pretrain_gpt.py, without the plugin
     zero    through the launch wrapper, every sparsity 0
-    codec   through the launch wrapper, sparsity 1e-9 with exact thresholds and fp32 values: every entry goes through
-            the plugin's messages
+    codec   the same, but nothing is left to Megatron: every entry is encoded, sent and decoded
     sparse  sparsity 0.9 in model parallelism, 0.99 in data parallelism
 
-Of ``zero`` and ``codec`` every printed loss and gradient norm must equal those of ``plain``. CPU times say nothing.
+With ``zero`` and ``codec`` every printed loss and gradient norm must equal that of ``plain``. CPU times say
+nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMON = """
+COMMON = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 64
     --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4
     --lr-decay-style constant --weight-decay 0.0 --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer
@@ -40,7 +41,7 @@ COMMON = """
     --distributed-backend gloo --transformer-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion
     --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
     --no-persist-layer-norm --no-save-optim --no-save-rng --num-workers 0
-""".split()
+""")
 
 
 class Case(NamedTuple):
@@ -59,26 +60,26 @@ CASES = {
     "dp2": Case(2, "", "data_parallel"),
     "dp2_distopt": Case(2, "--use-distributed-optimizer --overlap-grad-reduce --bf16", "data_parallel"),
     "tp2_pp2": Case(
-        4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel", "pipeline tensor"
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        "pipeline tensor",
     ),
 }
 
-_EXACT = {"sparsity": 1e-9, "threshold": "exact", "value_dtype": "fp32"}
-_EXACT_ACTIVATION = {**_EXACT, "gradient_value_dtype": "fp32"}
+_FP32 = {"sparsity": 0, "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+_ZERO = {
+    "data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 0},
+    "model_parallel": {"pipeline": _FP32, "tensor": _FP32},
+}
 SECTIONS = {
-    "zero": {
-        "data_parallel": {"sparsity": 0},
-        "model_parallel": {"pipeline": {"sparsity": 0}, "tensor": {"sparsity": 0}},
-    },
-    "codec": {
-        "data_parallel": {**_EXACT, "min_numel": 0},
-        "model_parallel": {"pipeline": _EXACT_ACTIVATION, "tensor": _EXACT_ACTIVATION},
-    },
+    "zero": _ZERO,
+    "codec": _ZERO,
     "sparse": {
         "data_parallel": {"sparsity": 0.99},
         "model_parallel": {"pipeline": {"sparsity": 0.9}, "tensor": {"sparsity": 0.9}},
     },
 }
+THROUGH_CODEC = {"DCT_TEST_THROUGH_CODEC": "1"}
 
 UNIT_TESTS = [
     "tests/unit_tests/tensor_parallel/test_mappings.py",
@@ -98,12 +99,16 @@ UNIT_TESTS = [
 
 def main() -> int:
     """Run what was asked for, print a report; the exit status is 1 if something differs or fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkout", default=os.environ.get("MEGATRON_LM"), help="default: $MEGATRON_LM")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--mode", action="append", choices=["plain", *SECTIONS], help="default: all")
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--unit-tests", action="store_true", help="run Megatron's unit tests instead of trainings")
+    parser.add_argument(
+        "--unit-tests", action="store_true", help="run Megatron's unit tests instead of trainings"
+    )
     parser.add_argument("--test", action="append", help="unit-test files instead of the usual ones")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each job")
     options = parser.parse_args()
@@ -168,9 +173,16 @@ def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: in
             script = [str(runner.checkout / "pretrain_gpt.py"), *COMMON, "--train-iters", str(iterations)]
             script += case.arguments.split()
             if mode != "plain":
-                script = ["-m", "dct_plugin.megatron", "--dct-config", str(runner.folder / f"{mode}.json"), *script]
+                script = [
+                    "-m",
+                    "dct_plugin.megatron",
+                    "--dct-config",
+                    str(runner.folder / f"{mode}.json"),
+                    *script,
+                ]
             began = time.monotonic()
-            code, output = runner.run(["--nproc-per-node", str(case.processes), *script])
+            environment = THROUGH_CODEC if mode == "codec" else {}
+            code, output = runner.run(["--nproc-per-node", str(case.processes), *script], **environment)
             found = losses(output)
             took = f"{time.monotonic() - began:.0f} s"
             if code or len([kind for kind, _ in found if kind == "training"]) != iterations:
@@ -183,8 +195,12 @@ def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: in
             elif mode in ("zero", "codec") and reference is not None:
                 same = found == reference
                 failed |= not same
-                verdict = "equal to plain" if same else f"DIFFERS from plain: {first_difference(reference, found)}"
-            summary = [line for line in output.splitlines() if re.match(r"dct: (?!dct-plugin|megatron)", line)]
+                verdict = (
+                    "equal to plain" if same else f"DIFFERS from plain: {first_difference(reference, found)}"
+                )
+            summary = [
+                line for line in output.splitlines() if re.match(r"dct: (?!dct-plugin|megatron)", line)
+            ]
             print(f"{name:12} {mode:7} {found[-1][1]} {verdict} ({took})", flush=True)
             for line in summary:
                 print(f"{'':21}{line}", flush=True)
@@ -215,19 +231,32 @@ def unit_tests(runner: Runner, files: list[str]) -> int:
     failed = False
     for file in files:
         outcomes = []
-        for config in ("", str(runner.folder / "codec.json")):
-            arguments = ["--nproc-per-node", "8", "-m", "pytest", "-q", "-o", "addopts=", "-p", "megatron_upstream_cpu"]
+        for hooks in (False, True):
+            environment = {"DCT_CONFIG": str(runner.folder / "codec.json"), **THROUGH_CODEC} if hooks else {}
+            arguments = [
+                "--nproc-per-node",
+                "8",
+                "-m",
+                "pytest",
+                "-q",
+                "-o",
+                "addopts=",
+                "-p",
+                "megatron_upstream_cpu",
+            ]
             arguments += ["-p", "no:cacheprovider", *file.split()]
-            code, output = runner.run(arguments, DCT_CONFIG=config)
+            code, output = runner.run(arguments, **environment)
             outcomes.append(result := tests_of(output, code))
-            print(f"{file.split()[0]} {'with hooks' if config else 'plain'}: {result}", flush=True)
+            print(f"{file.split()[0]} {'with hooks' if hooks else 'plain'}: {result}", flush=True)
         failed |= outcomes[0] != outcomes[1]
     return int(failed)
 
 
 def tests_of(output: str, code: int) -> str:
     """pytest's last line, of all ranks, without times; equal lines once."""
-    lines = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*?) in [\d.]+s", output, re.MULTILINE)
+    lines = re.findall(
+        r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*?) in [\d.]+s", output, re.MULTILINE
+    )
     unique = sorted({re.sub(r",? \d+ warnings?", "", line) for line in lines})
     status = "" if not code else " (ran out of time)" if code == 124 else f" (exit status {code})"
     return (" | ".join(unique) or "no result") + status + (f"\n{tail(output)}" if not unique else "")

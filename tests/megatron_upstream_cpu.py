@@ -1,4 +1,4 @@
-"""Test-only: Megatron-LM's own training code and unit tests on CPU with gloo; more of what ``megatron_cpu`` does.
+"""Test-only: Megatron-LM's own training code and unit tests on CPU with gloo, on top of ``megatron_cpu``.
 
 ``install()`` runs at the start of every process (``benchmarks/upstream_megatron.py`` has it called by
 ``sitecustomize``), before ``megatron`` is imported. Nothing in the checkout is changed. As a pytest plugin
@@ -16,8 +16,10 @@ from typing import Any
 
 import megatron_cpu
 import torch
-
 from dct_plugin.integrations.megatron.post_import import when_imported
+
+#: Environment variable: what has sparsity 0 is not left to Megatron, but encoded, sent and decoded, too.
+THROUGH_CODEC = "DCT_TEST_THROUGH_CODEC"
 
 
 def install() -> None:
@@ -25,7 +27,9 @@ def install() -> None:
     megatron_cpu.install()
     torch.set_num_threads(1)
     cuda = torch.cuda
-    properties = types.SimpleNamespace(major=8, minor=0, multi_processor_count=1, total_memory=1 << 34, name="cpu")
+    properties = types.SimpleNamespace(
+        major=8, minor=0, multi_processor_count=1, total_memory=1 << 34, name="cpu"
+    )
     cuda.get_device_properties = lambda *a, **k: properties
     for name in ("reset_peak_memory_stats", "ipc_collect"):
         setattr(cuda, name, lambda *a, **k: None)
@@ -40,6 +44,8 @@ def install() -> None:
     when_imported("megatron.core.datasets", _find_compiled_helpers)
     when_imported("megatron.training.initialize", _initialize_without_gpu)
     when_imported("megatron.legacy.fused_kernels", lambda module: setattr(module, "load", lambda args: None))
+    if os.environ.get(THROUGH_CODEC):
+        when_imported("dct_plugin.integrations.megatron.hooks", _send_everything_through_the_codec)
 
 
 def _on_cpu(original: Any) -> Any:
@@ -52,6 +58,10 @@ def _on_cpu(original: Any) -> Any:
     return wrapper
 
 
+def _send_everything_through_the_codec(module: Any) -> None:
+    module.install = functools.partial(module.install, pass_through=False)
+
+
 def _find_compiled_helpers(module: Any) -> None:
     """The index builders are compiled in the wheel; a checkout would run make."""
     for place in sys.path:
@@ -59,7 +69,9 @@ def _find_compiled_helpers(module: Any) -> None:
         if any(folder.glob("helpers_cpp*.so")) and str(folder) not in module.__path__:
             module.__path__.append(str(folder))
 
-    when_imported("megatron.core.datasets.utils", lambda utils: setattr(utils, "compile_helpers", lambda: None))
+    when_imported(
+        "megatron.core.datasets.utils", lambda utils: setattr(utils, "compile_helpers", lambda: None)
+    )
 
 
 def _initialize_without_gpu(module: Any) -> None:
@@ -89,8 +101,8 @@ def pytest_configure(config: Any) -> None:
     else:
         download.download_and_extract_asset = lambda **keywords: None
     if os.environ.get("DCT_CONFIG"):
-        from dct_plugin.config import DCTConfig
-        from dct_plugin.integrations.megatron import hooks, hooks_pipeline
+        from dct_plugin.integrations.megatron import hooks
 
-        hooks_pipeline.PASS_THROUGH = False
+        from dct_plugin.config import DCTConfig
+
         hooks.install(DCTConfig.from_file(os.environ["DCT_CONFIG"]))

@@ -293,6 +293,41 @@ def test_the_installed_megatron_is_what_the_hooks_expect() -> None:
     assert [probe for probe in versions.inspect_files(INSTALLED) if probe.problem] == []
 
 
+def doctor(*arguments: object, cwd: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    result = start("-m", "dct_plugin.cli", "doctor", "--json", *arguments, cwd=cwd)
+    return result.returncode, {row["subject"]: row for row in json.loads(result.stdout)}
+
+
+@needs_megatron
+def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
+    core = copy_of_core(tmp_path)
+    config = write(tmp_path / "dct.json", '{"model_parallel": {"pipeline": {"sparsity": 0.9}}}')
+    code, found = doctor("--megatron", tmp_path, "--config", config, cwd=tmp_path)
+    assert code == 0
+    assert found["megatron sources"]["detail"].endswith(str(core))
+    assert "P2PCommunicator._communicate" in found["megatron hook pipeline"]["detail"]
+    assert found["dct.json: pipeline"]["detail"] == "active"
+    assert found["dct.json: tensor"]["detail"] == "not active: dct.model_parallel.tensor.sparsity = 0"
+    file = core / "pipeline_parallel" / "p2p_communication.py"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace("def _p2p_ops(", "def _other_ops("))
+    code, found = doctor("--megatron", tmp_path, cwd=tmp_path)
+    assert code == 1
+    assert "p2p_communication._p2p_ops(tensor_send_prev, " in found["megatron hook pipeline"]["detail"]
+    assert found["megatron hook tensor"]["status"] == "ok"
+
+
+def test_doctor_and_other_releases(tmp_path: Path) -> None:
+    write(tmp_path / "megatron" / "core" / "__init__.py", "")
+    write(tmp_path / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 2\nPATCH = 0\n")
+    code, found = doctor("--megatron", tmp_path, cwd=tmp_path)
+    assert code == 1
+    assert found["megatron sources"]["status"] == "fail"
+    assert found["megatron sources"]["detail"].startswith("0.2.0, ")
+    assert doctor("--megatron", tmp_path / "absent", cwd=tmp_path)[0] == 1
+
+
 def test_no_checkout(tmp_path: Path) -> None:
     with pytest.raises(VersionError, match="no Megatron checkout"):
         versions.find_installation(tmp_path)
@@ -321,7 +356,8 @@ SCRIPT = """\
     arguments = vars(parse_args())
     torch.distributed.init_process_group("gloo")
     mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
-    print(json.dumps({"patched": hasattr(P2PCommunicator._communicate, "__wrapped__"), "arguments": arguments}))
+    patched = hasattr(P2PCommunicator._communicate, "__wrapped__")
+    print(json.dumps({"patched": patched, "arguments": arguments}))
     torch.distributed.destroy_process_group()
 """
 
@@ -336,7 +372,8 @@ def two_ranks(folder: Path, *configs: str) -> list[tuple[int, str, str]]:
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "dct_plugin.megatron", "x.py", "--lr", "0.5"],
-                cwd=folder, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                cwd=folder, env={**os.environ, **own},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
     results = []

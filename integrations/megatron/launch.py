@@ -318,7 +318,8 @@ def _patch(core: ModuleType, launch: Launch, state: dict[str, Any]) -> None:
     _say(f"dct-plugin {__version__}, configuration {launch.config.fingerprint()} from {launch.source}")
     _say(f"megatron-core {core.__version__} from {os.path.dirname(core.__file__ or '')}")
     _say("active hooks: " + (", ".join(str(hook) for hook in active) or "none"))
-    if off := [f"{name} ({reason})" for name, reason in states.items() if reason]:
+    names = {hook.name for hook in active}
+    if off := [f"{name} ({reason})" for name, reason in states.items() if name not in names]:
         _say("not active: " + ", ".join(off))
 
 

@@ -37,7 +37,7 @@ __all__ = [
 SUPPORTED = ("0.16.0", "0.20.0")
 CORE = "megatron.core"
 
-Hook = Literal["pipeline", "tensor", "data_parallel"]
+Hook = Literal["all", "pipeline", "tensor", "data_parallel"]
 
 
 class Target(NamedTuple):
@@ -57,45 +57,70 @@ class Target(NamedTuple):
         return f"{self.module}.{self.name}({', '.join(self.parameters)}, ...)"
 
 
-#: Checked in 0.16.1; unchanged in 0.17.1, 0.18.2 and 0.19.0.
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_P2P_OPS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group")
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+
+#: Equal in 0.16.1, 0.17.1, 0.18.2 and 0.19.0.
 TARGETS = (
     Target(
+        "all",
+        _SCHEDULES,
+        "forward_backward_no_pipelining",
+        ("forward_step_func",),
+        ("get_forward_backward_func",),
+    ),
+    Target("all", _SCHEDULES, "forward_backward_pipelining_with_interleaving", ("forward_step_func",)),
+    Target("all", _SCHEDULES, "forward_backward_pipelining_without_interleaving", ("forward_step_func",)),
+    Target(
         "pipeline",
-        "megatron.core.pipeline_parallel.p2p_communication",
+        _P2P,
         "P2PCommunicator._communicate",
-        ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
+        (
+            "self",
+            "tensor_send_next",
+            "tensor_send_prev",
+            "recv_prev",
+            "recv_next",
+            "tensor_shape",
+            "wait_on_reqs",
+        ),
     ),
+    Target("pipeline", _P2P, "_batched_p2p_ops", _P2P_OPS),
+    Target("pipeline", _P2P, "_p2p_ops", _P2P_OPS),
+    Target("pipeline", _SCHEDULES, "forward_step", ("forward_step_func", "data_iterator", "model")),
+    Target("tensor", _MAPPINGS, "_ReduceFromModelParallelRegion.forward", ("ctx", "input_", "group")),
+    Target("tensor", _MAPPINGS, "_ReduceScatterToSequenceParallelRegion.forward", ("ctx", "input_", "group")),
+    Target("tensor", _LAYERS, "RowParallelLinear.forward", ("self", "input_")),
+    Target("tensor", _LAYERS, "ColumnParallelLinear.forward", ("self", "input_")),
     Target(
         "tensor",
-        "megatron.core.tensor_parallel.mappings",
-        "_ReduceFromModelParallelRegion.forward",
-        ("ctx", "input_", "group"),
-    ),
-    Target(
-        "tensor",
-        "megatron.core.tensor_parallel.mappings",
-        "_ReduceScatterToSequenceParallelRegion.forward",
-        ("ctx", "input_", "group"),
-    ),
-    Target(
-        "tensor",
-        "megatron.core.tensor_parallel.layers",
+        _LAYERS,
         "linear_with_grad_accumulation_and_async_allreduce",
         ("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     ),
+    Target("tensor", "megatron.core.transformer.transformer_layer", "TransformerLayer.forward", ("self",)),
     Target(
-        "tensor",
-        "megatron.core.tensor_parallel.layers",
-        "RowParallelLinear.forward",
-        ("self", "input_"),
-        ("ColumnParallelLinear",),
+        "data_parallel",
+        _BUFFERS,
+        "_ParamAndGradBucketGroup.start_grad_sync",
+        ("self", "force_all_reduce"),
+        ("_ParamAndGradBucket",),
     ),
     Target(
         "data_parallel",
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup.start_grad_sync",
+        "megatron.core.distributed.distributed_data_parallel",
+        "DistributedDataParallel.__init__",
+        ("self", "config", "ddp_config", "module"),
+    ),
+    Target(
+        "data_parallel",
+        "megatron.core.optimizer.optimizer",
+        "MixedPrecisionOptimizer.prepare_grads",
         ("self",),
-        ("_ParamAndGradBucket",),
     ),
 )
 
@@ -173,7 +198,8 @@ def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
             f"  supported: {SUPPORTED[0]} up to, not including, {SUPPORTED[1]}\n"
             f"  what to do: {_advice(version, where)}"
         )
-    targets = [target for target in TARGETS if hooks is None or target.hook in hooks]
+    wanted = None if hooks is None else {"all", *hooks} if hooks else set()
+    targets = [target for target in TARGETS if wanted is None or target.hook in wanted]
     if problems := [probe for probe in inspect_imported(targets) if probe.problem]:
         lines = "\n".join(
             f"  {probe.target.module}.{probe.target.name} (hook {probe.target.hook})\n"
