@@ -25,7 +25,18 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DCTConfig", "DataParallelConfig", "KernelConfig", "MetricsConfig", "OptionDoc", "options"]
+__all__ = [
+    "ActivationConfig",
+    "DCTConfig",
+    "DataParallelConfig",
+    "KernelConfig",
+    "MetricsConfig",
+    "ModelParallelConfig",
+    "OptionDoc",
+    "PipelineConfig",
+    "TensorConfig",
+    "options",
+]
 
 SECTION = "dct"
 
@@ -154,6 +165,116 @@ class DataParallelConfig(_Section):
         return 1.0 - self.sparsity
 
 
+class ActivationConfig(_Section):
+    """What thresholding an activation takes, wherever it crosses."""
+
+    enabled: bool = Field(
+        default=True, description="Threshold what crosses here; false leaves it to the host."
+    )
+    sparsity: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the entries that do not cross; 0 leaves the host's own transfer in place.",
+    )
+    threshold: Literal["sample", "exact"] = Field(
+        default="sample",
+        description="How tau is found: from random positions, or as the exact k-th largest magnitude.",
+    )
+    threshold_lifespan: int = Field(
+        default=100,
+        ge=1,
+        description="Upper limit, in steps, of a threshold's life; it is also refreshed at steps 1, 2, 4, 8, "
+        "... and when the realised density leaves density_band. Within a step it never changes.",
+    )
+    threshold_tracking: bool = Field(
+        default=True, description="Follow a small sample at every step between measurements."
+    )
+    density_band: tuple[float, float] = Field(
+        default=(0.8, 1.25),
+        strict=False,
+        description="Realised density, as multiples of the target, outside which tau is refreshed at once.",
+        json_schema_extra={"allowed": "a pair [low, high] of numbers with 0 < low < 1 < high"},
+    )
+    value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto",
+        description="Type of the kept activations on the wire; auto is fp16 for fp16 tensors, else bf16.",
+    )
+    gradient_value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto",
+        description="Type of the gradients that come back; auto is fp16 for fp16 tensors, else bf16.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="First optimizer steps in which the host's own transfer is used."
+    )
+
+    @field_validator("density_band")
+    @classmethod
+    def _band(cls, band: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < band[0] < 1 < band[1]:
+            raise ValueError("out of range")  # replaced by the field's own text
+        return band
+
+    @property
+    def density(self) -> float:
+        """Target share of the entries that cross, 1 - sparsity."""
+        return 1.0 - self.sparsity
+
+
+class PipelineConfig(ActivationConfig):
+    """``dct.model_parallel.pipeline``: activations and gradients between pipeline stages."""
+
+    boundary_sparsity: tuple[float, ...] = Field(
+        default=(),
+        strict=False,
+        description="Sparsity of the first, second, ... boundary instead of `sparsity`; the one from the "
+        "last stage back to the first, of interleaved schedules, comes last.",
+        json_schema_extra={"allowed": "a list of numbers in [0, 1)"},
+    )
+    capacity: float = Field(
+        default=1.0,
+        ge=0.5,
+        description="Room of a message, as a multiple of the target density; receivers need its size in "
+        "advance, so this is what crosses. What does not fit is dropped like entries below tau.",
+    )
+    evaluation: bool = Field(
+        default=True, description="Threshold in forward-only passes, too; false evaluates the dense model."
+    )
+
+    @field_validator("boundary_sparsity")
+    @classmethod
+    def _boundaries(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= value < 1 for value in values):
+            raise ValueError("out of range")  # replaced by the field's own text
+        return values
+
+    def sparsity_of(self, boundary: int) -> float:
+        """Sparsity behind stage ``boundary``."""
+        return self.boundary_sparsity[boundary] if boundary < len(self.boundary_sparsity) else self.sparsity
+
+
+class TensorConfig(ActivationConfig):
+    """``dct.model_parallel.tensor``: partial sums and activations inside tensor-parallel layers."""
+
+    gather: bool = Field(
+        default=False,
+        description="With sequence parallelism, threshold the inputs of column-parallel layers, too; costs "
+        "more quality than the partial sums of row-parallel ones.",
+    )
+    skip_first_layers: int = Field(default=0, ge=0, description="First transformer layers that stay dense.")
+    skip_last_layers: int = Field(default=0, ge=0, description="Last transformer layers that stay dense.")
+
+
+class ModelParallelConfig(_Section):
+    """``dct.model_parallel``: activations between ranks that hold parts of the model, and their gradients."""
+
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Between pipeline stages.")
+    tensor: TensorConfig = Field(default_factory=TensorConfig, description="Inside tensor-parallel layers.")
+    expert_gradients: bool = Field(
+        default=False, description="Let data_parallel threshold the gradients of expert-parallel layers, too."
+    )
+
+
 class MetricsConfig(_Section):
     """``dct.metrics``: what is written about bytes, density and time, and where."""
 
@@ -194,6 +315,10 @@ class DCTConfig(_Section):
     )
     data_parallel: DataParallelConfig = Field(
         default_factory=DataParallelConfig, description="Gradients between data-parallel ranks."
+    )
+    model_parallel: ModelParallelConfig = Field(
+        default_factory=ModelParallelConfig,
+        description="Activations and their gradients between model-parallel ranks.",
     )
     metrics: MetricsConfig = Field(
         default_factory=MetricsConfig, description="Reports on bytes, density, time."

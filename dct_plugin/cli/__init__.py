@@ -48,6 +48,11 @@ COMMANDS = [
         help="Check what is installed, which kernels run, and how the plugin is activated.",
     ),
     LazyCommand(
+        name="patch-launch",
+        target="dct_plugin.integrations.megatron.patch_launch:patch_launch",
+        help="Have a Megatron launch script start its training with the plugin, or take that back.",
+    ),
+    LazyCommand(
         name="demo",
         target="dct_plugin.integrations.dlrm.demo:demo",
         help="Train a recommender on real data on two local ranks, dense and with DCT, and compare.",

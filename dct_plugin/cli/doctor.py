@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -10,11 +11,13 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from .._version import __version__
+from ..errors import ConfigError, VersionError
 
 __all__ = ["CHECKS", "Finding", "diagnose", "doctor"]
 
@@ -32,9 +35,17 @@ class Finding(NamedTuple):
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    megatron: Annotated[
+        Path | None,
+        typer.Option(help="Megatron-LM checkout to look at instead of the installed megatron-core."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Configuration whose Megatron hooks are told: active, or why not."),
+    ] = None,
 ) -> None:
     """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""
-    findings = list(diagnose())
+    findings = list(diagnose(megatron, config))
     if as_json:
         typer.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
@@ -43,11 +54,16 @@ def doctor(
         raise typer.Exit(1)
 
 
-def diagnose() -> Iterator[Finding]:
-    """Run every check; one that breaks is itself a finding."""
+def diagnose(megatron: Path | None = None, config: Path | None = None) -> Iterator[Finding]:
+    """Run every check; one that breaks is itself a finding.
+
+    Args:
+        megatron: a Megatron-LM checkout instead of the installed megatron-core.
+        config: the configuration whose Megatron hooks are told.
+    """
     for check in CHECKS:
         try:
-            yield from check()
+            yield from _megatron(megatron, config) if check is _megatron else check()
         except Exception as error:
             name = check.__name__.strip("_").replace("_", " ")
             yield Finding(
@@ -129,6 +145,47 @@ def _activation() -> Iterable[Finding]:
         )
 
 
+def _megatron(checkout: Path | None = None, config: Path | None = None) -> Iterable[Finding]:
+    """What the Megatron hooks would replace, compared with the sources; nothing of Megatron is imported."""
+    versions = importlib.import_module("dct_plugin.integrations.megatron.versions")
+    first, end = versions.SUPPORTED
+    try:
+        found = versions.find_installation(checkout)
+    except VersionError as error:
+        yield Finding("fail", "megatron", str(error), "give the folder of a Megatron-LM checkout")
+        return
+    if found is not None:
+        supported = versions.is_supported(found.version)
+        advice = "" if supported else f"use a release from {first} up to, not including, {end}"
+        wanted: Literal["ok", "warn", "fail"] = "ok" if supported else "fail" if checkout else "warn"
+        yield Finding(wanted, "megatron sources", f"{found.version}, {found.folder}", advice)
+        probes = versions.inspect_files(found) if supported else []
+        for hook in dict.fromkeys(probe.target.hook for probe in probes):
+            own = [probe for probe in probes if probe.target.hook == hook]
+            name = "megatron schedules" if hook == "all" else f"megatron hook {hook}"
+            if wrong := [probe for probe in own if probe.problem]:
+                detail = "; ".join(
+                    f"expected {probe.target}, found {probe.found}: {probe.problem}" for probe in wrong
+                )
+                advice = f"use an unmodified release from {first} up to, not including, {end}"
+                yield Finding("fail" if checkout else "warn", name, detail, advice)
+            else:
+                replaced = ", ".join(probe.target.name for probe in own)
+                yield Finding("ok", name, f"signatures as expected of {replaced}")
+    if config is not None:
+        launch = importlib.import_module("dct_plugin.integrations.megatron.launch")
+        from ..config import DCTConfig
+
+        try:
+            states = launch.hook_states(DCTConfig.from_file(config))
+        except ConfigError as error:
+            yield Finding("fail", "configuration", str(error), f"correct {config}")
+            return
+        for hook, reason in states.items():
+            detail = f"not active: {reason}" if reason else "active"
+            yield Finding("ok", f"{config.name}: {hook}", detail)
+
+
 def _distributed() -> Iterable[Finding]:
     import torch.distributed as dist
 
@@ -160,6 +217,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
     _hosts,
     _kernels,
     _activation,
+    _megatron,
     _distributed,
     _tensorboard,
 ]

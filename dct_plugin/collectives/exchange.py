@@ -53,7 +53,10 @@ class Exchange:
         Raises:
             DesyncError: A rank reported a failure, or is at another operation; names the ranks.
         """
-        sizes = self._exchange_sizes([m.numel() for m in messages], fingerprint)
+        return self.transfer(messages, self._exchange_sizes([m.numel() for m in messages], fingerprint))
+
+    def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """:meth:`all_to_all` where every rank knows beforehand that rank ``r`` sends it ``sizes[r]``."""
         received = [
             messages[r] if r == self.rank else torch.empty(sizes[r], dtype=torch.uint8, device=self.device)
             for r in range(self.world_size)

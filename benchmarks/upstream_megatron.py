@@ -1,0 +1,272 @@
+"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: pretrain_gpt.py and unit tests.
+
+    MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py
+    MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py --case pp2 --mode plain --mode zero
+    MEGATRON_LM=~/Megatron-LM python benchmarks/upstream_megatron.py --unit-tests
+
+Needs six, regex, pyyaml and triton (megatron.training imports them), and pytest, pytest-mock, pytest-asyncio
+and click for the unit tests. Modes of training:
+
+    plain   torchrun pretrain_gpt.py, without the plugin
+    zero    through the launch wrapper, every sparsity 0
+    codec   the same, but nothing is left to Megatron: every entry is encoded, sent and decoded
+    sparse  sparsity 0.9 in model parallelism, 0.99 in data parallelism
+
+With ``zero`` and ``codec`` every printed loss and gradient norm must equal that of ``plain``. CPU times say
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COMMON = shlex.split("""
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style constant --weight-decay 0.0 --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 255 --split 90,5,5 --eval-iters 1 --eval-interval 1000 --log-interval 1
+    --distributed-backend gloo --transformer-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-save-optim --no-save-rng --num-workers 0
+""")
+
+
+class Case(NamedTuple):
+    """A parallel layout: processes, Megatron's arguments for it, and the hooks it is there for."""
+
+    processes: int
+    arguments: str
+    hooks: str
+
+
+CASES = {
+    "pp2": Case(2, "--pipeline-model-parallel-size 2", "pipeline"),
+    "pp2_bf16": Case(2, "--pipeline-model-parallel-size 2 --bf16", "pipeline"),
+    "tp2": Case(2, "--tensor-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0", "tensor"),
+    "tp2_sp": Case(2, "--tensor-model-parallel-size 2 --sequence-parallel", "tensor"),
+    "dp2": Case(2, "", "data_parallel"),
+    "dp2_distopt": Case(2, "--use-distributed-optimizer --overlap-grad-reduce --bf16", "data_parallel"),
+    "tp2_pp2": Case(
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        "pipeline tensor",
+    ),
+}
+
+_FP32 = {"sparsity": 0, "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+_ZERO = {
+    "data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 0},
+    "model_parallel": {"pipeline": _FP32, "tensor": _FP32},
+}
+SECTIONS = {
+    "zero": _ZERO,
+    "codec": _ZERO,
+    "sparse": {
+        "data_parallel": {"sparsity": 0.99},
+        "model_parallel": {"pipeline": {"sparsity": 0.9}, "tensor": {"sparsity": 0.9}},
+    },
+}
+THROUGH_CODEC = {"DCT_TEST_THROUGH_CODEC": "1"}
+
+UNIT_TESTS = [
+    "tests/unit_tests/tensor_parallel/test_mappings.py",
+    "tests/unit_tests/tensor_parallel/test_layers.py",
+    "tests/unit_tests/tensor_parallel/test_cross_entropy.py",
+    "tests/unit_tests/tensor_parallel/test_data.py",
+    "tests/unit_tests/pipeline_parallel/test_helpers.py",
+    # Hangs now and then with gloo, with and without hooks.
+    "tests/unit_tests/pipeline_parallel/test_schedules.py"
+    " --deselect=tests/unit_tests/pipeline_parallel/test_schedules.py"
+    "::test_forward_backward_pipelining_with_interleaving_with_custom_pgs",
+    "tests/unit_tests/distributed/test_distributed_data_parallel.py",
+    "tests/unit_tests/distributed/test_grad_reduce_for_replicated_embedder.py",
+    "tests/unit_tests/distributed/test_reduce_scatter_with_fp32_accumulation.py",
+]
+
+
+def main() -> int:
+    """Run what was asked for, print a report; the exit status is 1 if something differs or fails."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkout", default=os.environ.get("MEGATRON_LM"), help="default: $MEGATRON_LM")
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--mode", action="append", choices=["plain", *SECTIONS], help="default: all")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument(
+        "--unit-tests", action="store_true", help="run Megatron's unit tests instead of trainings"
+    )
+    parser.add_argument("--test", action="append", help="unit-test files instead of the usual ones")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for each job")
+    options = parser.parse_args()
+    if not options.checkout or not (Path(options.checkout) / "pretrain_gpt.py").is_file():
+        parser.error("set MEGATRON_LM to a checkout of Megatron-LM")
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(Path(options.checkout).resolve(), Path(folder), options.timeout)
+        if options.unit_tests:
+            return unit_tests(runner, options.test or UNIT_TESTS)
+        modes = options.mode or ["plain", *SECTIONS]
+        return trainings(runner, options.case or list(CASES), modes, options.iterations)
+
+
+class Runner:
+    """Starts jobs in processes where CUDA is the CPU, and reads what they print."""
+
+    def __init__(self, checkout: Path, folder: Path, timeout: float) -> None:
+        self.checkout = checkout
+        self.folder = folder
+        self.timeout = timeout
+        (folder / "sitecustomize.py").write_text("import megatron_upstream_cpu as cpu; cpu.install()\n")
+        for name, section in SECTIONS.items():
+            (folder / f"{name}.json").write_text(json.dumps({"dct": section}))
+        self.environment = {key: value for key, value in os.environ.items() if key != "DCT_CONFIG"} | {
+            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'tests'}",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+
+    def run(self, arguments: list[str], **environment: str) -> tuple[int, str]:
+        """Exit status (124 when it ran out of time) and output of ``torchrun`` with these arguments."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+        with tempfile.TemporaryFile("w+", dir=self.folder) as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.checkout,
+                env={**self.environment, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(self.timeout)
+            except subprocess.TimeoutExpired:
+                code = 124
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            output.seek(0)
+            return code, output.read()
+
+
+def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: int) -> int:
+    """Every case in every mode; losses and gradient norms are compared as they are printed."""
+    failed = False
+    for name in cases:
+        case = CASES[name]
+        reference: list[tuple[str, str]] | None = None
+        for mode in modes:
+            script = [str(runner.checkout / "pretrain_gpt.py"), *COMMON, "--train-iters", str(iterations)]
+            script += case.arguments.split()
+            if mode != "plain":
+                script = [
+                    "-m",
+                    "dct_plugin.megatron",
+                    "--dct-config",
+                    str(runner.folder / f"{mode}.json"),
+                    *script,
+                ]
+            began = time.monotonic()
+            environment = THROUGH_CODEC if mode == "codec" else {}
+            code, output = runner.run(["--nproc-per-node", str(case.processes), *script], **environment)
+            found = losses(output)
+            took = f"{time.monotonic() - began:.0f} s"
+            if code or len([kind for kind, _ in found if kind == "training"]) != iterations:
+                failed = True
+                print(f"{name:12} {mode:7} FAILED with {code} ({took})\n" + tail(output), flush=True)
+                continue
+            verdict = ""
+            if mode == "plain":
+                reference = found
+            elif mode in ("zero", "codec") and reference is not None:
+                same = found == reference
+                failed |= not same
+                verdict = (
+                    "equal to plain" if same else f"DIFFERS from plain: {first_difference(reference, found)}"
+                )
+            summary = [
+                line for line in output.splitlines() if re.match(r"dct: (?!dct-plugin|megatron)", line)
+            ]
+            print(f"{name:12} {mode:7} {found[-1][1]} {verdict} ({took})", flush=True)
+            for line in summary:
+                print(f"{'':21}{line}", flush=True)
+    return int(failed)
+
+
+def losses(output: str) -> list[tuple[str, str]]:
+    """``(kind, printed numbers)`` of every training iteration and evaluation."""
+    found = []
+    for line in output.splitlines():
+        if match := re.search(r"iteration +\d+/ +\d+ \|.*lm loss: (\S+) \|.*grad norm: (\S+) \|", line):
+            found.append(("training", f"loss {match[1]} grad norm {match[2]}"))
+        elif match := re.search(r"loss at iteration.*lm loss value: (\S+)", line):
+            found.append(("evaluation", f"evaluation {match[1]}"))
+    return found
+
+
+def first_difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:
+    """The first entries that are not equal."""
+    for number, (mine, theirs) in enumerate(zip(one, other, strict=False), 1):
+        if mine != theirs:
+            return f"entry {number}: {mine[1]} != {theirs[1]}"
+    return f"{len(one)} != {len(other)} entries"
+
+
+def unit_tests(runner: Runner, files: list[str]) -> int:
+    """Megatron's own tests, without hooks and with every entry going through them."""
+    failed = False
+    for file in files:
+        outcomes = []
+        for hooks in (False, True):
+            environment = {"DCT_CONFIG": str(runner.folder / "codec.json"), **THROUGH_CODEC} if hooks else {}
+            arguments = [
+                "--nproc-per-node",
+                "8",
+                "-m",
+                "pytest",
+                "-q",
+                "-o",
+                "addopts=",
+                "-p",
+                "megatron_upstream_cpu",
+            ]
+            arguments += ["-p", "no:cacheprovider", *file.split()]
+            code, output = runner.run(arguments, **environment)
+            outcomes.append(result := tests_of(output, code))
+            print(f"{file.split()[0]} {'with hooks' if hooks else 'plain'}: {result}", flush=True)
+        failed |= outcomes[0] != outcomes[1]
+    return int(failed)
+
+
+def tests_of(output: str, code: int) -> str:
+    """pytest's last line, of all ranks, without times; equal lines once."""
+    lines = re.findall(
+        r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*?) in [\d.]+s", output, re.MULTILINE
+    )
+    unique = sorted({re.sub(r",? \d+ warnings?", "", line) for line in lines})
+    status = "" if not code else " (ran out of time)" if code == 124 else f" (exit status {code})"
+    return (" | ".join(unique) or "no result") + status + (f"\n{tail(output)}" if not unique else "")
+
+
+def tail(output: str) -> str:
+    """What matters at the end of a failed job's output."""
+    lines = [line for line in output.splitlines() if line.strip() and "Warning" not in line]
+    return "\n".join(f"    {line}" for line in lines[-25:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

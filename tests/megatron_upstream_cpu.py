@@ -1,0 +1,108 @@
+"""Test-only: Megatron-LM's own training code and unit tests on CPU with gloo, on top of ``megatron_cpu``.
+
+``install()`` runs at the start of every process (``benchmarks/upstream_megatron.py`` has it called by
+``sitecustomize``), before ``megatron`` is imported. Nothing in the checkout is changed. As a pytest plugin
+(``-p megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a GPU machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import megatron_cpu
+import torch
+from dct_plugin.integrations.megatron.post_import import when_imported
+
+#: Environment variable: what has sparsity 0 is not left to Megatron, but encoded, sent and decoded, too.
+THROUGH_CODEC = "DCT_TEST_THROUGH_CODEC"
+
+
+def install() -> None:
+    """Make CUDA and the parts of ``megatron.training`` that need it serve the CPU."""
+    megatron_cpu.install()
+    torch.set_num_threads(1)
+    cuda = torch.cuda
+    properties = types.SimpleNamespace(
+        major=8, minor=0, multi_processor_count=1, total_memory=1 << 34, name="cpu"
+    )
+    cuda.get_device_properties = lambda *a, **k: properties
+    for name in ("reset_peak_memory_stats", "ipc_collect"):
+        setattr(cuda, name, lambda *a, **k: None)
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    for name in ("randint", "eye", "linspace", "rand_like", "randn_like", "empty_strided"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.new_tensor = _on_cpu(torch.Tensor.new_tensor)
+    barrier = torch.distributed.barrier
+    # gloo refuses device_ids
+    torch.distributed.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    when_imported("megatron.core", lambda module: megatron_cpu.patch_megatron())
+    when_imported("megatron.core.datasets", _find_compiled_helpers)
+    when_imported("megatron.training.initialize", _initialize_without_gpu)
+    when_imported("megatron.legacy.fused_kernels", lambda module: setattr(module, "load", lambda args: None))
+    if os.environ.get(THROUGH_CODEC):
+        when_imported("dct_plugin.integrations.megatron.hooks", _send_everything_through_the_codec)
+
+
+def _on_cpu(original: Any) -> Any:
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        if str(keywords.get("device")).startswith("cuda") or type(keywords.get("device")) is int:
+            keywords["device"] = "cpu"
+        return original(*arguments, **keywords)
+
+    return wrapper
+
+
+def _send_everything_through_the_codec(module: Any) -> None:
+    module.install = functools.partial(module.install, pass_through=False)
+
+
+def _find_compiled_helpers(module: Any) -> None:
+    """The index builders are compiled in the wheel; a checkout would run make."""
+    for place in sys.path:
+        folder = Path(place) / "megatron" / "core" / "datasets"
+        if any(folder.glob("helpers_cpp*.so")) and str(folder) not in module.__path__:
+            module.__path__.append(str(folder))
+
+    when_imported(
+        "megatron.core.datasets.utils", lambda utils: setattr(utils, "compile_helpers", lambda: None)
+    )
+
+
+def _initialize_without_gpu(module: Any) -> None:
+    module.initialize_megatron = functools.partial(module.initialize_megatron, allow_no_cuda=True)
+    module.set_jit_fusion_options = lambda: None  # warms up compiled kernels on "cuda"
+
+
+# -- pytest plugin: started by `pytest -p megatron_upstream_cpu` -------------------------------------------
+
+
+def pytest_configure(config: Any) -> None:
+    """Prepare a process of Megatron's unit tests, and install the hooks that ``DCT_CONFIG`` asks for."""
+    init_process_group = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend=None, *a, **k: init_process_group("gloo", *a, **k)
+    torch.cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
+    torch.Tensor.is_cuda = property(lambda tensor: False)
+    sys.path.insert(0, os.getcwd())
+    from megatron.core import utils
+    from packaging.version import Version
+
+    if utils.get_te_version() is None:
+        utils.get_te_version = lambda: Version("0.0")  # the tests' set-up compares it
+    try:
+        from tests.test_utils.python_scripts import download_unit_tests_dataset as download
+    except ImportError:
+        pass
+    else:
+        download.download_and_extract_asset = lambda **keywords: None
+    if os.environ.get("DCT_CONFIG"):
+        from dct_plugin.integrations.megatron import hooks
+
+        from dct_plugin.config import DCTConfig
+
+        hooks.install(DCTConfig.from_file(os.environ["DCT_CONFIG"]))

@@ -1,0 +1,444 @@
+"""``python -m dct_plugin.megatron``: arguments, the script's surroundings, checks before patching."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dct_plugin.integrations.megatron import launch as launcher
+from dct_plugin.integrations.megatron import versions
+from dct_plugin.integrations.megatron.launch import help_text, hook_states, parse
+
+from dct_plugin.config import DCTConfig, options
+from dct_plugin.errors import ConfigError, VersionError
+
+INSTALLED = versions.find_installation()
+needs_megatron = pytest.mark.skipif(INSTALLED is None, reason="megatron-core is not installed")
+PIPELINE = "--dct-pipeline-sparsity=0.9"
+
+
+def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "DCT_CONFIG", "SLURM_PROCID")
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, arguments)],
+        cwd=cwd,
+        env={**clean, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return start("-m", "dct_plugin.megatron", *arguments, cwd=cwd, **environment)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+# -- arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dct-pipeline-sparsity", "0.9", "x.py", "--a", "1", "b"],
+        ["x.py", "--a", "1", "--dct-pipeline-sparsity", "0.9", "b"],
+        ["x.py", "--a", "1", "b", "--dct-pipeline-sparsity=0.9"],
+        ["x.py", "--a", "1", "b", "--dct-model-parallel-pipeline-sparsity", "0.9"],
+        ["x.py", "--a", "1", "b", "--dct-model_parallel_pipeline_sparsity=0.9"],
+    ],
+)
+def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
+    found = parse(arguments, {})
+    assert found.target == "x.py"
+    assert found.arguments == ["--a", "1", "b"]
+    assert found.config.model_parallel.pipeline.sparsity == 0.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest"),
+    [
+        (["--local-rank=1", "x.py", "-a"], ["--local-rank=1", "-a"]),
+        (["--local_rank=1", "x.py"], ["--local_rank=1"]),
+        (["--local_rank", "1", PIPELINE, "x.py", "-m", "y"], ["--local_rank", "1", "-m", "y"]),
+    ],
+)
+def test_local_rank_of_older_launchers_reaches_the_script(arguments: list[str], rest: list[str]) -> None:
+    found = parse([*arguments, PIPELINE], {})
+    assert (found.target, found.is_module, found.arguments) == ("x.py", False, rest)
+
+
+@pytest.mark.parametrize("flag", ["-m", "--module"])
+def test_modules(flag: str) -> None:
+    found = parse(["--local-rank=0", flag, "a.b", "-m", "c", PIPELINE], {})
+    assert (found.target, found.is_module, found.arguments) == ("a.b", True, ["--local-rank=0", "-m", "c"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([PIPELINE], "no script to run"),
+        ([PIPELINE, "-m"], "needs the name of a module"),
+        ([PIPELINE, "--lr", "1", "x.py"], "'--lr' before the script"),
+        (["x.py"], "no configuration: give --dct-config FILE"),
+        (["x.py", "--dct-config"], "--dct-config needs a value"),
+        (["x.py", "--dct-pipeline-sparsity", "--lr"], "--dct-pipeline-sparsity needs a value, got '--lr'"),
+        (["x.py", "--dct-pipelin-sparsity", "0.9"], "did you mean --dct-pipeline-sparsity?"),
+        (["x.py", "--dct-sparsity", "0.9"], "ambiguous: --dct-data-parallel-sparsity, --dct-model-parallel-"),
+        (
+            ["x.py", "--dct-pipeline-sparsity", "1.5"],
+            "dct.model_parallel.pipeline.sparsity = 1.5: must be a number",
+        ),
+        (["x.py", "--dct-pipeline-enabled", "yes"], "must be true or false"),
+        (["x.py", "--dct-config", "absent.json"], "absent.json: cannot be read"),
+    ],
+)
+def test_faults_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments, {})
+    assert message in str(caught.value)
+
+
+def test_the_configuration_comes_from_file_environment_and_options(tmp_path: Path) -> None:
+    section = {"data_parallel": {"sparsity": 0.5}, "metrics": {"every": 7}}
+    first = write(tmp_path / "a.json", json.dumps({"dct": section}))
+    second = write(tmp_path / "b.json", json.dumps({"metrics": {"every": 8}}))
+    found = parse(["x.py", "--dct-config", str(first)], {"DCT_CONFIG": str(second)})
+    assert found.config == DCTConfig.parse(section)
+    assert found.source == str(first)
+    found = parse(["x.py"], {"DCT_CONFIG": str(second)})
+    assert found.config.metrics.every == 8
+    assert "DCT_CONFIG" in found.source
+    found = parse(["x.py", f"--dct-config={first}", "--dct-data-parallel-sparsity", "0.25"], {})
+    assert found.config == DCTConfig.parse(section).updated({"data_parallel": {"sparsity": 0.25}})
+
+
+def test_without_a_file_only_what_is_named_is_on() -> None:
+    config = parse(["x.py", PIPELINE], {}).config
+    assert config.model_parallel.pipeline.enabled
+    assert not config.model_parallel.tensor.enabled
+    assert not config.data_parallel.enabled
+    assert [name for name, reason in hook_states(config).items() if not reason] == ["pipeline"]
+    config = parse(["x.py", "--dct-data-parallel-density-band", "[0.4, 3.0]"], {}).config
+    assert config.data_parallel.enabled
+    assert config.data_parallel.density_band == (0.4, 3.0)
+    assert parse(["x.py", "--dct-pipeline-enabled=false"], {}).config.model_parallel.pipeline.enabled is False
+
+
+def test_reasons_why_a_hook_is_not_active() -> None:
+    section = {"data_parallel": {"sparsity": 0}, "model_parallel": {"tensor": {"enabled": False}}}
+    states = hook_states(DCTConfig.parse(section))
+    assert states == {
+        "pipeline": "dct.model_parallel.pipeline.sparsity = 0",
+        "tensor": "dct.model_parallel.tensor.enabled = false",
+        "data_parallel": "dct.data_parallel.sparsity = 0",
+    }
+    assert set(hook_states(DCTConfig(enabled=False)).values()) == {"dct.enabled = false"}
+
+
+def test_help_lists_every_option() -> None:
+    text = help_text()
+    for option in options():
+        assert (
+            "--dct-" + option.path.removeprefix("dct.").replace(".", "-").replace("_", "-") + " VALUE" in text
+        )
+
+
+# -- the script's surroundings ------------------------------------------------------------------------------
+
+REPORT = """\
+    import json, sys, os
+    print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0],
+                      "main": sys.modules["__main__"].__dict__ is globals(), "cwd": os.getcwd()}))
+"""
+
+
+def report(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    write(tmp_path / "sub" / "x.py", REPORT + "    import beside\n")
+    write(tmp_path / "sub" / "beside.py", "")
+    plain = report(start("sub/x.py", "--a", "1", cwd=tmp_path))
+    result = run(PIPELINE, "sub/x.py", "--a", "--dct-tensor-sparsity", "0.5", "1", cwd=tmp_path)
+    assert report(result) == {**plain, "argv": [str(tmp_path / "sub" / "x.py"), "--a", "1"]}
+    assert "never imported megatron.core" in result.stderr
+
+
+def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    write(tmp_path / "pkg" / "__init__.py", "")
+    write(tmp_path / "pkg" / "x.py", REPORT)
+    plain = report(start("-m", "pkg.x", "1", cwd=tmp_path))
+    found = report(run("-m", "pkg.x", "1", PIPELINE, cwd=tmp_path))
+    assert found == plain
+    found = report(run("--local-rank=0", "-m", "pkg.x", "1", PIPELINE, cwd=tmp_path))
+    assert found["argv"][1:] == ["--local-rank=0", "1"]
+
+
+def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
+    write(tmp_path / "x.py", "import sys; sys.exit(7)")
+    assert run(PIPELINE, "x.py", cwd=tmp_path).returncode == 7
+    write(tmp_path / "y.py", "raise KeyError('here')")
+    result = run(PIPELINE, "y.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "KeyError: 'here'" in result.stderr
+
+
+def test_errors_come_without_traceback(tmp_path: Path) -> None:
+    result = run(PIPELINE, "absent.py", cwd=tmp_path, RANK="3")
+    assert result.returncode == 2
+    assert result.stderr.startswith("dct: error on rank 3: cannot run 'absent.py'")
+    assert "Traceback" not in result.stderr
+    assert run(cwd=tmp_path).stdout.startswith("usage: torchrun")
+    assert run("--dct-help", cwd=tmp_path).returncode == 0
+
+
+def test_switched_off_it_leaves_everything_alone(tmp_path: Path) -> None:
+    config = write(tmp_path / "off.json", '{"enabled": false}')
+    write(
+        tmp_path / "x.py", "import sys; print([f for f in sys.meta_path if 'megatron' in type(f).__module__])"
+    )
+    result = run("x.py", cwd=tmp_path, DCT_CONFIG=str(config))
+    assert result.returncode == 0
+    assert "switched off" in result.stdout
+    assert result.stdout.endswith("[]\n")
+
+
+# -- versions and signatures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.15.3", False),
+        ("0.16.0", True),
+        ("0.16.1+abc", True),
+        ("0.19.9", True),
+        ("0.20.0rc0", False),
+        ("0.2.0", False),
+    ],
+)
+def test_supported_versions(version: str, supported: bool) -> None:
+    assert versions.is_supported(version) is supported
+
+
+def test_another_release_stops_the_run(tmp_path: Path) -> None:
+    write(tmp_path / "megatron" / "core" / "__init__.py", "__version__ = '0.2.0'")
+    write(tmp_path / "x.py", "import megatron.core; print('went on')")
+    result = run(PIPELINE, "x.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "went on" not in result.stdout
+    assert "megatron-core 0.2.0" in result.stderr
+    assert "supported: 0.16.0 up to, not including, 0.20.0" in result.stderr
+    assert "what to do: this looks like Megatron-DeepSpeed" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def copy_of_core(place: Path) -> Path:
+    """The installed megatron-core once more, as links, for one of its files to be changed."""
+    assert INSTALLED is not None
+    core = place / "megatron" / "core"
+    core.mkdir(parents=True)
+    for item in INSTALLED.folder.iterdir():
+        (core / item.name).symlink_to(item)
+    folder = core / "pipeline_parallel"
+    folder.unlink()
+    folder.mkdir()
+    for item in (INSTALLED.folder / "pipeline_parallel").iterdir():
+        (folder / item.name).symlink_to(item)
+    return core
+
+
+@needs_megatron
+def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) -> None:
+    core = copy_of_core(tmp_path)
+    file = core / "pipeline_parallel" / "p2p_communication.py"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace("tensor_send_next", "send_next"))
+    found = versions.find_installation(tmp_path)
+    assert found is not None
+    problems = [probe for probe in versions.inspect_files(found) if probe.problem]
+    assert [probe.target.hook for probe in problems] == ["pipeline"]
+    write(tmp_path / "x.py", "import megatron.core; print('went on from', megatron.core.__file__)")
+    result = run(PIPELINE, "x.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "went on" not in result.stdout
+    assert "P2PCommunicator._communicate (hook pipeline)" in result.stderr
+    assert "expected: (self, tensor_send_next, " in result.stderr
+    assert "found:    (self, send_next, " in result.stderr
+    result = run("--dct-data-parallel-sparsity=0.9", "x.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f"went on from {core}" in result.stdout
+
+
+@needs_megatron
+def test_the_installed_megatron_is_what_the_hooks_expect() -> None:
+    assert INSTALLED is not None
+    assert [probe for probe in versions.inspect_files(INSTALLED) if probe.problem] == []
+
+
+def doctor(*arguments: object, cwd: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    result = start("-m", "dct_plugin.cli", "doctor", "--json", *arguments, cwd=cwd)
+    return result.returncode, {row["subject"]: row for row in json.loads(result.stdout)}
+
+
+@needs_megatron
+def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
+    core = copy_of_core(tmp_path)
+    config = write(tmp_path / "dct.json", '{"model_parallel": {"pipeline": {"sparsity": 0.9}}}')
+    code, found = doctor("--megatron", tmp_path, "--config", config, cwd=tmp_path)
+    assert code == 0
+    assert found["megatron sources"]["detail"].endswith(str(core))
+    assert "P2PCommunicator._communicate" in found["megatron hook pipeline"]["detail"]
+    assert found["dct.json: pipeline"]["detail"] == "active"
+    assert found["dct.json: tensor"]["detail"] == "not active: dct.model_parallel.tensor.sparsity = 0"
+    file = core / "pipeline_parallel" / "p2p_communication.py"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace("def _p2p_ops(", "def _other_ops("))
+    code, found = doctor("--megatron", tmp_path, cwd=tmp_path)
+    assert code == 1
+    assert "p2p_communication._p2p_ops(tensor_send_prev, " in found["megatron hook pipeline"]["detail"]
+    assert found["megatron hook tensor"]["status"] == "ok"
+
+
+def test_doctor_and_other_releases(tmp_path: Path) -> None:
+    write(tmp_path / "megatron" / "core" / "__init__.py", "")
+    write(tmp_path / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 2\nPATCH = 0\n")
+    code, found = doctor("--megatron", tmp_path, cwd=tmp_path)
+    assert code == 1
+    assert found["megatron sources"]["status"] == "fail"
+    assert found["megatron sources"]["detail"].startswith("0.2.0, ")
+    assert doctor("--megatron", tmp_path / "absent", cwd=tmp_path)[0] == 1
+
+
+def test_no_checkout(tmp_path: Path) -> None:
+    with pytest.raises(VersionError, match="no Megatron checkout"):
+        versions.find_installation(tmp_path)
+
+
+# -- with megatron-core -------------------------------------------------------------------------------------
+
+# megatron.training is part of a Megatron-LM checkout, a namespace package beside the installed megatron.core.
+ARGUMENTS = """\
+    import argparse
+
+    def add_megatron_arguments(parser):
+        parser.add_argument("--lr", type=float)
+        return parser
+
+    def parse_args():
+        return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+SCRIPT = """\
+    import json
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.training.arguments import parse_args
+    import megatron.core, torch
+
+    arguments = vars(parse_args())
+    torch.distributed.init_process_group("gloo")
+    mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
+    patched = hasattr(P2PCommunicator._communicate, "__wrapped__")
+    print(json.dumps({"patched": patched, "arguments": arguments}))
+    torch.distributed.destroy_process_group()
+"""
+
+
+def two_ranks(folder: Path, *configs: str) -> list[tuple[int, str, str]]:
+    """Two processes of one job, each with its own configuration."""
+    port = 20000 + os.getpid() % 20000
+    processes = []
+    for rank, config in enumerate(configs):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DCT_CONFIG": config}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "dct_plugin.megatron", "x.py", "--lr", "0.5"],
+                cwd=folder, env={**os.environ, **own},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    results = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.kill()
+        results.append((process.returncode, out, err))
+    return results
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    write(tmp_path / "megatron" / "training" / "arguments.py", ARGUMENTS)
+    write(tmp_path / "x.py", SCRIPT)
+    for name, sparsity in {"a.json": 0.9, "b.json": 0.8}.items():
+        section = {
+            "model_parallel": {"pipeline": {"sparsity": sparsity}},
+            "data_parallel": {"enabled": False},
+        }
+        write(tmp_path / name, json.dumps({"dct": section}))
+    return tmp_path
+
+
+@needs_megatron
+def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
+    results = two_ranks(job, "a.json", "a.json")
+    for code, out, err in results:
+        assert code == 0, err
+        found = json.loads(out.strip().splitlines()[-1])
+        assert found["patched"]
+        assert found["arguments"]["lr"] == 0.5
+        assert found["arguments"]["dct_model_parallel_pipeline_sparsity"] == 0.9
+        assert found["arguments"]["dct_config"].startswith("a.json")
+    first, second = (out for _, out, _ in results)
+    assert "dct: active hooks: pipeline" in first
+    assert "data_parallel (dct.data_parallel.enabled = false)" in first
+    assert "dct: " not in second
+
+
+@needs_megatron
+def test_ranks_with_different_configurations_stop_at_start(job: Path) -> None:
+    for code, out, err in two_ranks(job, "a.json", "b.json"):
+        assert code == 1, out
+        assert "ranks were started differently" in err
+        assert "rank 1: dct.model_parallel.pipeline.sparsity: 0.9 != 0.8" in err
+        assert "Traceback" not in err
+        assert "patched" not in out
+
+
+def test_the_launcher_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, dct_plugin.integrations.megatron.launch, dct_plugin.integrations.megatron.patch_launch\n"
+        "heavy = {'torch', 'numpy', 'megatron', 'pydantic'} & sys.modules.keys()\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_rank_is_found_with_every_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert launcher._rank_or_none() is None
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    assert launcher._rank_or_none() == 5
+    monkeypatch.setenv("RANK", "2")
+    assert launcher._rank_or_none() == 2

@@ -1,0 +1,441 @@
+"""``dct patch-launch`` on representative scripts, which are also run with launchers that only take notes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from dct_plugin.integrations.megatron.patch_launch import (
+    BACKUP,
+    MODULE,
+    TRAINING,
+    LaunchError,
+    patch,
+    plan,
+    revert,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dct_plugin import cli
+
+SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
+runner = CliRunner()
+
+# How many launches of training scripts each holds.
+LAUNCHES = {
+    "deepspeed_lines.sh": 3,
+    "heredoc.sh": 3,
+    "launcher_variable.sh": 4,
+    "module_forms.sh": 5,
+    "srun_string.sh": 4,
+    "torchrun_arrays.sh": 1,
+    "torchrun_variable.sh": 1,
+}
+
+# How many it starts, where loops and conditions make that another number.
+STARTS = {"heredoc.sh": 4}
+
+# Writes its name and arguments, one per line, into $RECORD; wrappers then run what they were given.
+STUB = """\
+#!/bin/bash
+name=$(basename "$0")
+case $name in
+    srun) while [[ $1 == -* ]]; do [[ $1 == --container-image ]] && shift; shift; done; exec "$@";;
+    uv) shift; while [[ $1 == -* ]]; do shift; done; exec "$@";;
+esac
+{ printf '%s\\n' "$name"; printf '<%s>\\n' "$@"; echo; } >> "$RECORD"
+"""
+
+
+def read(path: Path) -> str:
+    return path.read_bytes().decode()
+
+
+def executed(text: str, folder: Path, *arguments: str) -> list[list[str]]:
+    """Arguments of every launcher that the script starts, in order."""
+    tools = folder / "bin"
+    tools.mkdir(parents=True)
+    for name in ("torchrun", "deepspeed", "python", "python3", "srun", "uv"):
+        (tools / name).write_text(STUB)
+        (tools / name).chmod(0o755)
+    script, record = folder / "script.sh", folder / "record"
+    script.write_bytes(text.encode())
+    record.touch()
+    environment = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "RECORD": str(record),
+        "HOME": "/home",
+        "LAUNCH_SCRIPT": "torchrun",
+    }
+    environment |= {"N": "2"}
+    subprocess.run(
+        ["bash", str(script), *arguments],
+        env=environment,
+        cwd=folder,
+        timeout=60,
+        check=True,
+        capture_output=True,
+    )
+    return [entry.split("\n") for entry in record.read_text().strip().split("\n\n")]
+
+
+def without_plugin(argv: list[str], config: str | None) -> list[str]:
+    """What a launcher was given, less the plugin; fails unless the plugin is there once, as it should be."""
+    flag = "<--module>" if argv[0] == "deepspeed" else "<-m>"
+    at = argv.index(f"<{MODULE}>")
+    added = ["<--dct-config>", f"<{config}>"] if config else []
+    assert argv[at + 1 : at + 1 + len(added)] == added
+    rest = argv[at + 1 + len(added) :]
+    assert argv.count(f"<{MODULE}>") == 1
+    if rest[0] == "<-m>":  # it was a module already
+        return argv[:at] + rest[1:]
+    assert argv[at - 1] == flag
+    return argv[: at - 1] + rest
+
+
+def test_every_representative_script_is_counted() -> None:
+    assert [path.name for path in SCRIPTS] == sorted(LAUNCHES)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("config", [None, "conf/dct.json", "${HOME}/dct.json"])
+def test_patched_and_back(path: Path, config: str | None) -> None:
+    text = read(path)
+    patched, found = patch(text, config=config)
+    assert len(found.training) == LAUNCHES[path.name]
+    assert not found.faults
+    assert patched != text
+    assert patch(patched, config=config)[0] == patched
+    assert revert(patched)[0] == text
+    assert revert(text)[0] == text
+    assert all(launch.removal for launch in plan(patched).training)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("config", [None, "conf/dct.json"])
+def test_patched_scripts_hand_over_the_plugin(path: Path, config: str | None, tmp_path: Path) -> None:
+    text = read(path)
+    plain = executed(text, tmp_path / "plain")
+    with_plugin = executed(patch(text, config=config)[0], tmp_path / "patched")
+    assert len(plain) == len(with_plugin)
+    started = 0
+    for before, after in zip(plain, with_plugin, strict=True):
+        after = [word.replace(str(tmp_path / "patched"), str(tmp_path / "plain")) for word in after]
+        if after != before:
+            started += 1
+            assert without_plugin(after, config) == before
+    assert started == STARTS.get(path.name, LAUNCHES[path.name])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("torchrun pretrain_gpt.py", "torchrun -m dct_plugin.megatron pretrain_gpt.py"),
+        ("torchrun $A pretrain_gpt.py --x", "torchrun $A -m dct_plugin.megatron pretrain_gpt.py --x"),
+        ("/opt/bin/torchrun $A a/train.py", "/opt/bin/torchrun $A -m dct_plugin.megatron a/train.py"),
+        ("ft_launcher --nnodes 2 sft_vlm.py", "ft_launcher --nnodes 2 -m dct_plugin.megatron sft_vlm.py"),
+        ("python3.11 -u -W ignore train.py", "python3.11 -u -W ignore -m dct_plugin.megatron train.py"),
+        ("deepspeed pretrain_gpt.py", "deepspeed --module dct_plugin.megatron pretrain_gpt.py"),
+        ("deepspeed --module a.train -x", "deepspeed --module dct_plugin.megatron -m a.train -x"),
+        ("torchrun $A -m a.train", "torchrun $A -m dct_plugin.megatron -m a.train"),
+        ("python -um a.train", "python -um dct_plugin.megatron -m a.train"),
+        (
+            "torchrun --no-python python -u train.py",
+            "torchrun --no-python python -u -m dct_plugin.megatron train.py",
+        ),
+        ("mpirun -np 2 python train.py", "mpirun -np 2 python -m dct_plugin.megatron train.py"),
+        (
+            "dbg -p :1 -m torch.distributed.run -- ${A[@]} train.py",
+            "dbg -p :1 -m torch.distributed.run -- ${A[@]} -m dct_plugin.megatron train.py",
+        ),
+        (
+            'sh -c "torchrun \\"$S/train.py\\" -x"',
+            'sh -c "torchrun -m dct_plugin.megatron \\"$S/train.py\\" -x"',
+        ),
+        ("torchrun $A $TRAIN_SCRIPT $B", "torchrun $A -m dct_plugin.megatron $TRAIN_SCRIPT $B"),
+        ("S=pretrain_gpt.py\ntorchrun $A $S", "S=pretrain_gpt.py\ntorchrun $A -m dct_plugin.megatron $S"),
+        ("S=x.py\nS=train.py\ntorchrun ${S}", "S=x.py\nS=train.py\ntorchrun -m dct_plugin.megatron ${S}"),
+        ("torchrun \\\r\n  train.py\r\n", "torchrun \\\r\n  -m dct_plugin.megatron train.py\r\n"),
+        ("torchrun\ttrain.py;ls train.py", "torchrun\t-m dct_plugin.megatron train.py;ls train.py"),
+    ],
+)  # fmt: skip
+def test_one_insertion(line: str, expected: str) -> None:
+    assert patch(line)[0] == expected
+    assert revert(expected)[0] == line
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "what"),
+    [
+        ("set -e\ntorchrun ${ARGS[@]}\n", 2, "no script found"),
+        ("torchrun $ARGS $COMMAND --lr 1", 1, "no script found before --lr"),
+        ("\n\ntorchrun --no-python ./run train.py", 3, "no python behind it"),
+        ("torchrun ./launch train.py", 1, "neither an option nor a Python script"),
+        ("mylauncher train.py", 1, "no launcher known here"),
+        ("torchrun pretrain_gpt.py\nflux run train.py", 2, "no launcher known here"),
+        ("L='deepspeed --num_gpus 2'\n$L $WHAT", 2, "no script found"),
+        ("x=1\ntorchrun 'train.py", 2, "quote without an end"),
+        ("torchrun train.py\nA=(1\n2", 2, "array without an end"),
+        ('torchrun train.py\nsh -c "torchrun \'train.py"', 2, "not understood"),
+        (f"python -m {MODULE}", 1, "without a script"),
+    ],
+)
+def test_refusals_name_the_line(text: str, number: int, what: str) -> None:
+    with pytest.raises(LaunchError, match=f"line {number}: .*{what}"):
+        patch(text)
+
+
+def test_partial_patches_what_is_understood() -> None:
+    patched, found = patch("torchrun train.py\nflux run train.py\n", partial=True)
+    assert patched == "torchrun -m dct_plugin.megatron train.py\nflux run train.py\n"
+    assert len(found.faults) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "echo torchrun pretrain_gpt.py",
+        "# torchrun pretrain_gpt.py",
+        "pip install deepspeed",
+        "python tools/preprocess_data.py --script train.py",
+        "torchrun tools/run_text_generation_server.py",
+        "scp_target=train.py",
+        '[ -f "pretrain_gpt.py" ] && ls train.py',
+        "if [ ! -f train.py ]; then echo train.py; fi",
+    ],
+)
+def test_what_is_no_launch_of_a_training(line: str) -> None:
+    with pytest.raises(LaunchError, match="no launch of a training script found"):
+        patch(line)
+
+
+def test_other_scripts_are_named_and_can_be_added() -> None:
+    text = "torchrun tasks/main.py --task X\n"
+    with pytest.raises(LaunchError, match=r"tasks/main\.py \(line 1\)"):
+        patch(text)
+    patched, _ = patch(text, scripts=(*TRAINING, "tasks/main.py"))
+    assert patched == "torchrun -m dct_plugin.megatron tasks/main.py --task X\n"
+    assert revert(patched)[0] == text
+
+
+def test_another_configuration_replaces_the_one_there() -> None:
+    first, _ = patch("torchrun train.py\n", config="a.json")
+    assert patch(first)[0] == first
+    assert (
+        patch(first, config="b.json")[0] == "torchrun -m dct_plugin.megatron --dct-config b.json train.py\n"
+    )
+
+
+def test_a_path_with_blanks_is_quoted_or_refused() -> None:
+    assert (
+        patch("torchrun train.py", config="a b.json")[0].split(" ", 3)[3]
+        == "--dct-config 'a b.json' train.py"
+    )
+    with pytest.raises(LaunchError, match="inside a quoted string"):
+        patch('sh -c "torchrun train.py"', config="a b.json")
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *[
+            "torchrun",
+            "deepspeed",
+            "python",
+            "-m",
+            "torch.distributed.run",
+            "--lr=1",
+            "train.py",
+            "pretrain_gpt.py",
+            "tools/x.py",
+        ],
+        *[
+            "$ARGS",
+            "$SCRIPT",
+            "SCRIPT=train.py",
+            "A=(",
+            ")",
+            '"',
+            "'",
+            "`",
+            "$(",
+            "${",
+            "}",
+            ";",
+            "&&",
+            "|",
+            "2>&1",
+            "echo",
+            "((",
+            "))",
+            "é",
+            "\\",
+            "$$",
+            "if",
+            "then",
+            "fi",
+            ";;",
+        ],
+        *["esac", "run_cmd=", "--module", "--no-python"],
+        *("python3 -u", "--nnodes 2", '"${ARGS[@]}"', "\\\n", "\n", "\r\n", " ", " ", " ", "> log", "# text"),
+        *("<<EOF\n", "EOF\n", "srun sh -c", 'cmd="', MODULE, "--dct-config a.json", "case x in x)"),
+        "eval $run_cmd",
+    ]
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(FRAGMENTS, max_size=25), st.sampled_from([None, "c.json", "a b.json"]))
+def test_any_text_is_refused_or_comes_back(parts: list[str], config: str | None) -> None:
+    text = " ".join(parts)
+    try:
+        patched, found = patch(text, config=config)
+    except LaunchError:
+        return
+    assert len(patched) >= len(text) or any(launch.removal for launch in found.training)
+    assert patch(patched, config=config)[0] == patched
+    if not any(launch.removal for launch in found.launches):
+        assert revert(patched)[0] == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="torchun pyA=\"'$(){}[]\\\n;&|<>#`.-\t\r", max_size=60))
+def test_no_text_makes_it_fail_otherwise(text: str) -> None:
+    with contextlib.suppress(LaunchError):
+        patch(text)
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    shutil.copy(Path(__file__).parent / "launch_scripts" / "torchrun_arrays.sh", path)
+    path.chmod(0o750)
+    return path
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    result = runner.invoke(cli.app, ["patch-launch", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_prints_a_diff_that_patch_applies(script: Path) -> None:
+    before = script.read_bytes()
+    code, out, _ = command(script)
+    assert code == 0
+    assert script.read_bytes() == before
+    copy = script.with_name("copy.sh")
+    shutil.copy(script, copy)
+    if shutil.which("patch"):
+        subprocess.run(["patch", str(copy)], input=out, text=True, check=True, capture_output=True)
+        assert copy.read_text() == patch(before.decode())[0]
+    changed = [
+        line for line in out.splitlines() if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")
+    ]
+    assert changed == [
+        "-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\",
+        "+torchrun ${DISTRIBUTED_ARGS[@]} -m dct_plugin.megatron pretrain_gpt.py \\",
+    ]
+
+
+def test_in_place_and_back(script: Path) -> None:
+    before = script.read_bytes()
+    backup = script.with_name(script.name + BACKUP)
+    assert command(script, "--check")[0] == 1
+    assert command(script, "--in-place")[0] == 0
+    assert MODULE in script.read_text()
+    assert stat.S_IMODE(script.stat().st_mode) == 0o750
+    assert backup.read_bytes() == before
+    assert command(script, "--check")[0] == 0
+    patched = script.read_bytes()
+    code, _, err = command(script, "--in-place")
+    assert code == 0
+    assert "already" in err
+    assert script.read_bytes() == patched
+    assert backup.read_bytes() == before
+    assert command(script, "--revert", "--check")[0] == 1
+    assert command(script, "--revert", "--in-place")[0] == 0
+    assert script.read_bytes() == before
+    assert not backup.exists()
+    assert command(script, "--revert", "--check")[0] == 0
+
+
+def test_revert_needs_no_backup_and_keeps_later_edits(script: Path) -> None:
+    before = script.read_text()
+    command(script, "--in-place")
+    script.write_text(script.read_text() + "echo done\n")
+    assert command(script, "--revert", "--in-place")[0] == 0
+    assert script.read_text() == before + "echo done\n"
+    assert script.with_name(script.name + BACKUP).read_text() == before
+
+
+def test_revert_restores_a_script_that_had_the_plugin_in_one_place_already(script: Path) -> None:
+    text = f"torchrun -m {MODULE} train.py\ntorchrun train.py\n"
+    script.write_text(text)
+    command(script, "--in-place")
+    assert script.read_text().count(MODULE) == 2
+    command(script, "--revert", "--in-place")
+    assert script.read_text() == text
+
+
+def test_an_older_backup_is_kept(script: Path) -> None:
+    backup = script.with_name(script.name + BACKUP)
+    backup.write_text("older\n")
+    command(script, "--in-place")
+    assert backup.read_text() == "older\n"
+    assert MODULE not in backup.with_name(backup.name + ".1").read_text()
+
+
+def test_bytes_that_are_no_text_and_links_stay(script: Path) -> None:
+    content = b"#!/bin/bash\r\n# caf\xe9 \xff\ntorchrun train.py"
+    real = script.with_name("real.sh")
+    real.write_bytes(content)
+    script.unlink()
+    script.symlink_to(real)
+    command(script, "--in-place")
+    assert script.is_symlink()
+    assert real.read_bytes() == content.replace(b"train.py", b"-m dct_plugin.megatron train.py")
+    assert command(script)[0] == 0
+    command(script, "--revert", "--in-place")
+    assert real.read_bytes() == content
+
+
+def test_output_and_configuration(script: Path) -> None:
+    config = script.with_name("dct.json")
+    config.write_text(json.dumps({"dct": {"model_parallel": {"pipeline": {"sparsity": 0.9}}}}))
+    target = script.with_name("out.sh")
+    assert command(script, "--config", config, "--output", target)[0] == 0
+    assert f"-m {MODULE} --dct-config {config} pretrain_gpt.py" in target.read_text()
+    assert os.access(target, os.X_OK)
+    assert MODULE not in script.read_text()
+    config.write_text("{}{")
+    code, _, err = command(script, "--config", config)
+    assert code == 2
+    assert "not valid JSON" in err
+
+
+def test_refusal_changes_nothing(script: Path) -> None:
+    script.write_text("torchrun train.py\nflux run train.py\n")
+    code, out, err = command(script, "--in-place")
+    assert code == 2
+    assert out == ""
+    assert "line 2" in err
+    assert MODULE not in script.read_text()
+    assert command(script.with_name("absent.sh"))[0] == 2
+    assert command(script, "--in-place", "--check")[0] == 2
+
+
+def test_revert_points_at_options_left(script: Path) -> None:
+    script.write_text(f"torchrun -m {MODULE} train.py --dct-pipeline-sparsity 0.9\n")
+    _, _, err = command(script, "--revert", "--in-place")
+    assert "line 1: --dct-pipeline-sparsity" in err
