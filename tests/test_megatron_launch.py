@@ -274,7 +274,7 @@ def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) 
     found = versions.find_installation(tmp_path)
     assert found is not None
     problems = [probe for probe in versions.inspect_files(found) if probe.problem]
-    assert [probe.target.hook for probe in problems] == ["pipeline"]
+    assert {probe.target.hook for probe in problems} == {"pipeline"}  # three functions take that parameter
     write(tmp_path / "x.py", "import megatron.core; print('went on from', megatron.core.__file__)")
     result = run(PIPELINE, "x.py", cwd=tmp_path)
     assert result.returncode == 1
