@@ -79,7 +79,7 @@ class DataParallelConfig(_Section):
         "... and when the realised density leaves density_band.",
     )
     threshold_tracking: bool = Field(
-        default=True, description="Nudge tau after each step by the density it realised; costs nothing."
+        default=True, description="Follow a small sample at every step between measurements."
     )
     density_band: tuple[float, float] = Field(
         default=(0.5, 2.0),

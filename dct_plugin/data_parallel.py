@@ -1,9 +1,8 @@
 """DCT-DP: gradients between data-parallel ranks, thresholded, with error feedback.
 
 Source: Gupta et al., KDD 2021, section 3. The paper's parameter server is sharded over the ranks: every rank
-    owns a
-part of each large gradient, sums what the ranks send it, thresholds the sum with a residual of its own and
-sends the result to all (``two_phase``). With few ranks it is cheaper that everybody sends everybody
+owns a part of each large gradient, sums what the ranks send it, thresholds the sum with a residual of its
+own and sends the result to all (``two_phase``). With few ranks it is cheaper that everybody sends everybody
 (``direct``). Under ZeRO-1/2 the owner is the rank that holds the optimizer partition, and only the first half
 is needed (``reduce_scatter``).
 
@@ -52,8 +51,7 @@ class GradientReducer:
     """Sums gradients over a data-parallel group through compressed messages.
 
     Every method that takes entries is a collective: all ranks of the group call it in the same order with
-        tensors of
-    the same names and sizes; a rank that is out of step or fails makes the others raise
+    tensors of the same names and sizes; a rank that is out of step or fails makes the others raise
     :class:`~dct_plugin.errors.DesyncError`.
 
     Args:
