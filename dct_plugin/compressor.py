@@ -72,14 +72,7 @@ class Compressor:
         self.config = config
         self.name = name
         self.schedule = SparsitySchedule(config.sparsity, config.warmup_steps, config.sparsity_warmup_steps)
-        self.threshold = Threshold.for_stream(
-            name,
-            rank,
-            mode=config.threshold,
-            lifespan=config.threshold_lifespan,
-            band=config.density_band,
-            tracking=config.threshold_tracking,
-        )
+        self.threshold = Threshold.for_stream(name, rank, config)
         self.residual: Residual | None = None
         self.velocity: Velocity | None = None
         self._kernels = kernels

@@ -69,14 +69,7 @@ class ActivationStream:
         self.config = config
         self.name = name
         self.sparsity = config.sparsity if sparsity is None else sparsity
-        self.threshold = Threshold.for_stream(
-            name,
-            rank,
-            mode=config.threshold,
-            lifespan=config.threshold_lifespan,
-            band=config.density_band,
-            tracking=config.threshold_tracking,
-        )
+        self.threshold = Threshold.for_stream(name, rank, config)
         self.step = 0
         """Optimizer steps so far."""
         self.training = True

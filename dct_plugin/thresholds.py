@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .config import ActivationConfig, DataParallelConfig
     from .kernels import Backend
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
@@ -69,9 +70,15 @@ class Threshold:
     out_of_band: bool = False
 
     @classmethod
-    def for_stream(cls, name: str, rank: int, **settings: Any) -> Threshold:
+    def for_stream(cls, name: str, rank: int, config: DataParallelConfig | ActivationConfig) -> Threshold:
         """Threshold whose random positions depend on the stream's name and the rank only (reproducible)."""
-        return cls(seed=zlib.crc32(f"{name}/{rank}".encode()), **settings)
+        return cls(
+            mode=config.threshold,
+            lifespan=config.threshold_lifespan,
+            band=config.density_band,
+            tracking=config.threshold_tracking,
+            seed=zlib.crc32(f"{name}/{rank}".encode()),
+        )
 
     def due(self, density: float) -> bool:
         """Whether the threshold has to be measured before the coming step at ``density`` (share of entries
