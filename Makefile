@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= out
 
+# DeepSpeed compiles an op on first use: with the ninja of .venv, into a cache of .venv, whatever else the machine has.
+export PATH := $(abspath $(BIN)):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 # Two local ranks share the machine's cores; DeepSpeed looks for an accelerator unless told not to.
 export OMP_NUM_THREADS ?= 1
 

@@ -42,8 +42,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.99": {"sparsity": 0.99},
     "0.99, no feedback": {"sparsity": 0.99, "error_feedback": "none"},
     "0.99, 10 % warm-up + 10 % ramp": {"sparsity": 0.99, "ramp": True},
-    "0.99, residual decay 0.9": {"sparsity": 0.99, "residual_decay": 0.9},
-    "0.99, residual clip 1 tau": {"sparsity": 0.99, "residual_clip": 0.5},
     "0.99, momentum correction": {"sparsity": 0.99, "momentum_masking": 0.9},
     "0.999": {"sparsity": 0.999},
 }

@@ -187,8 +187,6 @@ class Compressor:
             writer.advance(part.nbytes)
             stats.append(part)
         if not any(part.nonfinite for part in stats):
-            if target is not None:
-                self._fade(target, tau)
             if tau > 0.0:
                 self.threshold.observe(sum(part.above for part in stats), numel)
             else:
@@ -255,14 +253,6 @@ class Compressor:
             raise TypeError(f"{self.name}: expected a floating-point tensor, got {tensor.dtype}")
         flat = tensor.detach().reshape(-1)
         return flat if flat.dtype in _GRAD_DTYPES else flat.to(torch.float32)
-
-    def _fade(self, residual: Tensor, tau: float) -> None:
-        """Optional limits on how long and how much an entry may wait; both lose gradient on purpose."""
-        if self.config.residual_decay < 1.0:
-            residual.mul_(self.config.residual_decay)
-        if self.config.residual_clip is not None and 0.0 < tau < math.inf:
-            limit = self.config.residual_clip * tau
-            residual.clamp_(-limit, limit)
 
     def _capacity(self, density: float, length: int) -> int:
         return min(length, math.ceil(self.config.capacity * wanted(density, length)) + _CAPACITY_SLACK)

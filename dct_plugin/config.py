@@ -105,15 +105,6 @@ class DataParallelConfig(_Section):
         default="local",
         description="What was not sent is added to the next gradient (local), or dropped (none).",
     )
-    residual_decay: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Factor on the residual before each use; below 1 old gradients fade.",
-    )
-    residual_clip: float | None = Field(
-        default=None, gt=0, description="Limit of a residual entry, in multiples of tau; null is no limit."
-    )
     momentum_masking: float = Field(
         default=0.0,
         ge=0,
@@ -144,20 +135,14 @@ class DataParallelConfig(_Section):
         return band
 
     @model_validator(mode="after")
-    def _residual_options_need_a_residual(self) -> Self:
-        if self.error_feedback == "none":
-            used = {
-                "residual_decay": self.residual_decay != 1,
-                "residual_clip": self.residual_clip is not None,
-                "momentum_masking": self.momentum_masking != 0,
-            }
-            if keys := [key for key, is_set in used.items() if is_set]:
-                raise PydanticCustomError(
-                    "dct_conflict",
-                    "error_feedback = 'none' keeps no residual for {keys} to act on; "
-                    "set error_feedback to 'local', or leave these out",
-                    {"keys": ", ".join(f"{key} = {_show(getattr(self, key))}" for key in keys)},
-                )
+    def _momentum_needs_a_residual(self) -> Self:
+        if self.error_feedback == "none" and self.momentum_masking != 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "error_feedback = 'none' keeps no residual for momentum_masking = {value} to act on; "
+                "set error_feedback to 'local', or leave it out",
+                {"value": _show(self.momentum_masking)},
+            )
         return self
 
     @property

@@ -610,8 +610,13 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     Args:
         state: Made once per model.
         bucket: What DDP hands over.
+
+    Raises:
+        TypeError: The bucket holds sparse gradients (``nn.Embedding(sparse=True)``).
     """
     buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
     reducer = state.reducer(buffer.device)
     parameters = bucket.parameters()
     views = buffer.split([parameter.numel() for parameter in parameters])
@@ -620,7 +625,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     if bucket.is_last():
         reducer.commit()
         reducer.advance()
-    devices = [buffer.device] if buffer.is_cuda else None
+    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future

@@ -1,1 +1,1 @@
-"""Host frameworks: each folder connects one of them to the library; nothing in the library imports from here."""
+"""Host frameworks: each folder connects one to the library; nothing in the library imports from here."""

@@ -1,10 +1,10 @@
 """Activation by the JSON alone: what torch imports, in every process, at the end of ``import torch``.
 
-torch loads the entry points of group ``torch.backends`` (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off) and
-an exception in one of them breaks ``import torch``. So this module imports nothing but the standard library, does
-nothing but wait for ``deepspeed.runtime.engine``, and never raises. A DeepSpeed engine whose JSON has no ``dct``
-section is left as it is; for one that has, :mod:`dct_plugin.integrations.deepspeed.attach` is imported and what it
-raises reaches the user.
+torch loads the entry points of group ``torch.backends`` (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that
+off) and an exception in one of them breaks ``import torch``. So this module imports nothing but the standard
+library, does nothing but wait for ``deepspeed.runtime.engine``, and never raises. A DeepSpeed engine whose
+JSON has no ``dct`` section is left as it is; for one that has,
+:mod:`dct_plugin.integrations.deepspeed.attach` is imported and what it raises reaches the user.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ ENGINE_MODULE = "deepspeed.runtime.engine"
 ENGINE_CLASS = "DeepSpeedEngine"
 SECTION = "dct"
 
-#: Key, in the default process group's store, under which rank ``rank`` says what its engine number ``number`` runs.
-#: Engines without the section say so too: a rank whose JSON lacks it is then named at once, not after a time limit.
+#: Key, in the default process group's store, under which rank ``rank`` says what its engine number ``number``
+#: runs. Engines without the section say so too: a rank whose JSON lacks it is then named at once, not after a
+#: time limit.
 STORE_KEY = "dct_plugin/engine{number}/{rank}"
 ABSENT = '{"absent": true}'
 
@@ -44,7 +45,7 @@ def autoload() -> None:
 
 
 def install(module: ModuleType) -> None:
-    """Look at every engine, of ``DeepSpeedEngine`` and its subclasses, once its outermost ``__init__`` has returned."""
+    """Look at every engine (subclasses too) once its outermost ``__init__`` has returned."""
     engine_class = getattr(module, ENGINE_CLASS)
     if engine_class.__dict__.get(_WRAPPED):
         return
@@ -110,7 +111,11 @@ class _HookingLoader(Loader):
 
 
 def _with_subclasses(cls: type) -> list[type]:
-    return [cls] + [found for subclass in cls.__subclasses__() for found in _with_subclasses(subclass)]
+    found = [cls]
+    subclass: type
+    for subclass in cls.__subclasses__():
+        found += _with_subclasses(subclass)
+    return found
 
 
 def _wrap_init(cls: Any) -> None:
@@ -152,8 +157,8 @@ def engine_ready(engine: Any) -> None:
         from .deepspeed.attach import attach
     except ImportError as error:
         raise ImportError(
-            f"the DeepSpeed configuration has a {SECTION!r} section, but dct-plugin is not completely installed "
-            f"({error}); install it with: pip install 'dct-plugin[deepspeed]'"
+            f"the DeepSpeed configuration has a {SECTION!r} section, but dct-plugin is not completely "
+            f"installed ({error}); install it with: pip install 'dct-plugin[deepspeed]'"
         ) from error
     attach(engine, section, number=number)
 

@@ -249,19 +249,6 @@ def test_momentum_correction_is_dgc() -> None:
         v[sent] = 0
 
 
-def test_fading_is_optional_and_limits_the_residual() -> None:
-    gradient = torch.randn(20_000)
-    plain, fading = (
-        Compressor(sparsity=0.99),
-        Compressor(sparsity=0.99, residual_decay=0.5, residual_clip=0.1),
-    )
-    plain.compress(gradient)
-    fading.compress(gradient)
-    expected = plain.residual.current * 0.5  # type: ignore[union-attr]
-    limit = 0.1 * fading.threshold.tau
-    assert fading.residual.current.allclose(expected.clamp(-limit, limit))  # type: ignore[union-attr]
-
-
 def test_schedule_starts_dense_and_falls_to_the_target() -> None:
     schedule = SparsitySchedule(0.99, warmup_steps=3, ramp_steps=4)
     densities = [schedule.density(step) for step in range(10)]

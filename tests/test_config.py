@@ -21,7 +21,6 @@ READY_MADE = sorted((ROOT / "configs").glob("*.json"))
 
 slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 DATA_PARALLEL = {
     "enabled": st.booleans(),
     "sparsity": st.floats(0, 1, exclude_max=True) | st.just(0),
@@ -36,8 +35,6 @@ DATA_PARALLEL = {
     "min_numel": st.integers(0, 10**12),
     "value_dtype": st.sampled_from(["fp32", "bf16", "fp16", "int8"]),
     "index_encoding": st.sampled_from(["auto", "bitmap", "gaps8", "block16", "rice"]),
-    "residual_decay": st.floats(0, 1, exclude_min=True),
-    "residual_clip": st.none() | POSITIVE,
     "momentum_masking": st.floats(0, 1, exclude_max=True),
     "server_error_feedback": st.booleans(),
     "exchange": st.sampled_from(["auto", "direct", "two_phase"]),
@@ -164,8 +161,6 @@ def test_any_json_as_section(section: Any) -> None:
         ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8"'),
         ("index_encoding", "elias", 'one of "auto", "bitmap", "gaps8", "block16", "rice"'),
         ("error_feedback", "global", 'one of "local", "none"'),
-        ("residual_decay", 0, "a number in (0, 1]"),
-        ("residual_clip", 0, "a number > 0 or null"),
         ("momentum_masking", 1.0, "a number in [0, 1)"),
         ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
         ("warmup_steps", "5", "an integer >= 0"),
@@ -240,12 +235,12 @@ def test_long_values_are_shortened() -> None:
     assert len(data_parallel_fault("value_dtype", "x" * 10_000)) < 250
 
 
-def test_residual_options_without_a_residual_are_refused() -> None:
-    values = {"error_feedback": "none", "residual_clip": 3.0, "momentum_masking": 0.9}
+def test_momentum_without_a_residual_is_refused() -> None:
+    values = {"error_feedback": "none", "momentum_masking": 0.9}
     (line,) = faults({"data_parallel": values})
-    assert "residual_clip = 3.0, momentum_masking = 0.9" in line
+    assert "momentum_masking = 0.9" in line
     assert "set error_feedback to 'local'" in line
-    assert DCTConfig.parse({"data_parallel": {"error_feedback": "none"}}).data_parallel.residual_clip is None
+    assert DCTConfig.parse({"data_parallel": {"error_feedback": "none"}}).data_parallel.momentum_masking == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import DCTState, GradientReducer, Shard, dct_hook
+from dct_plugin.metrics import Metrics
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 
@@ -265,3 +268,85 @@ def test_ddp_hook_trains_in_step_and_streams_follow_parameters() -> None:
     assert torch.equal(results[0]["parameters"], results[1]["parameters"])
     assert sum(results[0]["losses"][-10:]) < 0.5 * sum(results[0]["losses"][:10])
     assert results[0]["streams"] == ["0.weight", "2.weight"]
+
+
+def _resume(rank: int, world_size: int) -> bool:
+    """Five steps, or two, save, load into new objects, and three more: the same parameters bitwise."""
+
+    def hooked(model: nn.Module, saved: dict[str, Any] | None) -> tuple[DistributedDataParallel, DCTState]:
+        ddp = DistributedDataParallel(model)
+        state = DCTState({"data_parallel": {"sparsity": 0.95, "min_numel": 1000}})
+        if saved is not None:
+            state.load_state_dict(saved)
+        ddp.register_comm_hook(state, dct_hook)
+        return ddp, state
+
+    def train(ddp: DistributedDataParallel, steps: range) -> torch.Tensor:
+        for step in steps:
+            x = torch.randn(32, 100, generator=torch.Generator().manual_seed(100 * rank + step))
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+        return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
+
+    whole, _ = hooked(_model(), None)
+    expected = train(whole, range(5))
+    first, state = hooked(_model(), None)
+    train(first, range(2))
+    model = _model()
+    model.load_state_dict(first.module.state_dict())
+    second, _ = hooked(model, state.state_dict())
+    return torch.equal(train(second, range(2, 5)), expected)
+
+
+def test_ddp_hook_resumes_bitwise() -> None:
+    assert all(run(2, _resume))
+
+
+def _ddp_failure(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(_model())
+    state = DCTState({"data_parallel": {"min_numel": 1000}}, named_parameters=model.module.named_parameters())
+    model.register_comm_hook(state, dct_hook)
+    model(torch.randn(4, 100)).sum().backward()
+    if rank == 0:
+        state.reducer(torch.device("cpu")).schedule = None  # type: ignore[assignment]
+    model(torch.randn(4, 100)).sum().backward()
+
+
+def test_a_failure_inside_the_hook_reaches_every_rank() -> None:
+    outcomes = launch(2, _ddp_failure)
+    assert [kind for kind, _ in outcomes] == ["error", "error"]
+    assert "rank(s) [0] failed" in outcomes[1][1]
+
+
+def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
+    section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": {"path": path, "every": 1}}
+    config = DCTConfig.parse(section)
+    engine = GradientReducer(config, metrics=Metrics(config.metrics, rank=rank, world_size=world_size))
+    before = []
+    for step in range(3):
+        engine.all_reduce(list(tensors(rank, step).items()))
+        engine.advance()
+        before.append(engine.exchange.sent_bytes)
+    engine.metrics.close()  # type: ignore[union-attr]
+
+
+def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run(2, _warm_up_then_metrics, str(path))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first = [row for row in rows if row["step"] == 1]
+    later = [row for row in rows if row["step"] == 3]
+    assert {row["class"] for row in first} == {"gradient_warmup", "gradient"}
+    by_class = {row["class"]: row for row in later}
+    gradient = by_class["gradient"]
+    assert gradient["density"] == pytest.approx(0.1, rel=0.2)
+    assert gradient["dense_bytes"] == 4 * (60_000 + 40_001 + 5_000)
+    assert gradient["dense_bytes"] / gradient["sent_bytes"] == pytest.approx(
+        4 / (0.1 * (16 + 4.8) / 8), rel=0.2
+    )
+    assert by_class["gradient_small"]["density"] is None or by_class["gradient_small"]["density"] == 1.0
+    for key in ("tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms"):
+        assert gradient[key] >= 0

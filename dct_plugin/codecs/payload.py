@@ -112,7 +112,7 @@ class Header(NamedTuple):
         if version != FORMAT_VERSION:
             raise PayloadError(f"payload has format version {version}, expected {FORMAT_VERSION}")
         try:
-            encoding, value_dtype = IndexEncoding(enc), ValueDtype(vdt)
+            encoding, value_dtype = IndexEncoding.parse(enc), ValueDtype.parse(vdt)
         except ValueError as error:
             raise PayloadError(str(error)) from None
         if flags & ~FLAG_NONFINITE or reserved:

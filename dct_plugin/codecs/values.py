@@ -78,7 +78,9 @@ def encode_values(values: Tensor, dtype: int) -> tuple[Tensor, Tensor]:
     padded = torch.zeros(groups * INT8_GROUP, dtype=torch.float32, device=x.device)
     padded[:n] = x
     table = padded.view(groups, INT8_GROUP)
-    scale = table.abs().amax(dim=1) / 127.0 if groups else torch.empty(0, device=x.device)
+    # A tensor as divisor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
+    divisor = torch.full((), 127.0, device=x.device)
+    scale = table.abs().amax(dim=1) / divisor if groups else torch.empty(0, device=x.device)
     q = torch.round(table / scale.unsqueeze(1))
     # A zero scale divides by zero; a subnormal one may have been rounded so far that the quotient passes 127.
     # Adding 0 turns -0 into the +0 a receiver gets.

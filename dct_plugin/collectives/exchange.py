@@ -102,6 +102,6 @@ class Exchange:
             if strange:
                 raise DesyncError(
                     f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
-                    "(names, sizes or order differ); every rank must reduce the same gradients in the same order"
+                    "(names, sizes or order differ); every rank must reduce the same gradients in one order"
                 )
         return [size for size, _ in rows]

@@ -12,16 +12,19 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dct_plugin import __version__
 from dct_plugin.errors import ConfigError, DCTError
+
+if TYPE_CHECKING:
+    from .report import Comparison
+    from .runner import Runner
 
 __all__ = ["deepspeed_config", "demo"]
 
@@ -32,15 +35,16 @@ class Preset:
 
     epochs: int
     batch_size: int
-    optimizer: str
-    lr: float
 
 
-PRESETS = {
-    "diabetes": Preset(epochs=3, batch_size=512, optimizer="Adam", lr=1e-3),
-    "criteo": Preset(epochs=1, batch_size=256, optimizer="Adam", lr=1e-3),
-}
-QUICK_ROWS = 24_000
+PRESETS = {"diabetes": Preset(epochs=3, batch_size=512), "criteo": Preset(epochs=1, batch_size=128)}
+QUICK = Preset(epochs=1, batch_size=128)
+QUICK_ROWS = 16_000
+
+#: Recommenders are usually trained with Adagrad, and error feedback does it no harm (see docs/demo.md).
+OPTIMIZER = "Adagrad"
+WARMUP_STEPS = 20
+LEARNING_RATES = {"adagrad": 0.02, "adam": 1e-3, "adamw": 1e-3, "sgd": 0.1}
 
 #: Optimizers of which DeepSpeed would take its fused form, which it compiles first; the rest come from torch.
 _DEEPSPEED_OWN = {"adam", "adamw"}
@@ -48,12 +52,13 @@ _DEEPSPEED_OWN = {"adam", "adamw"}
 
 def demo(
     sparsity: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of gradient entries not sent.  [default: 0.99]")
+        float | None,
+        typer.Option(min=0, max=1, help="Share of gradient entries not sent (0.99 if not given)."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training part.")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2,
     zero_stage: Annotated[
-        int | None, typer.Option(min=0, max=2, help="ZeRO stage: 0, 1 or 2.  [default: 0]")
+        int | None, typer.Option(min=0, max=2, help="ZeRO stage: 0 (if not given), 1 or 2.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the initial weights, the batches and the test part.")] = 0,
     data: Annotated[
@@ -61,10 +66,10 @@ def demo(
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="Format of the data: diabetes or criteo.  [default: criteo if --data is given]"),
+        typer.Option(help="Format of the data: criteo (if --data is given) or diabetes."),
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Any optimizer of torch or DeepSpeed, such as Adam or SGD.")
+        str | None, typer.Option(help="Any optimizer of torch or DeepSpeed (Adagrad if not given).")
     ] = None,
     lr: Annotated[float | None, typer.Option(min=0, help="Learning rate.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per step, all ranks together.")] = None,
@@ -86,7 +91,7 @@ def demo(
     if format not in PRESETS:
         raise typer.BadParameter(f"{format!r}: must be one of {', '.join(PRESETS)}", param_hint="--format")
     _check_data(format, data)
-    preset = PRESETS[format]
+    preset = QUICK if quick else PRESETS[format]
     base = deepspeed_config(
         preset,
         config,
@@ -99,12 +104,12 @@ def demo(
     )
     out.mkdir(parents=True, exist_ok=True)
     arguments = ["--format", format, "--seed", str(seed)]
-    arguments += ["--epochs", str(epochs or (1 if quick else preset.epochs))]
+    arguments += ["--epochs", str(epochs or preset.epochs)]
     if data is not None:
         arguments += ["--data", str(data)]
     if quick:
         arguments += ["--max-rows", str(QUICK_ROWS)]
-    _compare(base, arguments, ranks, out, json_file)
+    _compare(base, arguments, ranks, out, json_file, quick=quick)
 
 
 def deepspeed_config(
@@ -135,30 +140,44 @@ def deepspeed_config(
             raise ConfigError(
                 f"batch size {content['train_batch_size']}: must be a multiple of {ranks} ranks"
             )
-    section = content.setdefault("optimizer", {"type": preset.optimizer})
-    if optimizer is not None:
-        section = content["optimizer"] = {"type": optimizer}
+    ours = optimizer is not None or "optimizer" not in content
+    if ours:
+        content["optimizer"] = {"type": optimizer or OPTIMIZER}
+    section = content["optimizer"]
+    kind = str(section.get("type")).lower()
     parameters = section.setdefault("params", {})
-    if lr is not None or "lr" not in parameters:
-        parameters["lr"] = preset.lr if lr is None else lr
-    if section["type"].lower() in _DEEPSPEED_OWN:
+    if lr is not None:
+        parameters["lr"] = lr
+    elif kind in LEARNING_RATES:
+        parameters.setdefault("lr", LEARNING_RATES[kind])
+    if kind in _DEEPSPEED_OWN:
         parameters.setdefault("torch_adam", True)
+    if ours and "lr" in parameters:
+        # Adagrad's first steps are as long as the learning rate: without this they throw the model far off.
+        warmup = {"warmup_min_lr": 0, "warmup_max_lr": parameters["lr"], "warmup_num_steps": WARMUP_STEPS}
+        content["scheduler"] = {"type": "WarmupLR", "params": {**warmup, "warmup_type": "linear"}}
     zero = content.setdefault("zero_optimization", {"stage": 0})
     if zero_stage is not None:
         zero["stage"] = zero_stage
     content.setdefault("zero_allow_untested_optimizer", True)
     content.setdefault("steps_per_print", 1_000_000)
 
-    dct = content.setdefault("dct", {})
-    dct["enabled"] = True
+    dct = DCTConfig.parse(content.get("dct", {})).updated({"enabled": True})
     if sparsity is not None:
-        dct.setdefault("data_parallel", {})["sparsity"] = sparsity
-    content["dct"] = DCTConfig.parse(dct).model_dump(mode="json", exclude_unset=True)
+        dct = dct.updated({"data_parallel": {"sparsity": sparsity}})
+    content["dct"] = dct.model_dump(mode="json", exclude_defaults=True)
+    content["dct"].setdefault("data_parallel", {})["sparsity"] = dct.data_parallel.sparsity
     return content
 
 
 def _compare(
-    config: dict[str, Any], arguments: list[str], ranks: int, out: Path, json_file: Path | None
+    config: dict[str, Any],
+    arguments: list[str],
+    ranks: int,
+    out: Path,
+    json_file: Path | None,
+    *,
+    quick: bool,
 ) -> None:
     from rich.console import Console
     from rich.padding import Padding
@@ -166,6 +185,7 @@ def _compare(
 
     from dct_plugin.config import DCTConfig
 
+    from .progress import RunProgress
     from .report import Comparison, Run, draw, read_metrics, table, verdict
     from .runner import Runner, loopback
 
@@ -187,109 +207,55 @@ def _compare(
         runners[name] = Runner(name, ranks, script_arguments, out, _environment(ranks, interface))
 
     events: dict[str, list[dict[str, Any]]] = {}
-    with _progress(console) as follow:
+    with RunProgress(console) as progress:
         for name, runner in runners.items():
-            events[name] = runner.run(follow(name))
+            events[name] = runner.run(progress.follow(name))
 
     metrics = read_metrics(metrics_file)
     if not metrics:
         raise DCTError(
-            "the DCT run wrote no metrics: the plugin was not active in it. Is TORCH_DEVICE_BACKEND_AUTOLOAD=0 "
-            f"set, or is the plugin not installed for {sys.executable}? See `dct doctor`."
+            "the DCT run wrote no metrics, so the plugin was not active in it. See `dct doctor`: is "
+            f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 set, or the plugin not installed for {sys.executable}?"
         )
-    runs = {
-        "dense": Run.from_events(
-            "dense", events["dense"], ranks=ranks, idle_bytes_per_s=runners["dense"].idle_bytes_per_s or 0.0
-        ),
-        "dct": Run.from_events(
+    stage = config["zero_optimization"]["stage"]
+    optimizer = config["optimizer"]
+    start = events["dct"][0]
+    comparison = Comparison(
+        dense=Run.from_events("dense", events["dense"], ranks=ranks),
+        dct=Run.from_events(
             "DCT",
             events["dct"],
             ranks=ranks,
             metrics=metrics,
             density_target=DCTConfig.parse(with_dct["dct"]).data_parallel.density,
-            idle_bytes_per_s=runners["dct"].idle_bytes_per_s or 0.0,
         ),
-    }
-    comparison = Comparison(runs["dense"], runs["dct"], ranks)
-    start = events["dct"][0]
-    stage = config["zero_optimization"]["stage"]
-    optimizer = config["optimizer"]
+        ranks=ranks,
+        zero_stage=stage,
+    )
     title = (
         f"{start['data']}: {start['training_rows']:,} training rows, {start['parameters']:,} weights, "
-        f"{ranks} ranks, ZeRO-{stage}, {optimizer['type']} {optimizer['params']['lr']:g}, "
-        f"batch {start['batch_size']}, "
-        f"{comparison.dct.steps} steps"
+        f"{ranks} ranks, ZeRO-{stage}, {optimizer['type']} {optimizer['params'].get('lr', '')}, "
+        f"batch {start['batch_size']}, {comparison.dct.steps} steps"
     )
     plot = out / "demo.png"
     draw(comparison, plot, title=title.replace(" training rows, ", " training rows,\n", 1))
     console.print()
     console.print(Padding(table(comparison, title=title), (0, 0, 1, 0)))
-    for paragraph in verdict(comparison):
+    for paragraph in verdict(comparison, quick=quick):
         console.print(Text(paragraph), end="\n\n")
     console.print("To repeat each run by itself:")
     for runner in runners.values():
         console.print(Text("  " + runner.command_line), soft_wrap=True)
     files = [str(plot)]
     if json_file is not None:
-        content = _record(comparison, start, with_dct, runners, seconds=time.monotonic() - started)
+        content = _record(comparison, start, with_dct, runners)
+        content["seconds"] = round(time.monotonic() - started, 1)
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         files.append(str(json_file))
     console.print(Text(f"\nWrote {' and '.join(files)} in {time.monotonic() - started:.0f} s."))
     if not (comparison.dense.ranks_in_step and comparison.dct.ranks_in_step):
         raise typer.Exit(1)
-
-
-class _progress:
-    """Progress bars of the two runs: a context manager that gives name -> event handler."""
-
-    def __init__(self, console: Any) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        self._bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description:>5}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=console,
-        )
-
-    def __enter__(self) -> Callable[[str], Callable[[dict[str, Any]], None]]:
-        self._bars.start()
-        return self._follow
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def _follow(self, name: str) -> Callable[[dict[str, Any]], None]:
-        first = "starting the ranks (at first use DeepSpeed compiles a part of itself, up to a minute)"
-        task = self._bars.add_task(name, total=None, state=first)
-        mean = None
-
-        def on_event(event: dict[str, Any]) -> None:
-            nonlocal mean
-            kind = event["event"]
-            if kind == "start":
-                self._bars.update(task, total=event["steps"], state="")
-            elif kind == "step":
-                mean = event["loss"] if mean is None else 0.95 * mean + 0.05 * event["loss"]
-                self._bars.update(task, completed=event["step"], state=f"loss {mean:.4f}")
-            elif kind == "evaluate":
-                self._bars.update(task, state="evaluating")
-            elif kind == "result":
-                self._bars.update(task, state=f"AUC {event['auc']:.4f}, log loss {event['log_loss']:.4f}")
-                self._bars.stop_task(task)
-
-        return on_event
 
 
 def _environment(ranks: int, interface: str | None) -> dict[str, str]:
@@ -332,13 +298,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _record(
-    comparison: Any, start: dict[str, Any], config: dict[str, Any], runners: Any, seconds: float
-) -> Any:
+    comparison: Comparison, start: dict[str, Any], config: dict[str, Any], runners: dict[str, Runner]
+) -> dict[str, Any]:
     """What ``--json`` writes."""
     packages = ("torch", "deepspeed", "numpy", "scikit-learn")
     return {
-        "command": shlex.join(["dct", "demo", *sys.argv[2:]]),
-        "seconds": round(seconds, 1),
+        "command": shlex.join(["dct", *sys.argv[1:]]),
         "data": {key: start[key] for key in ("data", "rows", "training_rows", "parameters", "batch_size")},
         **comparison.as_dict(),
         "deepspeed_config": config,

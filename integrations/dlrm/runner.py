@@ -55,8 +55,6 @@ class Runner:
         self.logs = folder / "logs" / name
         self.environment = environment
         self.arguments = [*arguments, "--events", str(self.events_file)]
-        self.idle_bytes_per_s: float | None = None
-        """What other programs sent over the loopback interface while the ranks were starting."""
 
     @property
     def command(self) -> list[str]:
@@ -82,7 +80,6 @@ class Runner:
         launcher_log = self.logs / "launcher.log"
         command = [*self.command[:3], "--redirects", "3", "--log-dir", str(self.logs), *self.command[3:]]
         events: list[Event] = []
-        counter = InterfaceCounter([name] if (name := loopback()) else None)
         with open(launcher_log, "wb") as output:
             process = subprocess.Popen(
                 command,
@@ -92,26 +89,18 @@ class Runner:
                 env={**os.environ, **self.environment},
                 start_new_session=True,
             )
-        try:
-            counter.start()
-            started = time.monotonic()
-            for batch in self._new_events(process, poll_seconds):
-                # The ranks import their libraries for longer than this, and send nothing meanwhile.
-                if self.idle_bytes_per_s is None and (waited := time.monotonic() - started) >= 1.5:
-                    self.idle_bytes_per_s = counter.stop().tx / waited if counter.available else 0.0
-                for event in batch:
-                    events.append(event)
-                    follow(event)
-        finally:
-            _end(process)
+        with _ending(process), _signals_raised(signal.SIGTERM, signal.SIGHUP):
+            for event in self._new_events(process, poll_seconds):
+                events.append(event)
+                follow(event)
         if process.returncode != 0:
             raise RunFailed(self._failure(process.returncode, launcher_log))
         if not events or events[-1]["event"] != "result":
             raise RunFailed(f"the {self.name} run ended without a result; its output is in {self.logs}")
         return events
 
-    def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[list[Event]]:
-        """Complete lines of the events file, in batches, until the process has ended."""
+    def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[Event]:
+        """Lines of the events file as they are written, until the process has ended."""
         rest, offset = "", 0
         while True:
             ended = process.poll() is not None
@@ -119,10 +108,9 @@ class Runner:
                 file.seek(offset)
                 *lines, rest = (rest + file.read()).split("\n")
                 offset = file.tell()
-                yield [json.loads(line) for line in lines]
+                yield from map(json.loads, lines)
             if ended:
                 return
-            yield []
             time.sleep(poll_seconds)
 
     def _failure(self, code: int, launcher_log: Path) -> str:
@@ -147,12 +135,31 @@ def _tail(text: str, lines: int = 25) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends the ranks; by force if it does not do so in time."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Afterwards, end the launcher, which ends the ranks; by force if it does not do so in time."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)  # torchrun itself gives the ranks 30 seconds
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def _signals_raised(*numbers: signal.Signals) -> Iterator[None]:
+    """Meanwhile, these signals end the program like an exception, so that what must be cleaned up is."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

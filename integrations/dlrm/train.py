@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--embedding-dim", type=int, default=32)
-    parser.add_argument("--bottom", type=widths, default=[128, 64], help="hidden widths, such as 128,64")
+    parser.add_argument("--bottom", type=widths, default=[512], help="hidden widths, such as 512,64")
     parser.add_argument("--top", type=widths, default=[512, 256], help="hidden widths, such as 512,256")
     parser.add_argument("--events", help="JSON lines file that rank 0 writes")
     parser.add_argument("--interface", help="network interface whose bytes are counted; all if left out")

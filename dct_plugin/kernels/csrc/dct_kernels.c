@@ -15,7 +15,7 @@
 #include <string.h>
 #include <time.h>
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if defined(__x86_64__) && !defined(DCT_PORTABLE) /* DCT_PORTABLE: as on any other architecture */
 #define DCT_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
@@ -28,7 +28,7 @@
 #define GROUP 256       /* int8 values per scale */
 #define HEADER 40
 #define MAX_THREADS 64
-#define PREFETCH_AHEAD 1024 /* entries */
+#define PREFETCH_AHEAD 512 /* entries */
 #define OVERFLOW_F32 0x7E800000u /* 2**126 */
 #define OVERFLOW_BF16 0x7E80
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
@@ -343,12 +343,12 @@ AVX512 static inline __m512 load16_fp16(const void *p, size_t i) {
             if (residual) x = _mm512_add_ps(x, _mm512_loadu_ps(residual + i));                                        \
             if (left) _mm512_storeu_ps(left + i, x);                                                                  \
             const __mmask16 mask = _mm512_cmp_ps_mask(_mm512_abs_ps(x), vtau, _CMP_GE_OQ);                            \
-            if (mask) { /* compress in registers, store in full: compressing stores are microcoded on some CPUs */    \
-                const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(base + (uint32_t)i)));         \
-                _mm512_storeu_ps(val + k, _mm512_maskz_compress_ps(mask, x));                                         \
-                _mm512_storeu_si512(idx + k, _mm512_maskz_compress_epi32(mask, at));                                  \
-                k += (size_t)__builtin_popcount(mask);                                                                \
-            }                                                                                                         \
+            /* Compressed in registers and stored in full, without a branch: compressing stores are microcoded on some\
+             * CPUs, and mispredicted branches cost more than the stores. */                                          \
+            const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)(base + (uint32_t)i)));             \
+            _mm512_storeu_ps(val + k, _mm512_maskz_compress_ps(mask, x));                                             \
+            _mm512_storeu_si512(idx + k, _mm512_maskz_compress_epi32(mask, at));                                      \
+            k += (size_t)__builtin_popcount(mask);                                                                    \
         }                                                                                                             \
         return k + select_generic_##NAME((const char *)grad + SIZE * i, residual ? residual + i : NULL,               \
                                          left ? left + i : NULL, n - i, tau, base + (uint32_t)i, idx + k, val + k);   \
@@ -490,10 +490,15 @@ static inline float value_at(const uint8_t *p, uint64_t j, int dtype, uint64_t g
 static inline void add_typed(float *restrict out, const uint32_t *restrict idx, const uint8_t *restrict p, uint64_t nnz,
                              int dtype) {
     const uint64_t groups = ceil_div(nnz, GROUP);
-    if (idx)
-        for (uint64_t j = 0; j < nnz; j++) out[idx[j]] += value_at(p, j, dtype, groups);
-    else
+    const uint64_t ahead = 32;
+    if (!idx) {
         for (uint64_t j = 0; j < nnz; j++) out[j] += value_at(p, j, dtype, groups);
+        return;
+    }
+    for (uint64_t j = 0; j < nnz; j++) {
+        if (j + ahead < nnz) __builtin_prefetch(out + idx[j + ahead], 1);
+        out[idx[j]] += value_at(p, j, dtype, groups);
+    }
 }
 
 static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype) {
@@ -565,34 +570,37 @@ static index_plan_t plan_indices(const uint32_t *idx, uint64_t nnz, uint64_t num
     return best;
 }
 
-static void encode_rice(const uint32_t *idx, uint64_t nnz, int k, uint8_t *out) {
+/* Writes exactly nbytes. */
+static void encode_rice(const uint32_t *idx, uint64_t nnz, int k, uint8_t *out, uint64_t nbytes) {
     const uint32_t low_mask = (1u << k) - 1u;
+    const uint8_t *end = out + nbytes;
     uint64_t pending = 0;
-    int count = 0; /* bits in pending, at most 31 between codes */
+    unsigned count = 0; /* bits in pending, at most 7 between codes */
+    uint32_t next = 0;  /* first entry not yet passed */
     for (uint64_t j = 0; j < nnz; j++) {
-        const uint32_t gap = gap_at(idx, j);
+        const uint32_t gap = idx[j] - next;
         uint32_t zeros = gap >> k;
-        while (zeros > (uint32_t)(31 - k)) { /* long run: hand out whole words of zeros */
-            const uint32_t step = zeros < 32 ? zeros : 32;
-            count += (int)step;
-            zeros -= step;
-            if (count >= 32) {
-                store32(out, (uint32_t)pending);
-                out += 4;
-                pending >>= 32;
-                count -= 32;
-            }
+        next = idx[j] + 1;
+        const uint64_t code = 1u | (uint64_t)(gap & low_mask) << 1;
+        if (zeros + (uint32_t)k < 56 && end - out >= 8) { /* the usual case, without a branch on whole bytes */
+            pending |= code << (count + zeros);
+            count += zeros + 1 + (unsigned)k;
+            store64(out, pending);
+            out += count >> 3;
+            pending >>= count & ~7u;
+            count &= 7;
+            continue;
         }
-        pending |= (uint64_t)(1u | (uint64_t)(gap & low_mask) << 1) << (count + (int)zeros);
-        count += (int)zeros + 1 + k;
-        if (count >= 32) {
-            store32(out, (uint32_t)pending);
-            out += 4;
-            pending >>= 32;
-            count -= 32;
+        for (count += zeros % 8, zeros /= 8;; zeros--) { /* whole bytes, most of them zero */
+            if (count >= 8) *out++ = (uint8_t)pending, pending >>= 8, count -= 8;
+            if (!zeros) break;
+            *out++ = (uint8_t)pending;
+            pending >>= 8;
         }
+        pending |= code << count;
+        for (count += 1 + (unsigned)k; count >= 8; count -= 8, pending >>= 8) *out++ = (uint8_t)pending;
     }
-    for (; count > 0; count -= 8, pending >>= 8) *out++ = (uint8_t)pending;
+    if (count) *out = (uint8_t)pending;
 }
 
 static void encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, index_plan_t plan, uint8_t *out) {
@@ -616,7 +624,7 @@ static void encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, in
         out += 4 * blocks;
         for (j = 0; j < nnz; j++) store16(out + 2 * j, (uint16_t)idx[j]);
     } else if (plan.encoding == ENC_RICE) {
-        encode_rice(idx, nnz, plan.param, out);
+        encode_rice(idx, nnz, plan.param, out, plan.nbytes);
     }
 }
 
@@ -832,7 +840,8 @@ static void find_overflow(void *arg, int t) {
 static int reserve(segment_t *seg, uint64_t most) {
     const uint64_t needed = seg->kept + BLOCK + SLACK;
     if (needed <= seg->room) return 1;
-    uint64_t room = 2 * seg->room + BLOCK + SLACK;
+    /* The first guess is generous, since untouched memory costs nothing, and moving does. */
+    uint64_t room = (seg->room ? 2 * seg->room : (seg->end - seg->begin) / 32) + BLOCK + SLACK;
     if (room > most + BLOCK + SLACK) room = most + BLOCK + SLACK;
     if (room < needed) room = needed;
     uint32_t *idx = realloc(seg->idx, 4 * room);

@@ -1,0 +1,215 @@
+"""Start-up agreement: every rank states what it is about to run; all go on, or all stop with the ranks named.
+
+The statements travel through the process group's key-value store, not through a collective: a rank that never
+comes (no plugin, no section, crashed) cannot hang the others beyond a time limit. Rank 0 compares and
+publishes the verdict, so that the store sees O(ranks) requests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..errors import DesyncError
+
+#: Seconds to wait for the other ranks. Ranks come here from the host's own start-up barriers, so seconds are
+#: the rule.
+TIME_LIMIT = 120.0
+#: Seconds in which a rank that is about to fail lets the others read why: rank 0 may be the one serving the
+#: store.
+_FAREWELL = 10.0
+
+Facts = Mapping[str, Any]
+
+
+class Store(Protocol):
+    """What is needed of a ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class Agreement:
+    """One rank's part in agreeing on one topic.
+
+    Args:
+        store: Store that all ranks share, for example that of the default process group.
+        topic: Prefix of the keys, the same on all ranks and used once in the life of the store.
+        rank, world_size: Of this process, counted over everybody who shares the store.
+        limit: Seconds to wait for the others.
+    """
+
+    def __init__(
+        self, store: Store, topic: str, *, rank: int, world_size: int, limit: float = TIME_LIMIT
+    ) -> None:
+        self.topic = topic
+        self.rank = rank
+        self.world_size = world_size
+        self.limit = limit
+        self._store = store
+
+    def confirm(self, facts: Facts) -> None:
+        """State ``facts`` (JSON values by name) and wait until every rank has stated the same.
+
+        Raises:
+            DesyncError: On every rank that takes part: ranks state other facts, failed, do not take part, or
+                did not answer within the limit. Names the ranks, the facts and their values.
+        """
+        own = {"facts": json.loads(json.dumps(dict(facts)))}
+        self._say(own)
+        # Rank 0 gives up after the limit, too, and says so: leave it the time to.
+        verdict = self._judge() if self.rank == 0 else self._await_verdict(self.limit + _FAREWELL)
+        if verdict is not None:
+            self._farewell(verdict["present"])
+            raise DesyncError(f"rank {self.rank}: {verdict['fault']}")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank stops with ``error``; returns when they know, or after a short wait.
+
+        Never raises: the caller is about to raise ``error``.
+        """
+        try:
+            self._say({"error": f"{type(error).__name__}: {error}"})
+            verdict = self._judge() if self.rank == 0 else self._await_verdict(_FAREWELL)
+            if verdict is not None:
+                self._farewell(verdict["present"])
+        except Exception:  # the store is gone as well: the others will notice
+            return
+
+    def abstain(self) -> None:
+        """State that this rank does not take part; returns at once."""
+        self._say({"absent": True})
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _say(self, statement: Mapping[str, Any]) -> None:
+        self._store.set(self._key(self.rank), json.dumps(statement))
+
+    def _key(self, name: object) -> str:
+        return f"{self.topic}/{name}"
+
+    def _read(self, name: object) -> Any:
+        key = self._key(name)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _judge(self) -> dict[str, Any] | None:
+        """Rank 0: collect the statements, publish the verdict, return it if it is a failure."""
+        heard: dict[int, Any] = {}
+        until = time.monotonic() + self.limit
+        for pause in _pauses():
+            for rank in range(self.world_size):
+                if rank not in heard and (statement := self._read(rank)) is not None:
+                    heard[rank] = statement
+            # One failure decides; the others, who are perhaps failing alike, get a moment to say so.
+            if any("facts" not in statement for statement in heard.values()):
+                until = min(until, time.monotonic() + 1.0)
+            if len(heard) == self.world_size or time.monotonic() >= until:
+                break
+            time.sleep(pause)
+        fault = describe(heard, self.world_size, self.limit)
+        verdict = {
+            "fault": fault,
+            "present": sum("absent" not in statement for statement in heard.values()),
+        }
+        self._store.set(self._key("verdict"), json.dumps(verdict))
+        return verdict if fault else None
+
+    def _await_verdict(self, limit: float) -> dict[str, Any] | None:
+        until = time.monotonic() + limit
+        first = None
+        for pause in _pauses():
+            if time.monotonic() >= until:
+                break
+            verdict = self._read("verdict")
+            if verdict is not None:
+                return verdict if verdict["fault"] else None
+            first = first or self._read(0)
+            if first is not None and "absent" in first:
+                return {"fault": describe({0: first}, 1, self.limit), "present": 1}
+            time.sleep(pause)
+        return {"fault": _no_answer([0], self.limit), "present": 1}
+
+    def _farewell(self, present: int) -> None:
+        """Wait until everybody has read the verdict: the first to exit may take the store with it."""
+        until = time.monotonic() + _FAREWELL
+        key = self._key("farewell")
+        count = self._store.add(key, 1)
+        for pause in _pauses():
+            if count >= present or time.monotonic() >= until:
+                break
+            time.sleep(pause)
+            count = self._store.add(key, 0)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between two looks at the store: short at first, gentle with it in the long run."""
+    pause = 0.01
+    while True:
+        yield pause
+        pause = min(1.5 * pause, 0.25)
+
+
+def describe(heard: Mapping[int, Any], world_size: int, limit: float) -> str:
+    """What keeps the ranks from agreeing, for people; empty when nothing does.
+
+    Args:
+        heard: Statement by rank: ``{"facts": ...}``, ``{"error": ...}`` or ``{"absent": true}``.
+        world_size: Ranks that should have stated something.
+        limit: Seconds they had.
+    """
+    faults = [
+        f"{_ranks([rank])} failed at start-up: {statement['error']}"
+        for rank, statement in sorted(heard.items())
+        if "error" in statement
+    ]
+    if absent := [rank for rank, statement in heard.items() if "absent" in statement]:
+        faults.append(
+            f"{_ranks(absent)} {_has(absent)} no dct section in the configuration (or one with enabled = "
+            "false); every rank needs the same"
+        )
+    missing = [rank for rank in range(world_size) if rank not in heard]
+    if missing and not faults:  # after a failure the wait is cut short: then silence says nothing
+        faults.append(_no_answer(missing, limit))
+    faults += differences({rank: s["facts"] for rank, s in heard.items() if "facts" in s})
+    return "; ".join(faults)
+
+
+def differences(facts: Mapping[int, Facts]) -> list[str]:
+    """``['dct.data_parallel.sparsity differs: 0.99 on ranks 0, 2-3; 0.9 on rank 1', ...]``."""
+    names = dict.fromkeys(name for stated in facts.values() for name in stated)
+    lines = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, stated in sorted(facts.items()):
+            ranks.setdefault(json.dumps(stated[name]) if name in stated else "nothing", []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
+            lines.append(f"{name} differs: {values}")
+    return lines
+
+
+def _no_answer(missing: Sequence[int], limit: float) -> str:
+    return (
+        f"{_ranks(missing)} did not report within {limit:g} s: crashed, or dct-plugin is not installed or "
+        "not active there (is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?)"
+    )
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0, 2-5``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return ("rank " if len(spans) == 1 and spans[0][0] == spans[0][1] else "ranks ") + text

@@ -1,0 +1,170 @@
+"""From the ``dct`` section to a hooked engine: check, agree with the other ranks, then patch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import deepspeed
+import torch
+from torch.distributed import distributed_c10d
+
+from dct_plugin._version import __version__
+from dct_plugin.collectives.agreement import Agreement
+from dct_plugin.config import DCTConfig, options
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.errors import VersionError
+from dct_plugin.metrics import Metrics
+
+from ..autoload import STORE_KEY
+from .checkpointing import CheckpointHooks
+from .reporting import Reporting
+from .stage0 import BoundaryHooks
+from .stepping import StepLink
+from .support import check_engine, check_version, known_fault
+from .zero import PartitionHooks
+
+logger = logging.getLogger("dct_plugin")
+
+#: The attachment of an engine, for scripts that want its reducer or metrics: ``engine.dct.reducer``.
+ATTRIBUTE = "dct"
+
+
+class Attachment:
+    """What the plugin added to an engine.
+
+    Attributes:
+        config: The validated section.
+        reducer: Sums the gradients; holds residuals and thresholds.
+        metrics: Bytes, densities and times so far.
+        description: The hooks that were chosen, in words.
+    """
+
+    def __init__(self, engine: Any, config: DCTConfig, kind: str) -> None:
+        group = engine.seq_data_parallel_group
+        # What can be skipped and taken back are steps under loss scaling; see StepLink.
+        scaled = bool(engine.fp16_enabled())
+        self.config = config
+        self.metrics = Metrics(
+            config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
+        )
+        self.reducer = GradientReducer(
+            config, group, metrics=self.metrics, device=engine.device, transactional=scaled
+        )
+        self._link = StepLink(self.reducer, engine.optimizer, may_roll_back=scaled)
+        self._hooks: BoundaryHooks | PartitionHooks
+        if kind == "zero":
+            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self._link)
+        else:
+            self._hooks = BoundaryHooks(engine, self.reducer, self._link)
+        self._reporting = Reporting(engine, self.metrics)
+        self.description = _describe(engine, kind)
+
+    def install(self, engine: Any) -> None:
+        """Patch the engine and its optimizer (these instances, not their classes)."""
+        self._hooks.install()
+        take_model_step = engine._take_model_step
+
+        def _take_model_step(*args: Any, **keywords: Any) -> Any:
+            result = take_model_step(*args, **keywords)
+            self._link.after_step()
+            return result
+
+        engine._take_model_step = _take_model_step
+        CheckpointHooks(engine, self.reducer, self._unit).install()
+        self._reporting.install(engine)
+
+    def _unit(self) -> float:
+        prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
+        return 1.0 / self.reducer.world_size if prescaled else 1.0
+
+
+def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
+    """Attach to a finished engine; called for every engine whose JSON has a ``dct`` section.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` after its ``__init__``.
+        section: The ``dct`` section as read from the JSON.
+        number: Of the engine in this process; engines are made in the same order on all ranks.
+
+    Returns:
+        What was attached (also ``engine.dct``), None when the section is disabled.
+
+    Raises:
+        ConfigError: The section is wrong, or the engine's combination of features is not supported.
+        VersionError: This DeepSpeed is not supported.
+        DesyncError: Other ranks failed, do not take part, or run another configuration or version.
+    """
+    if ATTRIBUTE in engine.__dict__:
+        return engine.__dict__[ATTRIBUTE]
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    agreement = Agreement(
+        _store(),
+        STORE_KEY.format(number=number, rank="").rstrip("/"),
+        rank=rank,
+        world_size=world_size,
+    )
+    try:
+        config = DCTConfig.parse(section, rank=rank)
+        if not config.enabled:
+            agreement.abstain()
+            return None
+        check_version(deepspeed.__version__)
+        kind = check_engine(engine, deepspeed.__version__)
+        reduces = config.data_parallel.enabled and kind != "none"
+        attachment = Attachment(engine, config, kind) if reduces else None
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+    agreement.confirm(
+        {
+            **{option.path: option.value for option in options(config)},
+            "version of dct-plugin": __version__,
+            "version of deepspeed": deepspeed.__version__,
+            "version of torch": torch.__version__,
+            "gradient path": attachment.description if attachment else "none",
+        }
+    )
+    if attachment is None:
+        if rank == 0:
+            why = "the engine has no optimizer" if kind == "none" else "dct.data_parallel.enabled is false"
+            logger.warning("dct: nothing to do: %s", why)
+        return None
+    attachment.install(engine)
+    engine.__dict__[ATTRIBUTE] = attachment
+    if rank == 0:
+        settings = config.data_parallel
+        logger.warning(
+            "dct: active on %s, %d ranks, sparsity %g, %s values, config %s",
+            attachment.description,
+            world_size,
+            settings.sparsity,
+            settings.value_dtype,
+            config.fingerprint(),
+        )
+        if advice := known_fault(engine, deepspeed.__version__):
+            logger.warning("dct: %s", advice)
+    return attachment
+
+
+def _store() -> Any:
+    try:
+        return distributed_c10d._get_default_store()
+    except Exception as error:
+        raise VersionError(
+            f"the default process group has no key-value store, which dct needs at start-up ({error}); "
+            "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
+        ) from error
+
+
+def _describe(engine: Any, kind: str) -> str:
+    precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+    stage = int(engine.zero_optimization_stage())
+    if kind == "zero":
+        optimizer = engine.optimizer
+        form = "reduce-scatter" if optimizer.reduce_scatter else "all-reduce"
+        layout = "contiguous" if optimizer.contiguous_gradients else "separate"
+        return f"ZeRO stage {stage}, {precision}, {form}, {layout} gradients"
+    if kind == "bf16":
+        return f"ZeRO stage {stage}, {precision} with fp32 accumulation, all-reduce"
+    return f"stage {stage}, {precision}, all-reduce"

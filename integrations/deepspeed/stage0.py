@@ -1,0 +1,137 @@
+"""Stage 0, and bf16 with fp32 accumulation: the all-reduce at the accumulation boundary.
+
+DeepSpeed collects the gradients in ``buffered_allreduce_fallback``, packs them into buckets and reduces a
+bucket in ``allreduce_and_copy``. Only the latter is replaced. Expert parameters (reduced over another group)
+and sparse gradients (an all-gather of their own) never come there, or are passed on to DeepSpeed's own path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dct_plugin.data_parallel import GradientReducer
+
+from .buckets import Averaging, Piece, Staging
+from .stepping import StepLink
+
+logger = logging.getLogger("dct_plugin")
+
+
+class BoundaryHooks:
+    """Replaces the all-reduce of an engine without gradient partitioning.
+
+    Args:
+        engine: Stage 0 in any precision, or ZeRO-1 with :class:`BF16_Optimizer`.
+        reducer: Over the engine's data-parallel group.
+        link: To the optimizer's steps.
+    """
+
+    def __init__(self, engine: Any, reducer: GradientReducer, link: StepLink) -> None:
+        self.engine = engine
+        self.reducer = reducer
+        self.link = link
+        self._layout: dict[int, list[Piece]] | None = None
+        self._unknown_reported = False
+
+    def install(self) -> None:
+        """Patch the engine instance."""
+        engine = self.engine
+        collect, reduce = engine.buffered_allreduce_fallback, engine.allreduce_and_copy
+
+        def buffered_allreduce_fallback(_: Any, *args: Any, **keywords: Any) -> None:
+            self._layout = None  # gradients are other tensors in every step
+            self.link.before_reduction()
+            try:
+                collect(*args, **keywords)
+            finally:
+                self._layout = None
+
+        def allreduce_and_copy(
+            _: Any, small_bucket: list[Tensor], dp_group: Any, dp_world_size: float | None = None
+        ) -> None:
+            if not self._reduce(small_bucket):
+                reduce(small_bucket, dp_group, dp_world_size)
+
+        engine.buffered_allreduce_fallback = MethodType(buffered_allreduce_fallback, engine)
+        engine.allreduce_and_copy = MethodType(allreduce_and_copy, engine)
+
+    def _reduce(self, bucket: list[Tensor]) -> bool:
+        """Reduce a bucket of gradients in place; False, and nothing done, if they are not all ours."""
+        if self._layout is None:
+            # Not before DeepSpeed asks: it first makes gradients of zeros for parameters that were not used.
+            self._layout = {pointer: parts for pointer, parts in self._gradients() if parts}
+        layouts = [self._layout.get(tensor.data_ptr()) for tensor in bucket]
+        known = [layout for layout in layouts if layout is not None]
+        if len(known) < len(bucket):
+            self._report_unknown(len(bucket) - len(known))
+            return False
+        engine = self.engine
+        averaging = Averaging.of(
+            self.reducer.world_size,
+            average=engine.gradient_average,
+            postscale=engine.postscale_gradients(),
+            predivide=engine.gradient_predivide_factor(),
+        )
+        with torch.no_grad():
+            staged = [Staging(tensor, engine.communication_data_type, averaging.before) for tensor in bucket]
+            entries = [
+                (piece.name, piece.of(staging.flat))
+                for staging, layout in zip(staged, known, strict=True)
+                for piece in layout
+            ]
+            self.reducer.all_reduce(entries, scale=averaging.after)
+            for staging in staged:
+                staging.write_back()
+        return True
+
+    def _gradients(self) -> Iterator[tuple[int, list[Piece]]]:
+        """Address of every dense gradient that is averaged over all ranks, and the parameters in it."""
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "get_grads_for_reduction"):
+            yield from self._flat_gradients(optimizer)
+            return
+        for name, parameter in self.engine.module.named_parameters():
+            grad = parameter.grad
+            if grad is not None and not grad.is_sparse and not is_expert(parameter):
+                yield grad.data_ptr(), [Piece(name, 0, grad.numel())]
+
+    @staticmethod
+    def _flat_gradients(optimizer: Any) -> Iterator[tuple[int, list[Piece]]]:
+        """BF16_Optimizer: one flat buffer per parameter group, with padding (left alone) at its end."""
+        groups = zip(
+            optimizer.fp32_groups_gradients_flat,
+            optimizer.fp32_groups_gradients,
+            optimizer.bf16_groups,
+            strict=True,
+        )
+        for flat, grads, parameters in groups:
+            if any(is_expert(parameter) for parameter in parameters):
+                continue
+            yield (
+                flat.data_ptr(),
+                [
+                    Piece(
+                        optimizer.param_names[p], grad.storage_offset() - flat.storage_offset(), grad.numel()
+                    )
+                    for p, grad in zip(parameters, grads, strict=True)
+                    if grad.numel()
+                ],
+            )
+
+    def _report_unknown(self, count: int) -> None:
+        if not self._unknown_reported and not self.engine.has_moe_layers:
+            self._unknown_reported = True
+            logger.warning(
+                "dct: %d gradients that belong to no parameter of the model are reduced dense", count
+            )
+
+
+def is_expert(parameter: Any) -> bool:
+    """Whether DeepSpeed treats the parameter as an expert's: reduced over a group of its own."""
+    return not getattr(parameter, "allreduce", True)

@@ -1,0 +1,225 @@
+"""Which DeepSpeed and which combinations are supported, checked before anything is touched.
+
+Everything that is patched, called or read is listed here with the parameters it is expected to have: a
+DeepSpeed that moved one of them is refused with a message, instead of training on without the plugin or
+wrongly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from dct_plugin.errors import ConfigError, VersionError
+
+#: First version that is supported, and first that is not.
+SUPPORTED = ((0, 19, 0), (0, 20, 0))
+#: Versions that the test suite ran against.
+TESTED = ("0.19.8",)
+
+_ENGINE = "deepspeed.runtime.engine", "DeepSpeedEngine"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
+_BF16 = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
+
+
+class Hook(NamedTuple):
+    """A method we replace, wrap or call, and the parameters we pass or receive (``self`` left out)."""
+
+    module: str
+    cls: str
+    method: str
+    parameters: tuple[str, ...]
+
+
+HOOKS = (
+    Hook(*_ENGINE, "buffered_allreduce_fallback", ("grads", "elements_per_buffer")),
+    Hook(*_ENGINE, "allreduce_and_copy", ("small_bucket", "dp_group", "dp_world_size")),
+    Hook(*_ENGINE, "_take_model_step", ("lr_kwargs",)),
+    Hook(*_ENGINE, "save_checkpoint", ("save_dir", "tag", "client_state", "save_latest")),
+    Hook(*_ENGINE, "load_checkpoint", ("load_dir", "tag", "load_module_strict", "load_optimizer_states")),
+    Hook(*_ENGINE, "destroy", ()),
+    Hook(*_ZERO, "average_tensor", ("tensor", "communication_data_type")),
+    Hook(
+        *_ZERO,
+        "allreduce_and_scatter",
+        ("bucket", "communication_data_type", "numel_per_bucket", "log", "divide", "process_group"),
+    ),
+    Hook(*_ZERO, "gradient_reduction_w_predivide", ("tensor", "communication_data_type")),
+    Hook(
+        *_ZERO,
+        "allreduce_bucket",
+        ("bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
+    ),
+    Hook(*_ZERO, "get_param_id", ("param",)),
+    Hook(*_BF16, "get_grads_for_reduction", ()),
+)
+
+#: Optimizer wrappers with gradient paths of their own; anything else at stage 0 is reduced by the engine.
+_KINDS = {"DeepSpeedZeroOptimizer": "zero", "BF16_Optimizer": "bf16"}
+
+_ENGINE_ATTRIBUTES = (
+    "optimizer", "module", "monitor", "device", "global_rank", "global_steps", "gradient_average",
+    "communication_data_type", "postscale_gradients", "gradient_predivide_factor", "has_moe_layers",
+    "seq_data_parallel_group",
+)  # fmt: skip
+_ZERO_ATTRIBUTES = (
+    "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
+    "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
+    "gradient_average", "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale",
+)  # fmt: skip
+_BF16_ATTRIBUTES = ("bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names")
+
+
+def check_version(version: str) -> None:
+    """Whether this DeepSpeed is one we know, method by method.
+
+    Raises:
+        VersionError: Says what was found, what is supported and what to do.
+    """
+    first, end = SUPPORTED
+    supported = f">= {_dotted(first)}, < {_dotted(end)} (tested: {', '.join(TESTED)})"
+    remedy = (
+        "Install a supported DeepSpeed, update dct-plugin, or set dct.enabled to false to train without it."
+    )
+    number = _parse(version)
+    if not first <= number < end:
+        raise VersionError(f"DeepSpeed {version} is not supported; supported is {supported}. {remedy}")
+    if faults := list(_changed_hooks()):
+        raise VersionError(
+            f"DeepSpeed {version} differs from the versions that dct-plugin knows ({supported}): "
+            + "; ".join(faults)
+            + f". {remedy}"
+        )
+
+
+def _changed_hooks() -> Iterator[str]:
+    for hook in HOOKS:
+        where = f"{hook.module}.{hook.cls}.{hook.method}"
+        try:
+            method = getattr(getattr(import_module(hook.module), hook.cls), hook.method)
+        except (ImportError, AttributeError):
+            yield f"{where} is missing"
+            continue
+        found = list(inspect.signature(method).parameters)[1:]
+        # Parameters that a later version adds at the end do not reach us.
+        if tuple(found[: len(hook.parameters)]) != hook.parameters:
+            yield f"{where} takes ({', '.join(found)}), expected ({', '.join(hook.parameters)})"
+
+
+def check_engine(engine: Any, version: str) -> str:
+    """Whether this engine's combination of features is supported.
+
+    Returns:
+        The kind of hooks it needs: ``"stage0"``, ``"bf16"``, ``"zero"``, or ``"none"`` for an engine that
+            does not train (it has no optimizer).
+
+    Raises:
+        ConfigError: Names the combination, the key that asks for it, and what is supported.
+        VersionError: An attribute that we read is missing.
+    """
+    optimizer = engine.optimizer
+    for reason in _unsupported(engine, optimizer):
+        raise ConfigError(
+            f"rank {engine.global_rank}: dct does not support {reason}. Supported is DeepSpeed's ordinary "
+            "engine with ZeRO stage 0, 1 or 2 in fp32, bf16 or fp16, data parallel over all ranks, without "
+            "offload; set dct.enabled to false to train without it"
+        )
+    if optimizer is None or type(optimizer).__name__ == "DummyOptim":
+        return "none"
+    kind = _KINDS.get(type(optimizer).__name__, "stage0")
+    needed: list[tuple[str, Any, tuple[str, ...]]] = [("engine", engine, _ENGINE_ATTRIBUTES)]
+    if kind == "zero":
+        needed.append(("optimizer", optimizer, _ZERO_ATTRIBUTES))
+    elif kind == "bf16":
+        needed.append(("optimizer", optimizer, _BF16_ATTRIBUTES))
+    missing = [f"{what}.{name}" for what, thing, names in needed for name in names if not _has(thing, name)]
+    if missing:
+        raise VersionError(
+            f"DeepSpeed {version}: {', '.join(missing)} missing; this version is not supported by dct-plugin "
+            f"(tested: {', '.join(TESTED)})"
+        )
+    return kind
+
+
+def known_fault(engine: Any, version: str) -> str:
+    """What DeepSpeed itself does wrong in this combination, with or without the plugin; mostly empty."""
+    if engine.fp16_enabled() and int(engine.zero_optimization_stage()) == 0 and _parse(version) <= (0, 19, 8):
+        return (
+            f"DeepSpeed {version} divides gradients by the loss scale in fp16 at ZeRO stage 0, but "
+            "engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): parameters "
+            "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
+        )
+    return ""
+
+
+def _unsupported(engine: Any, optimizer: Any) -> Iterator[str]:
+    """The combinations that are refused, worst first."""
+    base = import_module(_ENGINE[0]).DeepSpeedEngine
+    for cls in type(engine).__mro__:
+        if cls is base:
+            break
+        if cls.__module__.startswith("deepspeed."):
+            yield f"the engine {cls.__name__} (pipeline parallelism, hybrid engine)"
+    stage = int(engine.zero_optimization_stage())
+    if stage > 2:
+        yield f"ZeRO stage {stage} (zero_optimization.stage = {stage})"
+    if 0 < stage < 3 and optimizer is not None and type(optimizer).__name__ not in _KINDS:
+        yield f"the optimizer wrapper {type(optimizer).__name__}"
+    for key in ("offload_optimizer", "offload_param"):
+        offload = getattr(engine, f"zero_{key}")()
+        device = getattr(offload, "device", None)
+        if device is not None and str(getattr(device, "value", device)) != "none":
+            yield f"offloading (zero_optimization.{key}.device = {getattr(device, 'value', device)})"
+    if getattr(engine, "zenflow", False):
+        yield "ZenFlow (zero_optimization.zenflow)"
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if "muon" in type(inner).__name__.lower():
+        yield f"the optimizer {type(inner).__name__}: it needs whole gradient matrices"
+    sequence = int(getattr(engine, "sequence_parallel_size", 1))
+    if sequence > 1:
+        yield f"sequence parallelism (sequence_parallel_size = {sequence})"
+    group = engine.seq_data_parallel_group
+    world_size = torch.distributed.get_world_size()
+    if torch.distributed.get_world_size(group) != world_size:
+        yield (
+            f"a data-parallel group of {torch.distributed.get_world_size(group)} of {world_size} ranks "
+            "(tensor or model parallelism)"
+        )
+    if _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16:
+        yield "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 section"
+    if _calls(engine, "is_deepcompile_enabled"):
+        yield "DeepCompile (compile.deepcompile = true): it reduces gradients inside the compiled graph"
+    if getattr(engine, "_autoep_folding_spec", None) is not None:
+        yield "AutoEP parameter folding"
+
+
+def _calls(engine: Any, name: str) -> bool:
+    return _has(engine, name) and bool(getattr(engine, name)())
+
+
+def _has(thing: Any, name: str) -> bool:
+    # Engine attributes that are missing fall through to the user's model, whose __getattr__ may raise
+    # anything.
+    try:
+        getattr(thing, name)
+    except Exception:
+        return False
+    return True
+
+
+def _parse(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits or not part[0].isdigit():
+            break
+        numbers.append(int(digits))
+    return tuple(numbers[:3])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

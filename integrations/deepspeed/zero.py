@@ -1,0 +1,244 @@
+"""ZeRO-1 and ZeRO-2: gradients go to the ranks that own the optimizer's partitions.
+
+DeepSpeed reduces a bucket of gradients in ``average_tensor`` (contiguous gradients) or ``allreduce_bucket``
+(not contiguous) and afterwards files the result into partitions. Streams, events, double buffers, filing and
+accumulation stay DeepSpeed's; only the collectives inside are replaced:
+
+=====================  ==================  ==================================  ==========================
+contiguous_gradients   reduce_scatter      DeepSpeed's collective              here
+=====================  ==================  ==================================  ==========================
+true                   true                ``allreduce_and_scatter``           ``reduce_scatter`` to owners
+true                   false               ``gradient_reduction_w_predivide``  ``all_reduce``
+false                  true                ``allreduce_bucket``                ``reduce_scatter`` to owners
+false                  false               ``allreduce_bucket``                ``all_reduce``
+=====================  ==================  ==================================  ==========================
+
+The all-gather of updated parameters after the step stays dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dct_plugin.data_parallel import GradientReducer, Shard
+
+from .buckets import Averaging, Staging, pieces
+from .stage0 import is_expert
+from .stepping import StepLink
+
+
+class PartitionHooks:
+    """Replaces the gradient collectives of a ``DeepSpeedZeroOptimizer`` (stage 1 or 2).
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+        reducer: Over the optimizer's data-parallel group.
+        link: To the optimizer's steps.
+    """
+
+    def __init__(self, optimizer: Any, reducer: GradientReducer, link: StepLink) -> None:
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self.link = link
+        self.to_owners = bool(optimizer.reduce_scatter)
+        self._bucket: Tensor | None = None
+        self._shards: dict[tuple[int, int], list[Shard]] = {}
+
+    @property
+    def prescaled(self) -> bool:
+        """Whether ``average_tensor`` divides gradients by the number of ranks before they come here."""
+        return self.to_owners and bool(
+            self.optimizer.contiguous_gradients and self.optimizer.gradient_average
+        )
+
+    def install(self) -> None:
+        """Patch the optimizer instance."""
+        optimizer = self.optimizer
+        average, scatter = optimizer.average_tensor, optimizer.allreduce_and_scatter
+        predivide, reduce = optimizer.gradient_reduction_w_predivide, optimizer.allreduce_bucket
+        # One bucket for all owners instead of one per owner: then everything comes through
+        # allreduce_and_scatter.
+        optimizer.use_multi_rank_bucket_allreduce = True
+
+        def average_tensor(_: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+            self.link.before_reduction()
+            self._bucket = tensor
+            try:
+                average(tensor, communication_data_type)
+            finally:
+                self._bucket = None
+
+        def allreduce_and_scatter(
+            _: Any,
+            bucket: list[Any],
+            communication_data_type: torch.dtype,
+            *args: Any,
+            process_group: Any = None,
+            **keywords: Any,
+        ) -> None:
+            if self._bucket is None or process_group is not optimizer.dp_process_group:
+                scatter(bucket, communication_data_type, *args, process_group=process_group, **keywords)
+            else:
+                self._scatter(bucket, communication_data_type)
+
+        def gradient_reduction_w_predivide(
+            _: Any, tensor: Tensor, communication_data_type: torch.dtype
+        ) -> Tensor:
+            found = self._parameters(communication_data_type)
+            if tensor.numel() == 0 or any(is_expert(parameter) for _, _, parameter in found):
+                return predivide(tensor, communication_data_type)
+            return self._all_reduce(tensor, communication_data_type)
+
+        def allreduce_bucket(
+            _: Any,
+            bucket: list[Tensor],
+            communication_data_type: torch.dtype,
+            rank: int | None = None,
+            log: Any = None,
+            divide: bool = True,
+            process_group: Any = None,
+        ) -> Tensor:
+            layout = self._layout_of(bucket, communication_data_type) if rank is None and divide else None
+            if layout is None:
+                return reduce(
+                    bucket,
+                    communication_data_type,
+                    rank=rank,
+                    log=log,
+                    divide=divide,
+                    process_group=process_group,
+                )
+            self.link.before_reduction()
+            return self._reduce_loose(bucket, layout, communication_data_type)
+
+        for method in (
+            average_tensor,
+            allreduce_and_scatter,
+            gradient_reduction_w_predivide,
+            allreduce_bucket,
+        ):
+            setattr(optimizer, method.__name__, MethodType(method, optimizer))
+
+    # -- the three collectives -------------------------------------------------------------------------------
+
+    def _scatter(self, bucket: Sequence[Any], dtype: torch.dtype) -> None:
+        """Contiguous bucket to its owners.
+
+        Args:
+            bucket: ``(owners, slice of the bucket[, fp32 accumulator of the slice if it is owned here])``;
+                gradients are divided by the number of ranks already.
+            dtype: Communication type.
+        """
+        tensor = self._bucket
+        assert tensor is not None
+        found = self._parameters(dtype)
+        staging = Staging(tensor, dtype)
+        layout = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in found])
+        self.reducer.reduce_scatter(
+            [
+                (piece.name, piece.of(staging.flat), self._shards_of(group, identity, parameter))
+                for piece, (group, identity, parameter) in zip(layout, found, strict=True)
+                if not is_expert(parameter)
+            ]
+        )
+        for owners, part, *accumulators in bucket:
+            if self._owned_here(owners):
+                start = part.storage_offset() - tensor.storage_offset()
+                result = staging.flat.narrow(0, start, part.numel())
+                if accumulators and accumulators[0] is not None:
+                    accumulators[0].add_(result.to(accumulators[0].dtype))
+                if result.data_ptr() != part.data_ptr():
+                    part.copy_(result)
+
+    def _all_reduce(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Contiguous bucket, the whole result to every rank; returns it in the communication type."""
+        optimizer = self.optimizer
+        averaging = Averaging.of(
+            self.reducer.world_size,
+            average=optimizer.gradient_average,
+            postscale=optimizer.postscale_gradients,
+            predivide=optimizer.gradient_predivide_factor,
+        )
+        staging = Staging(tensor, dtype, averaging.before)
+        found = self._parameters(dtype)
+        layout = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in found])
+        self.reducer.all_reduce(
+            [(piece.name, piece.of(staging.flat)) for piece in layout], scale=averaging.after
+        )
+        staging.write_back()
+        return staging.flat
+
+    def _reduce_loose(
+        self, bucket: Sequence[Tensor], layout: Sequence[tuple[int, int, Any]], dtype: torch.dtype
+    ) -> Tensor:
+        """Gradients that lie apart; returns them packed, reduced, in the communication type."""
+        flat = self.optimizer.flatten(bucket)
+        staging = Staging(flat, dtype)
+        scale = 1.0 / self.reducer.world_size if self.optimizer.gradient_average else 1.0
+        parts = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in layout])
+        if self.to_owners:
+            self.reducer.reduce_scatter(
+                [
+                    (piece.name, piece.of(staging.flat), self._shards_of(group, identity, parameter))
+                    for piece, (group, identity, parameter) in zip(parts, layout, strict=True)
+                ],
+                scale=scale,
+            )
+        else:
+            self.reducer.all_reduce([(piece.name, piece.of(staging.flat)) for piece in parts], scale=scale)
+        return staging.flat
+
+    # -- where things are ------------------------------------------------------------------------------------
+
+    def _parameters(self, dtype: torch.dtype) -> list[tuple[int, int, Any]]:
+        """``(group index, parameter id, parameter)`` of the bucket being reduced, in its order."""
+        optimizer = self.optimizer
+        return [
+            (group, identity, optimizer.bit16_groups[group][index])
+            for group, index, identity in optimizer.ipg_buckets[dtype].params
+        ]
+
+    def _layout_of(self, bucket: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[int, int, Any]] | None:
+        """The parameters that loose gradients belong to; None unless all are ours."""
+        known = {
+            grad.data_ptr(): found
+            for grad, found in zip(
+                self.optimizer.ipg_buckets[dtype].grads, self._parameters(dtype), strict=True
+            )
+        }
+        layout = []
+        for tensor in bucket:
+            found = known.get(tensor.data_ptr())
+            if found is None or found[2].numel() != tensor.numel() or is_expert(found[2]):
+                return None
+            layout.append(found)
+        return layout
+
+    def _shards_of(self, group: int, identity: int, parameter: Any) -> list[Shard]:
+        """Owners of a parameter's parts: a partition boundary may cut it, even several times."""
+        shards = self._shards.get((group, identity))
+        if shards is None:
+            optimizer = self.optimizer
+            starts = sorted(
+                (int(optimizer.grad_start_offset[group][partition][identity]), partition)
+                for partition in optimizer.param_to_partition_ids[group][identity]
+            )
+            ends = [start for start, _ in starts[1:]] + [parameter.numel()]
+            shards = [
+                Shard(partition, start, stop) for (start, partition), stop in zip(starts, ends, strict=True)
+            ]
+            self._shards[group, identity] = shards
+        return shards
+
+    def _owned_here(self, owners: Any) -> bool:
+        own = self.reducer.rank
+        return own in owners if isinstance(owners, frozenset) else own == owners
+
+    def _name(self, group: int, parameter: Any) -> str:
+        name = self.optimizer.param_names.get(parameter)
+        return str(name) if name is not None else f"group{group}.{parameter.param_idx_in_group}"

@@ -1,0 +1,100 @@
+"""Starts the DeepSpeed tests' training script under torchrun and reads its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("deepspeed_worker.py")
+Run = dict[str, Any]
+#: Results by run, per rank.
+Results = list[dict[str, Run]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """CPU, one thread per rank, and no GPU that happens to be there."""
+    variables = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        **more,
+    }
+    # DeepSpeed compiles an operator on first use. Two versions of ninja make each other compile it again: the
+    # one beside this interpreter is taken only where there is no other.
+    if shutil.which("ninja") is None:
+        variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
+    _refuse_stale_lock(variables)
+    return variables
+
+
+def _refuse_stale_lock(variables: dict[str, str]) -> None:
+    """A DeepSpeed that is killed while it compiles leaves a lock, on which all later ones wait in silence."""
+    folder = Path(variables.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in folder.glob("*/deepspeed*/lock"):
+        age = time.time() - lock.stat().st_mtime
+        assert age < 300, f"{lock} was left by a DeepSpeed that was killed while compiling; remove it"
+
+
+def torchrun(world_size: int, *arguments: str) -> list[str]:
+    """Command line of torchrun, with a port of its own."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+        *arguments,
+    ]
+
+
+def launch(
+    world_size: int, plan: list[Run], folder: Path, *, timeout: float = 280, **variables: str
+) -> Results:
+    """Execute all runs of ``plan``, in one process per rank, and return their results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=timeout, cwd=folder
+    )
+    (folder / "log").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def config(
+    stage: int = 0,
+    precision: str = "fp32",
+    *,
+    dct: dict[str, Any] | None = None,
+    optimizer: str = "SGD",
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A DeepSpeed configuration; ``more`` are top-level keys, ``zero`` keys of ``zero_optimization``."""
+    parameters: dict[str, Any] = {"SGD": {"lr": 0.02, "momentum": 0.5}}.get(
+        optimizer, {"lr": 0.004, "torch_adam": True}
+    )
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 16,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": optimizer, "params": parameters},
+        "zero_allow_untested_optimizer": True,
+    }
+    if precision != "fp32":
+        settings[precision] = {"enabled": True}
+    if stage:
+        # Buckets smaller than one of the parameters, so that several are filled and one is "extra large".
+        settings["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 4000, **(zero or {})}
+    settings.update(more)
+    if dct is not None:
+        settings["dct"] = dct
+    return settings
