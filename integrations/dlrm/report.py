@@ -331,7 +331,8 @@ def draw(comparison: Comparison, path: Path, *, title: str) -> None:
     # The first steps may be far above the rest, which is what one wants to see.
     shown = sorted(loss for run in (dense, dct) for loss in moving_average(run.losses, window))
     low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
-    above.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
+    if high > low:
+        above.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
     if dct.densities:
         steps_sent, densities = zip(*dct.densities, strict=True)
         percent = [100 * d for d in densities]

@@ -374,13 +374,18 @@ static const struct {
 #endif
 };
 
+/* What processor and operating system support; cpuid itself, since not every toolchain links __builtin_cpu_supports. */
 static int best_isa(void) {
 #ifdef DCT_X86
-    unsigned a, b, c, d;
-    __builtin_cpu_init();
-    const int f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
-    if (f16c && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return ISA_AVX512;
-    if (f16c && __builtin_cpu_supports("avx2")) return ISA_AVX2;
+    unsigned a, b, c, d, saved, high;
+    const unsigned osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;
+    const unsigned avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 30; /* F and BW */
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (osxsave | avx | f16c)) != (osxsave | avx | f16c)) return ISA_GENERIC;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0)); /* register state the operating system saves */
+    (void)high;
+    if ((saved & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return ISA_GENERIC;
+    if ((saved & 0xE6) == 0xE6 && (b & avx512) == avx512) return ISA_AVX512;
+    if (b & avx2) return ISA_AVX2;
 #endif
     return ISA_GENERIC;
 }

@@ -1,0 +1,387 @@
+"""The demo: its configuration, what it computes and says, and the command from end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from dct_plugin.integrations.dlrm.demo import PRESETS, deepspeed_config
+from dct_plugin.integrations.dlrm.report import (
+    Comparison,
+    Run,
+    draw,
+    moving_average,
+    read_metrics,
+    table,
+    verdict,
+)
+from dct_plugin.integrations.dlrm.runner import RunFailed, Runner
+
+from dct_plugin.errors import ConfigError
+
+PRESET = PRESETS["diabetes"]
+NONE_GIVEN: dict[str, Any] = dict.fromkeys(("sparsity", "zero_stage", "optimizer", "lr", "batch_size"))
+
+
+# -- configuration -----------------------------------------------------------------------------------------
+
+
+def test_configuration_without_options() -> None:
+    config = deepspeed_config(PRESET, None, ranks=2, **NONE_GIVEN)
+    assert config["train_batch_size"] == PRESET.batch_size
+    assert config["optimizer"] == {"type": "Adagrad", "params": {"lr": 0.02}}
+    assert config["scheduler"]["params"]["warmup_max_lr"] == 0.02
+    assert config["zero_optimization"]["stage"] == 0
+    assert config["dct"] == {"data_parallel": {"sparsity": 0.99}}
+
+
+def test_options_override_the_file_and_nothing_else_does(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    content = {
+        "train_micro_batch_size_per_gpu": 64,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "dct": {"data_parallel": {"sparsity": 0.9, "min_numel": 100}, "metrics": {"every": 7}},
+    }
+    file.write_text(json.dumps(content))
+    config = deepspeed_config(PRESET, file, ranks=2, **NONE_GIVEN)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "dct"):
+        assert config[key] == content[key]
+    assert config["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.1, "torch_adam": True}
+    assert "scheduler" not in config
+
+    given = {"sparsity": 0.95, "zero_stage": 1, "optimizer": "SGD", "lr": 0.5, "batch_size": 256}
+    config = deepspeed_config(PRESET, file, ranks=2, **given)
+    assert config["train_batch_size"] == 256
+    assert "train_micro_batch_size_per_gpu" not in config
+    assert "gradient_accumulation_steps" not in config
+    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": False}
+    assert config["optimizer"] == {"type": "SGD", "params": {"lr": 0.5}}
+    assert config["dct"]["data_parallel"] == {"sparsity": 0.95, "min_numel": 100}
+    assert config["gradient_clipping"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"dct": {"data_parallel": {"sparsitty": 0.9}}}', "did you mean dct.data_parallel.sparsity"),
+        ('{"dct": 3}', "dct"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_config(PRESET, file, ranks=2, **NONE_GIVEN)
+
+
+def test_options_out_of_range_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"dct\.data_parallel\.sparsity = 1"):
+        deepspeed_config(PRESET, None, ranks=2, **{**NONE_GIVEN, "sparsity": 1.0})
+    with pytest.raises(ConfigError, match="batch size 100: must be a multiple of 3 ranks"):
+        deepspeed_config(PRESET, None, ranks=3, **{**NONE_GIVEN, "batch_size": 100})
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def run(name: str, **changes: Any) -> Run:
+    figures: dict[str, Any] = {
+        "steps": 100,
+        "auc": 0.71,
+        "log_loss": 0.62,
+        "payload_bytes": 1e6,
+        "wire_bytes": 2.02e6,
+        "density": 1.0,
+        "density_target": 1.0,
+        "step_ms": 20.0,
+        "seconds": 2.0,
+        "ranks_in_step": True,
+        "exchange_ms": 5.0,
+        "losses": [0.7 - 0.001 * i for i in range(100)],
+    }
+    return Run(name=name, **{**figures, **changes})
+
+
+def dct_run(**changes: Any) -> Run:
+    figures: dict[str, Any] = {
+        "payload_bytes": 1e4,
+        "wire_bytes": 2.1e4,
+        "density": 0.0101,
+        "density_target": 0.01,
+        "step_ms": 18.0,
+        "exchange_ms": 1.0,
+        "codec_ms": 1.5,
+        "densities": [(i + 1, 0.01) for i in range(100)],
+    }
+    return run("DCT", **{**figures, **changes})
+
+
+def test_figures_come_from_events_and_metrics() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "start", "parameters": 1000, "all_reduce_ms": 0.5},
+        *({"event": "step", "step": i, "loss": 1 / i, "ms": float(i)} for i in range(1, 6)),
+        {"event": "evaluate"},
+        {
+            "event": "result",
+            "auc": 0.7,
+            "log_loss": 0.6,
+            "seconds": 1.0,
+            "interface_bytes": 5000,
+            "ranks_in_step": True,
+        },
+    ]
+    dense = Run.from_events("dense", events, ranks=4)
+    assert dense.payload_bytes == 6000  # a ring all-reduce sends 2 * 3/4 of the 4000 bytes
+    assert (dense.steps, dense.step_ms, dense.wire_bytes) == (5, 3.0, 1000)
+    assert dense.losses[1] == 0.5
+
+    times = {"select_ms": 1.0, "encode_ms": 2.0, "decode_ms": 3.0, "exchange_ms": 4.0}
+    small_times = dict.fromkeys(times, 0.25)
+    metrics = []
+    for step in range(1, 6):
+        metrics.append({"step": step, "class": "gradient", "sent_bytes": 100, "density": 0.02, **times})
+        small = {"step": step, "class": "gradient_small", "sent_bytes": 20, "density": 1.0}
+        metrics.append({**small, **small_times})
+    dct = Run.from_events("DCT", events, ranks=4, metrics=metrics, density_target=0.01)
+    assert dct.payload_bytes == 120
+    assert dct.density == pytest.approx(0.02)
+    assert dct.densities == [(step, 0.02) for step in range(1, 6)]
+    assert dct.codec_ms == pytest.approx(6.75)
+    assert dct.exchange_ms == pytest.approx(4.25)
+
+
+def test_computed_step_times() -> None:
+    comparison = Comparison(run("dense"), dct_run(), ranks=2)
+    assert comparison.reduction == 100
+    assert comparison.wire_reduction == pytest.approx(2.02e6 / 2.1e4)
+    assert comparison.compute_ms == 15.0
+    assert comparison.overhead_ms == 2.0  # 18 - 15 - 1, more than the 1.5 of the codec
+    slow, middle, fast = comparison.links()
+    assert slow.dense_ms == pytest.approx(15 + 1.01e6 * 8 / 100e6 * 1e3)
+    assert slow.dct_ms == pytest.approx(15 + 2 + 1.05e4 * 8 / 100e6 * 1e3)
+    assert slow.speed_up > middle.speed_up > 1 > fast.speed_up
+
+    quick_step = Comparison(run("dense"), dct_run(step_ms=10.0), ranks=2)
+    assert quick_step.overhead_ms == 1.5  # never less than what was measured
+
+
+def test_verdict_is_honest() -> None:
+    def text(dense: Run, dct: Run, **settings: Any) -> str:
+        quick = settings.pop("quick", False)
+        return "\n".join(verdict(Comparison(dense, dct, ranks=2, **settings), quick=quick))
+
+    good = text(run("dense"), dct_run(auc=0.7085))
+    assert "Quality held: the AUC differs by -0.0015" in good
+    assert "not the slow link" in good
+    assert "faster at 100 Mbit/s and 1 Gbit/s" in good
+    assert "slower at 10 Gbit/s: leave it off there" in good
+    assert "other programs" not in good
+    assert "Quality did not hold: the AUC is 0.0030 lower" in text(run("dense"), dct_run(auc=0.707))
+    assert "too short" in text(run("dense"), dct_run(auc=0.6), quick=True)
+
+    busy = dct_run(wire_bytes=5.2e4)
+    assert "50 % of the bytes counted on the wire" in text(run("dense"), busy)
+    # Under ZeRO the optimizer's all-gather is in the count, too.
+    assert "other programs" not in text(run("dense"), busy, zero_stage=1)
+    assert "no interface counters" in text(run("dense", wire_bytes=None), dct_run(wire_bytes=None))
+    # Two GPUs that talk past the interface.
+    assert "no interface counters" in text(run("dense", wire_bytes=3e4), dct_run(wire_bytes=3e4))
+    assert "ranks of the DCT run ended with different weights" in text(
+        run("dense"), dct_run(ranks_in_step=False)
+    )
+
+
+def test_table_and_plot(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    comparison = Comparison(run("dense"), dct_run(), ranks=2)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table(comparison, title="a title"))
+    text = console.export_text()
+    for part in (
+        "AUC (test)",
+        "100x fewer",
+        "96.2x fewer",
+        "1.01 % (1.00 %)",
+        "10 Gbit/s, computed",
+        "1.11x faster",
+    ):
+        assert part in text, part
+    without = Comparison(run("dense", wire_bytes=None), dct_run(wire_bytes=None), ranks=2)
+    assert table(without, title="").row_count == table(comparison, title="").row_count - 1
+
+    for name, dct in (("usual", dct_run()), ("no densities", dct_run(densities=[]))):
+        draw(Comparison(run("dense"), dct, ranks=2), tmp_path / f"{name}.png", title=name)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    short = Comparison(run("dense", steps=1, losses=[0.7]), dct_run(steps=1, losses=[0.7]), ranks=2)
+    draw(short, tmp_path / "short.png", title="one step")
+
+
+def test_moving_average() -> None:
+    assert moving_average([1, 2, 3, 6], 1) == [1, 2, 3, 6]
+    assert moving_average([1, 2, 3, 6], 3) == pytest.approx([2, 11 / 3])
+    assert moving_average([1], 2) == []
+
+
+def test_metrics_file_that_is_not_there(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+def start_demo(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "COLUMNS": "120"}
+    environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "dct_plugin.cli", "demo", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def descendants_named(text: str, process: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            if text in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_demo_from_end_to_end(tmp_path: Path) -> None:
+    process = start_demo("--quick", "--seed", "3", "--json", "figures/demo.json", folder=tmp_path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    for part in (
+        "AUC (test)",
+        "DCT",
+        "Step at 1 Gbit/s, computed",
+        "not the slow link",
+        "torchrun",
+        "demo.png",
+    ):
+        assert part in output, output
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+    figures = json.loads((tmp_path / "figures" / "demo.json").read_text())
+    dense, dct = figures["dense"], figures["dct"]
+    assert figures["command"] == "dct demo --quick --seed 3 --json figures/demo.json"
+    assert figures["versions"]["deepspeed"]
+    assert dense["steps"] == dct["steps"] == len(dense["losses"]) == len(dct["losses"]) >= 80
+    # The same weights and the same rows in the first step, the same rows later.
+    assert dense["losses"][0] == dct["losses"][0]
+    assert dense["losses"] != dct["losses"]
+    for figure in (dense, dct):
+        assert figure["ranks_in_step"]
+        assert sum(figure["losses"][-20:]) < sum(figure["losses"][:20])
+        assert 0.5 < figure["auc"] < 0.8
+    assert dct["density"] == pytest.approx(0.01, rel=0.2)
+    assert len(dct["densities"]) == dct["steps"]
+    assert 70 < figures["reduction_payload"] < 130
+    if dct["wire_bytes"] is not None:  # other programs may add to it
+        assert dct["wire_bytes"] >= 2 * dct["payload_bytes"]
+        assert dense["wire_bytes"] >= 2 * dense["payload_bytes"]
+
+    # The configurations differ in the dct section and in nothing else.
+    with_dct = json.loads((tmp_path / "out" / "dct.deepspeed.json").read_text())
+    without = json.loads((tmp_path / "out" / "dense.deepspeed.json").read_text())
+    assert with_dct.pop("dct")
+    assert with_dct == without
+
+
+@pytest.mark.slow
+def test_demo_on_criteo_lines_with_zero_2_and_other_settings(tmp_path: Path) -> None:
+    lines = []
+    for i in range(1200):
+        integers = [str((i * k) % 50) if (i + k) % 5 else "" for k in range(13)]
+        hashes = [f"{(i * k) % 37:08x}" if (i + k) % 7 else "" for k in range(26)]
+        lines.append("\t".join([str(int(i % 37 < 12)), *integers, *hashes]))
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    settings = {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    arguments = ["--data", "train.txt", "--config", "ds.json", "--zero-stage", "2", "--sparsity", "0.9"]
+    process = start_demo(*arguments, "--json", "demo.json", folder=tmp_path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    assert figures["dct"]["steps"] == 960 // 64
+    assert figures["dct"]["density_target"] == pytest.approx(0.1)
+    assert figures["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    assert figures["dct"]["ranks_in_step"]
+    assert "ZeRO-2" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_reported_and_the_demo_ends(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Nonsense"}}')
+    process = start_demo("--quick", "--config", "ds.json", folder=tmp_path)
+    output, _ = process.communicate()
+    assert process.returncode == 1, output
+    assert "of the dense run failed with exit code 1" in output
+    assert "Nonsense is not a supported DeepSpeed Optimizer" in output
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_other_and_a_signal_ends_all(tmp_path: Path) -> None:
+    config = deepspeed_config(PRESET, None, ranks=2, **NONE_GIVEN)
+    del config["dct"]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    arguments = ["--deepspeed_config", str(tmp_path / "ds.json"), "--epochs", "1000"]
+    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    this = psutil.Process()
+    ranks: list[psutil.Process] = []
+
+    def kill_one(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 3:
+            # The launcher has the same words in its command line; it is the parent of the others.
+            everyone = descendants_named(str(tmp_path), this)
+            ranks.extend(p for p in everyone if p.ppid() != this.pid)
+            next(p for p in ranks if p.environ()["RANK"] == "1").kill()
+
+    with pytest.raises(RunFailed, match=r"rank \d of the test run failed"):
+        Runner("test", 2, arguments, tmp_path, environment).run(kill_one)
+    assert len(ranks) == 2
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
+
+    # The demo itself, ended from outside while its ranks train.
+    demo = start_demo("--epochs", "1000", folder=tmp_path)
+    events = tmp_path / "out" / "dense.events.jsonl"
+    deadline = time.monotonic() + 120
+    while not (events.exists() and '"step"' in events.read_text()):
+        assert demo.poll() is None, demo.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    ranks = descendants_named("dlrm.train", psutil.Process(demo.pid))
+    assert len(ranks) == 3  # with the launcher
+    demo.send_signal(signal.SIGTERM)
+    demo.communicate(timeout=90)
+    assert demo.returncode == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
