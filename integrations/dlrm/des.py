@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .sharding import Table, place_tables
+
 __all__ = [
     "AtHome",
     "Choice",
@@ -35,7 +37,6 @@ __all__ = [
     "Part",
     "Traffic",
     "choose",
-    "place_fields",
 ]
 
 Strategy = Literal["all_to_all", "des"]
@@ -365,10 +366,11 @@ class _Shards(Embeddings):
     size.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, average_gradients: bool) -> None:
         super().__init__()
         self.traffic = Traffic()
         self._link = _Link(group, dist.get_rank(group), dist.get_world_size(group), self.traffic)
+        self._scale = 1 / self._link.world_size if average_gradients else 1.0
 
     def aggregate(self, partial: Tensor) -> Tensor:
         return _ReduceScatter.apply(partial, self._link)
@@ -377,7 +379,7 @@ class _Shards(Embeddings):
         return _AllReduce.apply(scalars, self._link)
 
     def own(self, weight: nn.Parameter) -> Tensor:
-        return _ScaleGradient.apply(weight, 1 / self._link.world_size)
+        return _ScaleGradient.apply(weight, self._scale)
 
     def adopt(self, weight: nn.Parameter) -> nn.Parameter:
         # As DeepSpeed marks the weights of an expert: its gradient is not for the data-parallel average.
@@ -387,7 +389,7 @@ class _Shards(Embeddings):
     def _look_up(self, categorical: Tensor, first_rows: Tensor, weight: nn.Parameter) -> Tensor:
         found = nn.functional.embedding(categorical + first_rows, weight)
         # Scaled here and not in own(): the looked-up rows are fewer than the table's.
-        return _ScaleGradient.apply(found, 1 / self._link.world_size)
+        return _ScaleGradient.apply(found, self._scale)
 
 
 class FieldShards(_Shards):
@@ -397,8 +399,10 @@ class FieldShards(_Shards):
         cardinalities: Rows of each field's table.
         dim: Embedding width.
         group: Process group, None for the default one.
-        placement: Owner of each field; balanced by :func:`place_fields` when None. A rank may own none.
+        placement: Fields of each rank, ascending; balanced by default. A rank may have none.
         seed: Of the initial rows, which are those of ``EmbeddingTables`` made under that seed.
+        average_gradients: Divide the gradients of what only this rank has by the number of ranks; False where
+            the host framework does that.
     """
 
     def __init__(
@@ -407,27 +411,23 @@ class FieldShards(_Shards):
         dim: int,
         *,
         group: dist.ProcessGroup | None = None,
-        placement: Sequence[int] | None = None,
+        placement: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
+        average_gradients: bool = True,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, average_gradients)
         link = self._link
-        placement = place_fields(cardinalities, link.world_size) if placement is None else placement
-        if len(placement) != len(cardinalities) or not all(0 <= r < link.world_size for r in placement):
+        described = [Table(rows, dim) for rows in cardinalities]
+        self.placement = [list(fields) for fields in placement or place_tables(described, link.world_size)]
+        named = sorted(field for fields in self.placement for field in fields)
+        if named != list(range(len(cardinalities))) or len(self.placement) != link.world_size:
             raise ValueError(
-                f"placement={list(placement)}: must name a rank below {link.world_size} for each of "
-                f"{len(cardinalities)} fields"
+                f"placement {self.placement} does not put each of {len(cardinalities)} tables on one of "
+                f"{link.world_size} ranks"
             )
-        self.fields = [field for field, owner in enumerate(placement) if owner == link.rank]
+        self.fields = self.placement[link.rank]
         self.num_fields, self.dim, self.columns = len(cardinalities), dim, (0, dim)
-        self._by_owner = [
-            [f for f, owner in enumerate(placement) if owner == r] for r in range(link.world_size)
-        ]
-        tables = [
-            table if placement[field] == link.rank else None
-            for field, table in enumerate(_initial_tables(cardinalities, dim, seed))
-        ]
-        own = [table for table in tables if table is not None]
+        own = [table for f, table in enumerate(_initial_tables(cardinalities, dim, seed)) if f in self.fields]
         self.weight = self.adopt(nn.Parameter(torch.cat(own) if own else torch.empty(0, dim)))
         self.first_rows: Tensor
         sizes = [cardinalities[field] for field in self.fields]
@@ -440,7 +440,7 @@ class FieldShards(_Shards):
 
     def _ids(self, categorical: Tensor) -> Tensor:
         """Ids of this rank's fields in the global batch, [N*b, own fields]."""
-        blocks = [categorical[:, fields].contiguous() for fields in self._by_owner]
+        blocks = [categorical[:, fields].contiguous() for fields in self.placement]
         received = [categorical.new_empty(len(categorical), len(self.fields)) for _ in blocks]
         self.traffic.id_bytes += _unequal_all_to_all(received, blocks, self._link)
         return torch.cat(received)
@@ -462,8 +462,9 @@ class ColumnShards(_Shards):
         *,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        average_gradients: bool = True,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, average_gradients)
         link = self._link
         bounds = [dim * rank // link.world_size for rank in range(link.world_size + 1)]
         self._widths = [stop - start for start, stop in itertools.pairwise(bounds)]
@@ -485,17 +486,6 @@ class ColumnShards(_Shards):
 
     def columns_of(self, vectors: Tensor) -> Tensor:
         return _ToColumns.apply(vectors, self._widths, self._link)
-
-
-def place_fields(cardinalities: Sequence[int], world_size: int) -> list[int]:
-    """Owner of each table: the largest first, each to the rank with the fewest rows so far."""
-    rows = [0] * world_size
-    owners = [0] * len(cardinalities)
-    for field in sorted(range(len(cardinalities)), key=lambda f: (-cardinalities[f], f)):
-        owner = min(range(world_size), key=lambda r: (rows[r], r))
-        owners[field] = owner
-        rows[owner] += cardinalities[field]
-    return owners
 
 
 def _initial_tables(cardinalities: Sequence[int], dim: int, seed: int) -> Iterable[Tensor]:

@@ -43,6 +43,7 @@ def build(
     make_tables: MakeTables = local_tables,
     group: dist.ProcessGroup | None = None,
     compression: float = 1.0,
+    average_gradients: bool = True,
     **settings: Any,
 ) -> tuple[nn.Module, list[Choice]]:
     """A model by name, and how each of its parts exchanges embeddings.
@@ -58,6 +59,7 @@ def build(
         make_tables: Gives the embeddings of the local samples, from local tables or through an all-to-all.
         group: Process group of the shards.
         compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
+        average_gradients: Of the shards; see :class:`~dct_plugin.integrations.dlrm.des.FieldShards`.
         settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
 
     Raises:
@@ -85,7 +87,7 @@ def build(
             return AtHome(made, len(cardinalities), dim)
         layout = next(part.layout for part in parts if part.tables == tables)
         shards = ColumnShards if layout == "columns" else FieldShards
-        return shards(cardinalities, dim, group=group, seed=table_seed)
+        return shards(cardinalities, dim, group=group, seed=table_seed, average_gradients=average_gradients)
 
     sources = [source("embedding", embedding_dim, seed)]
     if any(part.tables == "wide" for part in parts):
