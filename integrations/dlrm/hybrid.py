@@ -26,8 +26,6 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm as dist
-from deepspeed.moe.layer import MoE
-from deepspeed.utils import groups
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -36,9 +34,11 @@ from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.metrics import InterfaceCounter, Metrics
 
 from .data import ClickDataset, Rows, epoch_batches, load
-from .des import Traffic
+from .des import ColumnShards, FieldShards, Traffic
+from .experts import Experts
 from .models import build
-from .sharding import ShardedTables
+from .optimizers import HybridOptimizer, hybrid_groups
+from .sharding import ShardedTables, TableShard
 from .train import reporter, tensors_of
 
 __all__ = ["MODEL_SECTION", "main"]
@@ -127,10 +127,13 @@ class Run:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         section = dict(config.get(MODEL_SECTION, {}))
         kind = section.pop("model", "dlrm")
+        table_optimizer = section.pop("table_optimizer", None)
+        sparse = section.pop("sparse_gradients", False)
         dct = config.get("dct")
         # Without a section nothing is compressed: a plain all-to-all of every vector.
         channel = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct).embedding
         self.metrics = Metrics(MetricsConfig(), rank=self.rank, world_size=self.world_size)
+        self.step_ms: list[float] = []
 
         def make_tables(cardinalities: Sequence[int], dim: int, table_seed: int, tables: str) -> nn.Module:
             with torch.random.fork_rng(devices=[]):
@@ -139,6 +142,7 @@ class Run:
                     cardinalities,
                     dim,
                     config=channel,
+                    sparse=sparse,
                     average_gradients=False,  # DeepSpeed does that
                     name=tables,
                     metrics=self.metrics,
@@ -154,11 +158,15 @@ class Run:
             **section,
         )
         self.model = model = Experts(model)
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            config={key: value for key, value in config.items() if key != MODEL_SECTION},
-        )
+        content = {key: value for key, value in config.items() if key != MODEL_SECTION}
+        if table_optimizer is None:
+            parameters: dict[str, Any] = {
+                "model_parameters": [p for p in model.parameters() if p.requires_grad]
+            }
+        else:
+            rest = content.pop("optimizer")
+            parameters = {"optimizer": two_optimizers(model, table_optimizer, rest)}
+        self.engine, *_ = deepspeed.initialize(model=model, config=content, **parameters)
         self.batch_size = self.world_size * self.engine.train_micro_batch_size_per_gpu()
         self.batch_size *= self.engine.gradient_accumulation_steps()
         self.steps = epochs * (clicks.num_train // self.batch_size)
@@ -174,7 +182,6 @@ class Run:
             exchange=[str(choice) for choice in self.choices],
             parameters=[count_parameters(self.model, expert) for expert in (False, True)],
         )
-        step_ms: list[float] = []
         counter = InterfaceCounter([interface] if interface else None)
         on_wire = 0
         to_tensors = tensors_of(self.clicks.train, self.engine)
@@ -185,8 +192,8 @@ class Run:
             for batch in epoch_batches(self.clicks.num_train, self.batch_size, seed=self.seed, epoch=epoch):
                 started = time.perf_counter()
                 loss = self._step(batch, to_tensors)
-                self.metrics.step(len(step_ms) + 1)
-                step_ms.append(1e3 * (time.perf_counter() - started))
+                self.metrics.step(len(self.step_ms) + 1)
+                self.step_ms.append(1e3 * (time.perf_counter() - started))
                 self.report("step", loss=loss)
             dist.barrier()
             on_wire += counter.stop().tx
@@ -205,7 +212,7 @@ class Run:
             "trained",
             config=self.name,
             seed=self.seed,
-            step_ms=statistics.median(step_ms),
+            step_ms=statistics.median(self.step_ms),
             interface_bytes=on_wire / self.steps if counter.available else None,
             bytes=self.bytes_per_step(),
         )
@@ -303,36 +310,27 @@ class Run:
         gc.collect()
 
 
-class Experts(MoE):
-    """A model whose shards DeepSpeed is to treat as experts: no other rank has them, their owner updates
-    them.
-
-    DeepSpeed knows experts by ``allreduce = False`` and the name of their group, and looks for them in models
-    that contain an ``MoE`` module; nothing else of that class is used. It divides their gradients by the
-    number of ranks.
+def two_optimizers(
+    model: nn.Module, tables: Mapping[str, Any], rest: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """One optimizer of the method ``tables`` for embedding tables, and of DeepSpeed's ``rest`` for all
+    else.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.model = model
-        self.num_experts = self.ep_size = dist.get_world_size()
-        self.expert_group_name = f"ep_size_{self.ep_size}"
-        shards = [module.shard.weight for module in model.modules() if isinstance(module, ShardedTables)]
-        for parameter in shards:
-            parameter.allreduce = False  # type: ignore[attr-defined]
-        for parameter in model.parameters():
-            if not getattr(parameter, "allreduce", True):
-                parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
-
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Called by the engine: one expert-parallel group of all ranks."""
-        if self.expert_group_name not in groups._get_expert_parallel_group_dict():
-            groups._create_expert_and_data_parallel(
-                self.ep_size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
-            )
-
-    def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
-        return self.model(dense, categorical)
+    settings = {k: v for k, v in rest["params"].items() if k in ("lr", "betas", "eps")}
+    method = {"method": rest["type"].lower(), **settings}
+    of_tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, TableShard | FieldShards | ColumnShards)
+    }
+    made = []
+    for group in hybrid_groups(model, tables=dict(tables), rest=method):
+        # Shards of a layer's weight are experts to DeepSpeed as well, but no tables.
+        table = [p for p in group["params"] if id(p) in of_tables]
+        layer = [p for p in group["params"] if id(p) not in of_tables]
+        made += [{**group, "params": table}] if table else []
+        made += [{**group, **method, "params": layer}] if layer else []
+    return HybridOptimizer(made)
 
 
 def count_parameters(model: nn.Module, expert: bool) -> int:
