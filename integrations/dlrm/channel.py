@@ -156,10 +156,19 @@ class EmbeddingChannel(nn.Module):
         return self.config.error_bound * factor
 
     def bounds(self, tables: Tensor) -> Tensor:
-        """Absolute error bounds of own tables (int64 [n]) in the coming forward pass, float64 [n]."""
+        """Absolute error bounds of own tables (int64 [n]) in the coming forward pass, float64 [n].
+
+        Under a threshold a table's bound is at most tau: what is kept is never rounded to zero, so that zeros
+        are the mask. (Thresholds that differ from row to row cannot do that: there, what rounds to zero gets
+        no gradient.)
+        """
         base = self.bound()
         factors = torch.tensor(self.config.bound_classes, dtype=torch.float64, device=tables.device)
-        return factors[self.bound_class[tables]] * (0.0 if base is None else base)
+        bounds = factors[self.bound_class[tables]] * (0.0 if base is None else base)
+        if self.thresholded and self.tau.numel():
+            tau = (self.tau[tables] if self.config.granularity == "table" else self.tau).to(torch.float64)
+            bounds = torch.where(tau > 0, torch.minimum(bounds, tau), bounds)
+        return bounds
 
     # -- the crossing ---
 
@@ -200,7 +209,7 @@ class EmbeddingChannel(nn.Module):
         )
         base = self.bound()
         factors = self.config.bound_classes
-        classes = base is not None and factors[0] != factors[2] and step % _CLASS_INTERVAL == 0
+        classes = base is not None and len(set(factors)) > 1 and step % _CLASS_INTERVAL == 0
         due = due and self.tau.numel() > 0
         if not self.config.enabled or not (due or classes):
             return

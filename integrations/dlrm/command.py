@@ -78,8 +78,6 @@ def dlrm(
     ] = None,
 ) -> None:
     """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
-    from .demo import _check_data
-
     files = list(configs or [])
     if files and not compare:
         raise typer.BadParameter("give one configuration with --config, or several with --compare")
@@ -113,6 +111,23 @@ def dlrm(
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
     with tempfile.TemporaryDirectory() as scratch:
         _train(content, ranks, report, plot, out or Path(scratch))
+
+
+def _check_data(format: str, path: Path | None) -> None:
+    """Read the beginning here: a wrong file is better said before the ranks start."""
+    from .data import load
+    from .demo import _check_data as check_file
+
+    if format != "movielens":
+        check_file(format, path)
+        return
+    if path is None or not path.is_dir():
+        what = "needs --data DIRECTORY" if path is None else f"{path}: no such directory"
+        raise typer.BadParameter(f"movielens: {what} (with u.data, u.item and u.user)", param_hint="--data")
+    try:
+        load(format, path, max_rows=1000)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
 
 
 def job(
