@@ -20,7 +20,9 @@ def archive(tmp_path: Path) -> Path:
         flags = "|".join(str(int(g == i)) for g in range(19))
         items.append(f"{i}|Caf\u00e9 {i}|01-Jan-{1990 + i}||http://example.org|{flags}\n")
     items[7] = items[7].replace("01-Jan-1998", "")  # a movie without a date
-    ratings = [f"{draw.randint(1, 5)}\t{draw.randint(1, 8)}\t{draw.randint(1, 5)}\t88125094\n" for _ in range(100)]
+    ratings = [
+        f"{draw.randint(1, 5)}\t{draw.randint(1, 8)}\t{draw.randint(1, 5)}\t88125094\n" for _ in range(100)
+    ]
     for name, lines in (("u.user", users), ("u.item", items), ("u.data", ratings)):
         (tmp_path / name).write_text("".join(lines), encoding="latin-1")
     return tmp_path

@@ -98,7 +98,9 @@ def _train(rank: int, world_size: int, sparsity: float) -> dict[str, float]:
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, rows, (tables * batch,), generator=generator)
     features = KeyedJaggedTensor(
-        keys=[f"f{i}" for i in range(tables)], values=ids, lengths=torch.ones(tables * batch, dtype=torch.long)
+        keys=[f"f{i}" for i in range(tables)],
+        values=ids,
+        lengths=torch.ones(tables * batch, dtype=torch.long),
     )
     losses = []
     optimizer = torch.optim.SGD(parallel.parameters(), lr=1.0)

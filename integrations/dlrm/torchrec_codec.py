@@ -56,7 +56,8 @@ class Positions:
             last = len(waiting[-1]) if waiting else "there is none"
             raise DesyncError(
                 f"a gradient message of {chunks} chunks does not answer the last forward message ({last}); "
-                "the sync (compiled) path of torchrec is not supported, and in_flight must not be less than the sharded modules"
+                "the sync (compiled) path of torchrec is not supported, and in_flight "
+                "must not be less than the sharded modules"
             )
         return waiting.pop()
 
@@ -84,7 +85,8 @@ class _Codec:
         if length % self.chunk:
             raise DCTError(
                 f"a message of {length} entries does not divide into chunks of {self.chunk}; "
-                "take a chunk that divides samples per rank times embedding widths per rank, such as the embedding width"
+                "take a chunk that divides samples per rank times embedding widths per rank, "
+                "such as the embedding width"
             )
         return length // self.chunk
 
