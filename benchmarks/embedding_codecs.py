@@ -3,9 +3,9 @@
     python benchmarks/embedding_codecs.py [--format criteo --data train.txt.gz]
 
 Trains a DLRM (width 16, Adam) on one process for a number of steps, then takes the message that one of two
-ranks would send: the distinct rows of every table in half a batch, and the sums of their gradients. Every stage
-codes the same integers, ``round(x / (2 * bound))``; "ours" is the complete payload with header, step widths and
-checksum. zstandard is measured if it is installed.
+ranks would send: the distinct rows of every table in half a batch, and the sums of their gradients. Every
+stage codes the same integers, ``round(x / (2 * bound))``; "ours" is the complete payload with header, step
+widths and checksum. zstandard is measured if it is installed.
 """
 
 from __future__ import annotations
