@@ -29,6 +29,7 @@ __all__ = [
     "ActivationConfig",
     "DCTConfig",
     "DataParallelConfig",
+    "EmbeddingChannelConfig",
     "KernelConfig",
     "MetricsConfig",
     "ModelParallelConfig",
@@ -275,6 +276,101 @@ class ModelParallelConfig(_Section):
     )
 
 
+class EmbeddingChannelConfig(_Section):
+    """``dct.embedding``: vectors of sharded embedding tables, and the gradients that come back."""
+
+    enabled: bool = Field(
+        default=True, description="The channel as a whole; false is a plain all-to-all of every vector."
+    )
+    deduplicate: bool = Field(
+        default=True,
+        description="Each distinct row of a table crosses once per message; gradients of equal rows are "
+        "summed before they cross. Lossless.",
+    )
+    error_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest absolute error of an embedding entry, times the factor of its table's class; "
+        "null does not quantise.",
+    )
+    bound_classes: tuple[float, float, float] = Field(
+        default=(1.0, 1.0, 1.0),
+        strict=False,
+        description="Factors on error_bound for tables of which quantising merges many, some and few of the "
+        "rows. The class of a table is found from its data.",
+        json_schema_extra={"allowed": "three numbers > 0"},
+    )
+    bound_start: float = Field(
+        default=1.0, ge=1, description="Factor on error_bound at the first step; it decays to 1."
+    )
+    bound_decay_steps: int = Field(
+        default=0, ge=0, description="Steps in which bound_start decays to 1, in ten equal factors."
+    )
+    gradient_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest error of a gradient entry, as a multiple of the root mean square of its "
+        "table's gradient in the message; null does not quantise.",
+    )
+    entropy: Literal["auto", "rice", "deflate"] = Field(
+        default="auto", description="How quantised entries are coded; auto takes the smaller for each table."
+    )
+    sparsity: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the embedding entries that do not cross (DCT-MP); 0 sends all.",
+    )
+    granularity: Literal["table", "vector", "sample", "tensor"] = Field(
+        default="table",
+        description="Entries that are ranked together: those of a table, of one vector, of one sample's "
+        "vectors on a rank, or all on a rank.",
+    )
+    threshold_lifespan: int = Field(default=1, ge=1, description="Steps between two measurements of tau.")
+    threshold_smoothing: float = Field(
+        default=0.9,
+        ge=0,
+        lt=1,
+        description="Weight of the old threshold at a measurement; 0 takes that of the batch alone.",
+    )
+    dense_gradient: bool = Field(
+        default=False,
+        description="Gradients of all entries come back, not only of those that crossed.",
+    )
+    value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto",
+        description="Type of entries that are not quantised; auto is bf16 under a threshold (fp16 for fp16 "
+        "tables), and the table's own type otherwise.",
+    )
+    gradient_value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto", description="The same for gradients."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="First steps without threshold and bounds; rows are de-duplicated."
+    )
+    evaluation: bool = Field(
+        default=True,
+        description="Evaluate with threshold and bound, as trained; false evaluates the dense model.",
+    )
+
+    @field_validator("bound_classes")
+    @classmethod
+    def _classes(cls, factors: tuple[float, float, float]) -> tuple[float, float, float]:
+        if not min(factors) > 0:
+            raise ValueError("out of range")  # replaced by the field's own text
+        return factors
+
+    @model_validator(mode="after")
+    def _samples_need_their_own_vectors(self) -> Self:
+        if self.granularity == "sample" and self.deduplicate and self.sparsity > 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "granularity = 'sample' needs deduplicate = false: "
+                "a row that crosses once serves many samples",
+            )
+        return self
+
+
 class MetricsConfig(_Section):
     """``dct.metrics``: what is written about bytes, density and time, and where."""
 
@@ -319,6 +415,10 @@ class DCTConfig(_Section):
     model_parallel: ModelParallelConfig = Field(
         default_factory=ModelParallelConfig,
         description="Activations and their gradients between model-parallel ranks.",
+    )
+    embedding: EmbeddingChannelConfig = Field(
+        default_factory=EmbeddingChannelConfig,
+        description="Vectors of sharded embedding tables between their owner and the samples' rank.",
     )
     metrics: MetricsConfig = Field(
         default_factory=MetricsConfig, description="Reports on bytes, density, time."

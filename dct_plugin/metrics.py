@@ -1,6 +1,7 @@
 """What crossed, how much of it, and how long it took: per tensor class, per step, and for the whole run.
 
-A tensor class is a free string (``gradient``, ``gradient_small``, ``activation``, ...).  The data path calls
+A tensor class is a free string (``gradient``, ``gradient_small``, ``activation``, ...). ``class/layer``
+is one layer's share of what crossed as ``class``, and is left out of the totals.  The data path calls
 :meth:`Metrics.record` for every message and :meth:`Metrics.step` once per optimizer step; every ``every``
 steps a report goes to the JSON lines file, to TensorBoard and to the sinks of the host framework's monitor.
 """
@@ -262,11 +263,13 @@ class Metrics:
                     per_class.setdefault(cls, _Sums()).add(sums)
             steps = self._steps
         whole = _Sums()
-        for sums in per_class.values():
-            whole.add(sums)
+        for cls, sums in per_class.items():
+            if "/" not in cls:  # a layer's share of its class has been counted there
+                whole.add(sums)
         tensors = {cls: sums.tensors_per_step() for cls, sums in per_class.items()}
         classes = {cls: ClassSummary._of(sums, steps, tensors[cls]) for cls, sums in per_class.items()}
-        return Summary(**vars(ClassSummary._of(whole, steps, sum(tensors.values()))), classes=classes)
+        count = sum(n for cls, n in tensors.items() if "/" not in cls)
+        return Summary(**vars(ClassSummary._of(whole, steps, count)), classes=classes)
 
     def summary_line(self) -> str:
         """The run in one line, for the end of training."""

@@ -193,8 +193,8 @@ def test_density_band_faults_show_the_whole_band(band: Any) -> None:
         ({"kernels": {"xyz": 1}}, "allowed are backend, threads"),
         ({"metrics ": {}}, "did you mean dct.metrics?"),
         ({"enabled\n": True}, "did you mean dct.enabled?"),
-        ({"": 1}, "allowed are enabled, data_parallel, model_parallel, metrics, kernels"),
-        ({"qqq": 1}, "allowed are enabled, data_parallel, model_parallel, metrics, kernels"),
+        ({"": 1}, "allowed are enabled, data_parallel, model_parallel, embedding, metrics, kernels"),
+        ({"qqq": 1}, "allowed are enabled, data_parallel, model_parallel, embedding, metrics, kernels"),
     ],
 )
 def test_unknown_key_gets_a_suggestion(section: dict[str, Any], expected: str) -> None:

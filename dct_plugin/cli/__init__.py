@@ -59,6 +59,13 @@ COMMANDS = [
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",
     ),
+    LazyCommand(
+        name="dlrm",
+        target="dct_plugin.integrations.dlrm.command:dlrm",
+        help="Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
+        needs=("deepspeed", "sklearn", "matplotlib"),
+        extra="demo",
+    ),
 ]
 
 

@@ -1,0 +1,133 @@
+"""Entropy stages for quantised embeddings and their gradients, on messages of a really trained model.
+
+    python benchmarks/embedding_codecs.py [--format criteo --data train.txt.gz]
+
+Trains a DLRM (width 16, Adam) on one process for a number of steps, then takes the message that one of two
+ranks would send: the distinct rows of every table in half a batch, and the sums of their gradients. Every
+stage codes the same integers, ``round(x / (2 * bound))``; "ours" is the complete payload with header, step
+widths and checksum. zstandard is measured if it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
+from dct_plugin.integrations.dlrm.model import DLRM
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from dct_plugin.codecs.error_bounded import Codes, decode_bounded, encode_bounded, quantise
+from dct_plugin.kernels import get_backend
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None
+
+DIM = 16
+
+
+def message(
+    clicks: ClickDataset, steps: int, batch: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int], int]:
+    """Distinct rows, their gradients, entries of each table, and the bytes of all vectors undiminished."""
+    model = DLRM(clicks.dense.shape[1], clicks.cardinalities, embedding_dim=DIM)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step, rows in enumerate(epoch_batches(clicks.num_train, batch, seed=0, epoch=0)):
+        if step == steps:
+            break
+        dense, ids, label = (torch.from_numpy(column[rows]) for column in clicks.train)
+        optimizer.zero_grad()
+        binary_cross_entropy_with_logits(model(dense, ids), label).backward()
+        optimizer.step()
+    # One more step, of which only half the batch contributes to the gradient.
+    half = batch // 2
+    optimizer.zero_grad()
+    binary_cross_entropy_with_logits(model(dense[:half], ids[:half]), label[:half]).backward()
+    lookups = ids[:half].long() + model.tables.first_rows
+    distinct = [torch.unique(lookups[:, table]) for table in range(lookups.shape[1])]
+    at = torch.cat(distinct)
+    gradient = model.tables.weight.grad
+    assert gradient is not None
+    lengths = [len(rows) * DIM for rows in distinct]
+    return (
+        model.tables.weight.detach()[at].reshape(-1),
+        gradient[at].reshape(-1),
+        lengths,
+        lookups.numel() * DIM * 4,
+    )
+
+
+def entropy_bytes(q: np.ndarray, lengths: list[int]) -> float:
+    """Order-0 entropy of every table, what an ideal static coder needs without its tables of frequencies."""
+    total = 0.0
+    for part in np.split(q, np.cumsum(lengths)[:-1]):
+        _, counts = np.unique(part, return_counts=True)
+        share = counts / counts.sum()
+        total -= float((share * np.log2(share)).sum()) * len(part) / 8
+    return total
+
+
+def timed(function: Callable[[], Any], repeats: int = 7) -> tuple[Any, float]:
+    """Result and median milliseconds."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        result = function()
+        times.append(1e3 * (time.perf_counter() - started))
+    return result, float(np.median(times))
+
+
+def stages(codes: Codes, lengths: list[int]) -> list[tuple[str, float, float, float]]:
+    """(name, bytes, ms to encode, ms to decode) of each stage."""
+    q = codes.q.numpy()
+    kernels = get_backend("cpu")
+    plain = q.astype(np.int8 if np.abs(q).max(initial=0) < 128 else "<i2").tobytes()
+    found = [("order-0 entropy", entropy_bytes(q, lengths), 0.0, 0.0)]
+    for name in ("rice", "deflate"):
+        payload, out = timed(lambda name=name: encode_bounded(codes, lengths, kernels, entropy=name))
+        _, back = timed(lambda payload=payload: decode_bounded(payload, lengths, kernels))
+        found.append((f"ours, {name}", payload.numel(), out, back))
+    packed, out = timed(lambda: zlib.compress(plain, 9))
+    found.append(("zlib 9 alone", len(packed), out, timed(lambda: zlib.decompress(packed))[1]))
+    if zstandard is not None:
+        for level in (3, 19):
+            packed, out = timed(lambda level=level: zstandard.ZstdCompressor(level=level).compress(plain))
+            _, back = timed(lambda packed=packed: zstandard.ZstdDecompressor().decompress(packed))
+            found.append((f"zstandard {level} alone", len(packed), out, back))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--format", default="diabetes")
+    parser.add_argument("--data")
+    parser.add_argument("--batch", type=int, default=256, help="global batch of two ranks")
+    parser.add_argument("--steps", type=int, default=120)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    clicks = load(arguments.format, arguments.data)
+    rows, gradient, lengths, dense = message(clicks, arguments.steps, arguments.batch)
+    sizes = torch.tensor(lengths)
+    print(
+        f"{clicks.name}: {dense} bytes undiminished, {4 * len(rows)} distinct ({dense / len(rows) / 4:.1f}x)"
+    )
+    square = torch.segment_reduce(gradient.square(), "mean", lengths=sizes).to(torch.float64).sqrt()
+    cases = [(f"embeddings, bound {b}", rows, torch.full((len(lengths),), b)) for b in (0.01, 0.03)]
+    cases += [(f"gradients, bound {b} rms", gradient, b * square) for b in (0.1, 0.3)]
+    for title, values, bounds in cases:
+        print(f"\n{title:28} {'bytes':>8} {'fewer':>7} {'encode ms':>10} {'decode ms':>10}")
+        for name, size, out, back in stages(quantise(values, sizes, bounds), lengths):
+            print(f"{name:28} {size:8.0f} {dense / size:6.1f}x {out:10.2f} {back:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

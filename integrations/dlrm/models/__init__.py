@@ -1,0 +1,95 @@
+"""Recommender models, each on tables at home, behind an all-to-all, or in shards (DES)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+from ..model import EmbeddingTables
+from .dcn import DCN
+from .deepfm import DeepFM
+from .dlrm import DLRM
+from .wide_deep import WideDeep
+
+__all__ = ["DCN", "DLRM", "MODELS", "DeepFM", "MakeTables", "WideDeep", "build"]
+
+MODELS: dict[str, Any] = {"dlrm": DLRM, "deepfm": DeepFM, "widedeep": WideDeep, "dcn": DCN}
+
+#: (cardinalities, dim, seed, name) -> module int [b, F] -> [b, F, dim]
+MakeTables = Callable[[Sequence[int], int, int, str], nn.Module]
+
+
+def local_tables(cardinalities: Sequence[int], dim: int, seed: int, name: str) -> nn.Module:
+    """All tables here."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return EmbeddingTables(cardinalities, dim)
+
+
+def build(
+    name: str,
+    num_dense: int,
+    cardinalities: Sequence[int],
+    *,
+    embedding_dim: int = 16,
+    seed: int = 0,
+    exchange: Literal["all_to_all", "des", "auto"] = "all_to_all",
+    make_tables: MakeTables = local_tables,
+    group: dist.ProcessGroup | None = None,
+    compression: float = 1.0,
+    average_gradients: bool = True,
+    **settings: Any,
+) -> tuple[nn.Module, list[Choice]]:
+    """A model by name, and how each of its parts exchanges embeddings.
+
+    Args:
+        name: Key of :data:`MODELS`.
+        num_dense: Numeric features.
+        cardinalities: Rows of each field's table.
+        embedding_dim: Embedding width.
+        seed: Of the initial weights, which do not depend on the exchange.
+        exchange: ``all_to_all`` makes every table with ``make_tables``; ``des`` shards where there is an
+            equivalent substitution; ``auto`` picks what sends fewer floats.
+        make_tables: Gives the embeddings of the local samples, from local tables or through an all-to-all.
+        group: Process group of the shards.
+        compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
+        average_gradients: Of the shards; see :class:`~dct_plugin.integrations.dlrm.des.FieldShards`.
+        settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
+
+    Raises:
+        ValueError: An unknown model, exchange or setting.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known models: {', '.join(MODELS)}")
+    if exchange not in ("all_to_all", "des", "auto"):
+        raise ValueError(f"exchange={exchange!r}: must be 'all_to_all', 'des' or 'auto'")
+    model_class = MODELS[name]
+    known = set(inspect.signature(model_class).parameters) - {"num_dense", "tables", "wide_tables", "seed"}
+    if unknown := set(settings) - known:
+        raise ValueError(f"{name} has no setting {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}")
+
+    counted = {k: v for k, v in settings.items() if k in inspect.signature(model_class.parts).parameters}
+    parts: list[Part] = model_class.parts(len(cardinalities), embedding_dim, **counted)
+    world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    force = None if exchange == "auto" else exchange
+    choices = choose(parts, world_size=world_size, compression=compression, force=force)
+
+    def source(tables: str, dim: int, table_seed: int) -> Embeddings:
+        strategy = next(choice.strategy for choice in choices if choice.tables == tables)
+        if strategy == "all_to_all":
+            made = make_tables(cardinalities, dim, table_seed, tables)
+            return AtHome(made, len(cardinalities), dim)
+        layout = next(part.layout for part in parts if part.tables == tables)
+        shards = ColumnShards if layout == "columns" else FieldShards
+        return shards(cardinalities, dim, group=group, seed=table_seed, average_gradients=average_gradients)
+
+    sources = [source("embedding", embedding_dim, seed)]
+    if any(part.tables == "wide" for part in parts):
+        sources.append(source("wide", 1, seed + 1))
+    return model_class(num_dense, *sources, seed=seed, **settings), choices

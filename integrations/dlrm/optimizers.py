@@ -1,0 +1,173 @@
+"""One optimizer for tables and MLPs, with a method of its own for each: recommenders want row-wise Adagrad or
+SGD for tables, Adam for the rest, and DeepSpeed takes one optimizer.
+
+Dense and sparse gradients; sparse ones touch their rows only (lazy Adam). Under ZeRO-1 DeepSpeed hands over
+flat fp32 vectors: row-wise methods find the rows again by ``width``. It cannot reduce sparse gradients there,
+so that tables have to be dense (``sparse=False``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["METHODS", "HybridOptimizer", "hybrid_groups"]
+
+METHODS = ("sgd", "adam", "adagrad", "rowwise_adagrad")
+
+
+class HybridOptimizer(torch.optim.Optimizer):
+    """SGD, Adam, Adagrad or row-wise Adagrad, as each parameter group says.
+
+    Args:
+        groups: Parameters or parameter groups. Keys of a group beside those below are kept.
+        method: ``sgd``, ``adam``, ``adagrad``, or ``rowwise_adagrad``: one accumulator per row, of the mean
+            square of the row's gradient (as in FBGEMM's EXACT_ROWWISE_ADAGRAD).
+        lr: Learning rate.
+        betas, eps: As in torch.optim; eps defaults to 1e-8 (Adam) and 1e-10.
+        width: Entries of a row, for row-wise methods on flat vectors.
+
+    Updates of dense gradients are those of torch.optim with the same settings.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        *,
+        method: str = "adam",
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__(groups, {"method": method, "lr": lr, "betas": betas, "eps": eps, "width": width})
+        for group in self.param_groups:
+            if group["method"] not in METHODS:
+                raise ValueError(f"method is {group['method']!r}; allowed: {', '.join(METHODS)}")
+            if not group["lr"] >= 0:
+                raise ValueError(f"lr is {group['lr']}; it must be at least 0")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            update = getattr(self, "_" + group["method"])
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    gradient = gradient.coalesce()
+                    if not gradient.indices().numel():
+                        continue
+                update(parameter, gradient, self.state[parameter], group)
+        return loss
+
+    @staticmethod
+    def _sgd(parameter: Tensor, gradient: Tensor, _: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.add_(gradient, alpha=-group["lr"])
+
+    @staticmethod
+    def _adam(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        first, second = group["betas"]
+        values, at = _rows_of(gradient)
+        mean, square = (state[key] if at is None else state[key][at] for key in ("exp_avg", "exp_avg_sq"))
+        mean.lerp_(values, 1 - first)
+        square.mul_(second).addcmul_(values, values, value=1 - second)
+        eps = 1e-8 if group["eps"] is None else group["eps"]
+        denominator = square.sqrt().div_(math.sqrt(1 - second ** state["step"])).add_(eps)
+        change = (mean / denominator).mul_(-group["lr"] / (1 - first ** state["step"]))
+        if at is None:
+            parameter.add_(change)
+        else:
+            parameter.index_add_(0, at, change)
+            state["exp_avg"][at] = mean
+            state["exp_avg_sq"][at] = square
+
+    @staticmethod
+    def _adagrad(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["sum"] = torch.zeros_like(parameter)
+        values, at = _rows_of(gradient)
+        total = state["sum"] if at is None else state["sum"][at]
+        total.addcmul_(values, values)
+        eps = 1e-10 if group["eps"] is None else group["eps"]
+        change = (values / (total.sqrt() + eps)).mul_(-group["lr"])
+        if at is None:
+            parameter.add_(change)
+        else:
+            parameter.index_add_(0, at, change)
+            state["sum"][at] = total
+
+    @staticmethod
+    def _rowwise_adagrad(
+        parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        width = parameter.shape[-1] if parameter.dim() > 1 else group["width"]
+        if width is None:
+            raise ValueError("rowwise_adagrad needs the parameter group's width for a flat vector of rows")
+        rows = parameter.numel() // width  # a flat vector may end in padding
+        table = parameter.view(-1)[: rows * width].view(rows, width)
+        if not state:
+            state["sum"] = torch.zeros(rows, dtype=parameter.dtype, device=parameter.device)
+        values, at = _rows_of(gradient)
+        if at is None:
+            values = values.reshape(-1)[: rows * width].view(rows, width)
+        eps = 1e-10 if group["eps"] is None else group["eps"]
+        square = values.square().mean(dim=1)
+        if at is None:
+            total = state["sum"].add_(square)
+        else:
+            state["sum"].index_add_(0, at, square)
+            total = state["sum"][at]
+        change = values * (-group["lr"] / (total.sqrt() + eps)).unsqueeze(1)
+        if at is None:
+            table.add_(change)
+        else:
+            table.index_add_(0, at, change)
+
+
+def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Values, and their rows if the gradient is sparse."""
+    if gradient.is_sparse:
+        return gradient.values(), gradient.indices()[0]
+    return gradient, None
+
+
+def hybrid_groups(model: nn.Module, *, tables: dict[str, Any], rest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups of a model in :class:`~dct_plugin.integrations.dlrm.experts.Experts`.
+
+    Args:
+        tables: Settings of expert parameters, for example ``{"method": "rowwise_adagrad", "lr": 0.02}``.
+            Tables of different width come in groups of their own.
+        rest: Settings of all other parameters.
+    """
+    shared: list[nn.Parameter] = []
+    by_width: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if getattr(parameter, "allreduce", True):
+            shared.append(parameter)
+        else:
+            by_width.setdefault(parameter.shape[-1], []).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": shared, **rest}] if shared else []
+    for width, parameters in sorted(by_width.items()):
+        name = getattr(parameters[0], "group_name", None)
+        # DeepSpeed knows groups of expert parameters by these two keys.
+        expert = {} if name is None else {"moe": True, "name": name}
+        groups.append({"params": parameters, "width": width, **expert, **tables})
+    return groups

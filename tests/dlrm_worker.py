@@ -1,0 +1,115 @@
+"""Training script of the hybrid job's tests: small runs under DeepSpeed against the same training on one
+rank.
+
+torchrun --nproc-per-node 2 tests/dlrm_worker.py results.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches
+from dct_plugin.integrations.dlrm.hybrid import Run
+from dct_plugin.integrations.dlrm.models import build
+from deepspeed import comm as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+CARDINALITIES = (40, 3, 9, 90, 2)
+BATCH, LR, SEED = 32, 0.5, 3
+SMALL: dict[str, dict[str, Any]] = {
+    "dlrm": {"embedding_dim": 6, "bottom": [8], "top": [12, 8]},
+    "deepfm": {"embedding_dim": 6, "hidden": [8]},
+    "widedeep": {"embedding_dim": 6, "hidden": [8, 8]},
+    "dcn": {"embedding_dim": 6, "hidden": [8], "depth": 3},
+}
+CASES = [
+    ("dlrm", "all_to_all", 0),
+    ("dlrm", "des", 1),
+    ("deepfm", "auto", 0),
+    ("widedeep", "all_to_all", 1),
+    ("dcn", "des", 0),
+]
+
+
+def clicks() -> ClickDataset:
+    generator = np.random.default_rng(1)
+    rows, train = 200, 160
+    categorical = np.stack([generator.integers(0, n, rows) for n in CARDINALITIES], axis=1).astype(np.int32)
+    label = (categorical[:, 0] % 3 == 0).astype(np.float32)
+    return ClickDataset(
+        name="made up",
+        dense=generator.standard_normal((rows, 4)).astype(np.float32),
+        categorical=categorical,
+        label=label,
+        cardinalities=CARDINALITIES,
+        dense_names=tuple("abcd"),
+        categorical_names=tuple("vwxyz"),
+        num_train=train,
+    )
+
+
+def on_one_rank(model: str, data: ClickDataset, epochs: int) -> np.ndarray:
+    """Probabilities of the test part after plain training on the whole batch."""
+    net, _ = build(model, 4, CARDINALITIES, seed=SEED, **SMALL[model])
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for epoch in range(epochs):
+        for batch in epoch_batches(data.num_train, BATCH, seed=SEED, epoch=epoch):
+            dense, categorical, label = (torch.from_numpy(column[batch]) for column in data.train)
+            optimizer.zero_grad()
+            binary_cross_entropy_with_logits(net(dense, categorical), label).backward()
+            optimizer.step()
+    with torch.no_grad():
+        test = data.test
+        return net(torch.from_numpy(test.dense), torch.from_numpy(test.categorical)).sigmoid().numpy()
+
+
+def main() -> None:
+    deepspeed.init_distributed()
+    data = clicks()
+    results = []
+    for model, exchange, stage in CASES:
+        events: list[dict[str, Any]] = []
+        config = {
+            "train_batch_size": BATCH,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "dlrm": {"model": model, "exchange": exchange, **SMALL[model]},
+        }
+        run = Run(
+            "plain",
+            config,
+            data,
+            seed=SEED,
+            epochs=2,
+            report=lambda event, events=events, **fields: events.append({"event": event, **fields}),
+        )
+        run.train(None)
+        probability = run.predict(data.test)
+        expected = on_one_rank(model, data, epochs=2)
+        results.append(
+            {
+                "case": [model, exchange, stage],
+                "difference": float(np.abs(probability - expected).max()),
+                "spread": float(expected.std()),
+                "exchange": [choice.strategy for choice in run.choices],
+                "bytes": events[-1]["bytes"],
+                "events": [event["event"] for event in events],
+            }
+        )
+        run.close()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
