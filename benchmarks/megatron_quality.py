@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dct_plugin.integrations.dlrm.quality import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from megatron_gpt import Job, train
@@ -40,14 +41,23 @@ ADDRESSES = ("10.78.0.1", "10.78.0.2")
 def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | None, dict[str, int]]]:
     """Name -> (``dct`` section, changes of the topology)."""
     result: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {"PP 2, dense": (None, {"pp": 2})}
-    for sparsity in arguments.pipeline:
-        pipeline = {"sparsity": sparsity, "warmup_steps": arguments.warmup}
+    pipelines = {f"{sparsity:g}": {"sparsity": sparsity} for sparsity in arguments.pipeline}
+    for sparsity in arguments.pipeline_int8:
+        int8 = {"value_dtype": "int8", "gradient_value_dtype": "int8"}
+        pipelines[f"{sparsity:g}, int8 values"] = {"sparsity": sparsity, **int8}
+    for text, options in pipelines.items():
+        pipeline = {**options, "warmup_steps": arguments.warmup}
         dct = {"data_parallel": OFF, "model_parallel": {"pipeline": pipeline}}
-        result[f"PP 2, sparsity {sparsity:g}"] = (dct, {"pp": 2})
+        result[f"PP 2, sparsity {text}"] = (dct, {"pp": 2})
     result["DP 2, dense"] = (None, {"pp": 1})
     for sparsity in arguments.data:
         dct = {"data_parallel": {"sparsity": sparsity, "warmup_steps": arguments.warmup}}
         result[f"DP 2, sparsity {sparsity:g}"] = (dct, {"pp": 1})
+    for sparsity in arguments.data_ramp:
+        tenth = arguments.steps // 10
+        ramp = {"warmup_steps": tenth, "sparsity_warmup_steps": tenth}
+        dct = {"data_parallel": {"sparsity": sparsity, **ramp}}
+        result[f"DP 2, sparsity {sparsity:g}, 10 % dense + 10 % ramp"] = (dct, {"pp": 1})
     return result
 
 
@@ -101,8 +111,8 @@ def work(arguments: argparse.Namespace) -> None:
         steps=arguments.steps, vocab=text.vocab, lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
     )  # fmt: skip
     rows = []
-    for name, (dct, topology) in settings(arguments).items():
-        for seed in arguments.seeds:
+    for seed in arguments.seeds:
+        for name, (dct, topology) in settings(arguments).items():
             job = replace(base, seed=seed, dct=dct, **topology)
             counter = InterfaceCounter([DEVICE] if arguments.link else None)
             at: list[tuple[int, int]] = []
@@ -127,9 +137,9 @@ def work(arguments: argparse.Namespace) -> None:
             row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
             row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
             rows.append(row)
+            Path(f"{arguments.worker}.{rank}").write_text(json.dumps(rows))
             if rank == 1:
                 print(f"{name}, seed {seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
-    Path(f"{arguments.worker}.{rank}").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -172,16 +182,17 @@ def table(arguments: argparse.Namespace, rows: list[list[dict[str, Any]]], measu
     lines = [
         f"Held-out loss (nats per character) of {arguments.layers} layers, hidden {arguments.hidden}, after "
         f"{arguments.steps} steps of {arguments.micro_batches} micro-batches of {arguments.micro_batch} x "
-        f"{arguments.seq}; {len(arguments.seeds)} seed(s), mean (lowest to highest).",
+        f"{arguments.seq}; {len(arguments.seeds)} seed(s). Differences are paired by seed, with "
+        "the 95 % interval.",
         "",
-        "| setting | held-out loss | against dense | forward kB/step | fewer | backward kB/step | fewer |",
+        "| setting | held-out loss | - dense | forward kB/step | fewer | backward kB/step | fewer |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in names:
         dense = f"{name.split(',')[0]}, dense"
         losses, base = of(name, last, "held_out"), of(dense, last, "held_out")
-        mean, reference = statistics.fmean(losses), statistics.fmean(base)
-        cells = [name, f"{mean:.4f} ({min(losses):.4f} to {max(losses):.4f})", f"{mean - reference:+.4f}"]
+        difference = paired([mine - plain for mine, plain in zip(losses, base, strict=True)])
+        cells = [name, f"{statistics.fmean(losses):.4f}", "" if name == dense else str(difference)]
         for key in ("sent", "received"):
             count, plain = statistics.fmean(of(name, first, key)), statistics.fmean(of(dense, first, key))
             cells += [f"{count / 1e3:.1f}", f"{plain / count:.1f}x"] if measured and count else ["-", "-"]
@@ -206,7 +217,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=0, help="dense steps at the start")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--pipeline", type=float, nargs="*", default=[0.5, 0.75, 0.9], metavar="SPARSITY")
-    parser.add_argument("--data", type=float, nargs="*", default=[0.99], metavar="SPARSITY")
+    parser.add_argument("--pipeline-int8", type=float, nargs="*", default=[0.9], metavar="SPARSITY")
+    parser.add_argument("--data-ramp", type=float, nargs="*", default=[0.99], metavar="SPARSITY")
+    parser.add_argument("--data", type=float, nargs="*", default=[0.9, 0.99], metavar="SPARSITY")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seq", type=int, default=64)
