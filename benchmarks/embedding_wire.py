@@ -37,13 +37,14 @@ import torch.distributed as dist
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
 from dct_plugin.integrations.dlrm.model import DLRM
 from dct_plugin.integrations.dlrm.sharding import ShardedTables
-from links import HEADER_BYTES, Links, LinksError, packets_sent
+from links import HEADER_BYTES, Links, LinksError, Network, packets_sent
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes
+from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes, interface_bytes
 
 EMBEDDINGS, MLPS = "embeddings", "mlps"  # interfaces
 CLASSES = {"ids": "embedding_ids", "forward": "embedding_forward", "backward": "embedding_backward"}
@@ -57,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "threshold 0.75": {"sparsity": 0.75},
     "threshold 0.9": {"sparsity": 0.9},
     "threshold 0.95": {"sparsity": 0.95},
-    "threshold 0.9, bound 0.01": {"sparsity": 0.9, "error_bound": 0.01, "gradient_bound": 0.1},
+    "0.9, bound 0.01": {"sparsity": 0.9, "error_bound": 0.01, "gradient_bound": 0.1},
 }
 
 
@@ -76,8 +77,8 @@ def main() -> None:
         for batch_size in arguments.batch_size:
             rows = summarise(results, batch_size)
             title = f"{results['data']}: {ranks} ranks, global batch {batch_size}, {results['link']}"
-            console.print(terminal_table(title, rows))
-            sections.append(f"**{title}**\n\n{markdown_table(rows)}")
+            console.print(*terminal_tables(title, rows))
+            sections.append(f"**{title}**\n\n{markdown_tables(rows)}")
     notes = footnotes(arguments, collected)
     console.print(notes, style="dim", highlight=False)
     if arguments.markdown:
@@ -132,7 +133,9 @@ def launch(arguments: argparse.Namespace, ranks: int, rate: str | None) -> dict[
     with ExitStack() as stack:
         links: Links | None = None
         try:
-            links = stack.enter_context(Links(ranks, [EMBEDDINGS, MLPS], [rate, None]))
+            links = stack.enter_context(
+                Links(ranks, [Network(EMBEDDINGS, rate), Network(MLPS, offload=True)])
+            )
         except LinksError as error:
             if rate is not None or arguments.mlp == "apart":
                 raise SystemExit(f"--rate and --mlp apart need network namespaces: {error}") from error
@@ -161,6 +164,8 @@ def launch(arguments: argparse.Namespace, ranks: int, rate: str | None) -> dict[
         if any(codes):
             raise SystemExit(f"a rank failed: exit codes {codes}")
         measured = [json.loads(Path(f"{place}.{rank}").read_text()) for rank in range(ranks)]
+    by_run = zip(*(part["runs"] for part in measured), strict=True)
+    whole = [merge(parts, on_loopback=links is None) for parts in by_run]
     link = "loopback" if links is None else f"links of {rate}" if rate else "unlimited links"
     return {
         "data": measured[0]["data"],
@@ -168,8 +173,8 @@ def launch(arguments: argparse.Namespace, ranks: int, rate: str | None) -> dict[
         "rate": rate,
         "link": link,
         "mlp": mlp,
-        "runs": [merge(parts, on_loopback=links is None) for parts in zip(*(m["runs"] for m in measured), strict=True)],
-    }  # fmt: skip
+        "runs": whole,
+    }
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
@@ -188,7 +193,7 @@ def merge(parts: Sequence[dict[str, Any]], *, on_loopback: bool) -> dict[str, An
         whole[key] = sum(part[key] for part in parts)
     for key in ("interface", "packets"):  # on loopback, every rank sees the bytes of all
         whole[key] = parts[0][key] if on_loopback else sum(part[key] for part in parts)
-    for key in ("step_ms", "compute_ms", "exchange_ms"):
+    for key in ("step_ms", "cpu_ms", "coding_ms", "exchange_ms"):
         whole[key] = max(part[key] for part in parts)
     return whole
 
@@ -236,7 +241,7 @@ def train(
     mlps: dist.ProcessGroup | None,
     arguments: argparse.Namespace,
 ) -> dict[str, float]:
-    """What one setting costs this rank: bytes and packets per step, medians and means of milliseconds."""
+    """What one setting costs this rank: bytes and packets per step (means), milliseconds (medians)."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=ranks)
     config = EmbeddingChannelConfig.of(SETTINGS[setting])
@@ -253,12 +258,12 @@ def train(
     )
     replicated = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
-    on_link = "apart" in (arguments.mlp,) or os.environ["GLOO_SOCKET_IFNAME"] != "lo"
-    counter = InterfaceCounter([EMBEDDINGS if on_link else "lo"])
-    beside = InterfaceCounter([MLPS]) if on_link else None
-    device = EMBEDDINGS if on_link else "lo"
-    packets = 0
+    device = EMBEDDINGS if EMBEDDINGS in interface_bytes() else "lo"
+    counter = InterfaceCounter([device])
+    beside = InterfaceCounter([MLPS]) if device == EMBEDDINGS else None
+    packets, cpu = 0, 0.0
     step_ms = []
+    channel_ms = [np.zeros(2)]  # coding and exchanges so far
     for step, rows in zip(
         range(arguments.warmup + arguments.steps), batches(clicks, batch_size, seed), strict=False
     ):
@@ -269,6 +274,7 @@ def train(
             packets = packets_sent(device)
             if beside is not None:
                 beside.start()
+            cpu = time.process_time()
         started = time.perf_counter()
         mine = rows.reshape(ranks, -1)[rank]
         dense, ids, label = (torch.from_numpy(column[mine]) for column in clicks.train)
@@ -280,6 +286,8 @@ def train(
         if step >= arguments.warmup:
             step_ms.append(1e3 * (time.perf_counter() - started))
             metrics.step(len(step_ms))
+            channel_ms.append(time_in_channel(metrics, len(step_ms)))
+    cpu = time.process_time() - cpu
     time.sleep(0.2)  # what the kernel still holds has to leave
     counter.stop()
     packets = packets_sent(device) - packets
@@ -287,16 +295,24 @@ def train(
     time.sleep(0.2)  # nobody goes on to the next run's barrier while another still counts
     summary = metrics.summary().classes
     metrics.close()
-    moved = [summary[CLASSES[name]] for name in ("forward", "backward")]
+    coding, exchange = np.median(np.diff(channel_ms, axis=0), axis=0).tolist()
     return {
         **{name: summary[cls].sent_bytes / arguments.steps for name, cls in CLASSES.items()},
         "interface": counter.tx / arguments.steps,
         "packets": packets / arguments.steps,
         "mlps": mlp_bytes / arguments.steps,
         "step_ms": statistics.median(step_ms),
-        "compute_ms": sum(part.encode_ms + part.decode_ms for part in moved),
-        "exchange_ms": sum(part.exchange_ms for part in moved),
+        "cpu_ms": 1e3 * cpu / arguments.steps,
+        "coding_ms": coding,
+        "exchange_ms": exchange,
     }
+
+
+def time_in_channel(metrics: Metrics, steps: int) -> np.ndarray:
+    """Milliseconds in coding and in exchanges so far, forward and backward together."""
+    parts = [metrics.summary().classes[CLASSES[name]] for name in ("forward", "backward")]
+    coding = sum(part.encode_ms + part.decode_ms for part in parts)
+    return steps * np.array([coding, sum(part.exchange_ms for part in parts)])
 
 
 def batches(clicks: ClickDataset, size: int, seed: int) -> Iterator[np.ndarray]:
@@ -336,8 +352,9 @@ def summarise(results: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"setting": name}
         for key in (*CLASSES, "interface", "packets", "mlps"):
             row[key] = statistics.fmean(run[key] for run in chosen)
-        for key in ("step_ms", "compute_ms", "exchange_ms"):
+        for key in ("step_ms", "cpu_ms", "coding_ms", "exchange_ms"):
             row[key] = statistics.median(run[key] for run in chosen)
+        row["step_range"] = [f(run["step_ms"] for run in chosen) for f in (min, max)]
         row["payload"] = sum(row[key] for key in CLASSES)
         # What counters and plugin do not explain to each other: the transport's own framing.
         row["framing"] = row["interface"] - row["payload"] - HEADER_BYTES * row["packets"]
@@ -353,36 +370,43 @@ def summarise(results: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
     return rows
 
 
-HEADINGS = ["", "ids", "forward", "backward", "fewer", "interface", "fewer", "step ms", "speed", "channel ms", "exchange ms"]  # fmt: skip
+BYTES = ["kB per step", "ids", "forward", "backward", "fewer", "on the wire", "fewer"]
+TIMES = ["ms per step", "step", "range", "dense / this", "CPU", "coding", "exchange"]
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    speed = "" if row["setting"] == "dense" else f"{row['speedup']:.2f}x"
+def byte_cells(row: dict[str, Any]) -> list[str]:
+    counts = [f"{row[key] / 1e3:.1f}" for key in (*CLASSES, "interface")]
+    return [row["setting"], *counts[:3], f"{row['fewer_moved']:.1f}x", counts[3], f"{row['fewer']:.1f}x"]
+
+
+def time_cells(row: dict[str, Any]) -> list[str]:
+    low, high = row["step_range"]
+    times = [f"{row[key]:.1f}" for key in ("cpu_ms", "coding_ms", "exchange_ms")]
     return [
         row["setting"],
-        *(format_bytes(row[key]) for key in CLASSES),
-        f"{row['fewer_moved']:.1f}x",
-        format_bytes(row["interface"]),
-        f"{row['fewer']:.1f}x",
         f"{row['step_ms']:.1f}",
-        speed,
-        f"{row['compute_ms']:.1f}",
-        f"{row['exchange_ms']:.1f}",
+        f"{low:.0f} to {high:.0f}",
+        f"{row['speedup']:.2f}",
+        *times,
     ]
 
 
-def terminal_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*cells(row))
-    return table
+def terminal_tables(title: str, rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    for headings, cells in ((BYTES, byte_cells), (TIMES, time_cells)):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*cells(row))
+        yield table
 
 
-def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [f"| {' | '.join(HEADINGS)} |", "|---|" + "--:|" * (len(HEADINGS) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)])
+def markdown_tables(rows: Sequence[dict[str, Any]]) -> str:
+    tables = []
+    for headings, cells in ((BYTES, byte_cells), (TIMES, time_cells)):
+        lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *map(cells, rows)]
+        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(tables)
 
 
 def footnotes(arguments: argparse.Namespace, collected: Sequence[dict[str, Any]]) -> str:
@@ -394,14 +418,17 @@ def footnotes(arguments: argparse.Namespace, collected: Sequence[dict[str, Any]]
         "along": "averaged over the same interface and counted in its bytes",
         "none": "not averaged",
     }[collected[0]["mlp"]]
+    low, high = format_bytes(min(framing)), format_bytes(max(framing))
     return (
-        f"Bytes per step, all ranks together, means of {arguments.repeats} runs of {arguments.steps} steps after "
-        f"{arguments.warmup} others. ids, forward, backward: as the plugin counts what it hands over; interface: "
-        f"everything that left the ranks' interfaces, packet headers and acknowledgements included. Of that, "
-        f"{HEADER_BYTES} bytes per packet are headers, {format_bytes(min(framing))} to {format_bytes(max(framing))} per "
-        f"step are the transport's own messages. Gradients of the MLPs: {mlp}. Times: median step; in the channel "
-        f"(coding and decoding) and in its exchanges (waiting for the other ranks included), mean per step, slowest rank."
-    )  # fmt: skip
+        f"kB: all ranks together, means of {arguments.repeats} runs of {arguments.steps} steps after "
+        f"{arguments.warmup} others. ids, forward and backward are what the plugin counts when it hands them "
+        "to the transport; on the wire is what left the ranks' interfaces, with all headers and "
+        f"acknowledgements, ids included: {HEADER_BYTES} bytes per packet are headers, {low} to {high} per "
+        f"step are the transport's own messages. Gradients of the MLPs: {mlp}.\n\n"
+        f"ms: slowest rank. Step: median of the runs' median steps; dense / this is paired within "
+        "a run, below 1 is slower than dense. CPU: of the process, all threads. Coding and exchange: in the "
+        "channel, forward and backward, medians; the exchange includes waiting for the other ranks."
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""A small network on one machine: a namespace per rank, links between them that count and limit bytes (Linux).
+"""A small network on one machine (Linux): a namespace per rank, links that count and limit bytes.
 
-Every rank gets one interface per *network*, all ranks of a network hang on one switch. Packets are at most
-1500 bytes, as on a real wire: interfaces that leave segmentation to each other count one header for 64 kB.
-Needs root and iproute2.
+Every rank gets one interface per network, all ranks of a network hang on one switch. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -11,8 +9,9 @@ import os
 import subprocess
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NamedTuple
 
-__all__ = ["HEADER_BYTES", "Links", "LinksError", "packets_sent"]
+__all__ = ["HEADER_BYTES", "Links", "LinksError", "Network", "packets_sent"]
 
 #: Ethernet 14, IPv4 20, TCP 20 with timestamps 12: what interface counters see of every packet's headers.
 HEADER_BYTES = 66
@@ -24,23 +23,33 @@ class LinksError(RuntimeError):
     """The namespaces cannot be made: no rights, no iproute2, or no kernel support."""
 
 
+class Network(NamedTuple):
+    """One interface of every rank.
+
+    Attributes:
+        name: Of the interface.
+        rate: Limit of each direction in the notation of ``tc`` (``100mbit``); None: not limited.
+        offload: Leave cutting packets to the other end: fast, but one header is counted for up to 64 kB;
+            otherwise packets have at most 1500 bytes, as on a real wire.
+    """
+
+    name: str
+    rate: str | None = None
+    offload: bool = False
+
+
 class Links:
     """Namespaces ``prefix-0`` ... and their switch, removed at the end of the ``with`` block.
 
-    Args:
-        ranks: How many.
-        networks: Interface names; rank ``r`` has ``10.79.n.(r + 1)`` on network ``n``.
-        rates: Rate of each network in the notation of ``tc`` (``100mbit``), both directions each; None: not
-            limited.
+    Rank ``r`` has address ``10.79.n.(r + 1)`` on network ``n``.
 
     Raises:
         LinksError: on entry, when a command fails.
     """
 
-    def __init__(self, ranks: int, networks: Sequence[str], rates: Sequence[str | None]) -> None:
+    def __init__(self, ranks: int, networks: Sequence[Network]) -> None:
         self.ranks = ranks
         self.networks = list(networks)
-        self.rates = list(rates)
         self._prefix = f"dct-{os.getpid()}"
 
     def address(self, rank: int, network: int = 0) -> str:
@@ -71,18 +80,20 @@ class Links:
         for rank in range(self.ranks):
             _run(f"ip netns add {self._prefix}-{rank}")
             _run(f"ip -n {self._prefix}-{rank} link set lo up")
-        for number, (network, rate) in enumerate(zip(self.networks, self.rates, strict=True)):
+        for number, network in enumerate(self.networks):
+            segments = "" if network.offload else "gso_max_segs 1"
             _run(f"ip -n {switch} link add bridge{number} type bridge")
             _run(f"ip -n {switch} link set bridge{number} up")
             for rank in range(self.ranks):
                 space, port = f"{self._prefix}-{rank}", f"port{number}-{rank}"
-                _run(f"ip -n {switch} link add {port} type veth peer name {network} netns {space}")
+                _run(f"ip -n {switch} link add {port} type veth peer name {network.name} netns {space}")
                 _run(f"ip -n {switch} link set {port} master bridge{number}")
-                _run(f"ip -n {space} addr add {self.address(rank, number)}/24 dev {network}")
-                for place, device in ((switch, port), (space, network)):
-                    _run(f"ip -n {place} link set {device} gso_max_segs 1 up")
-                    if rate is not None:
-                        _run(f"ip netns exec {place} tc qdisc add dev {device} root {_bucket(rate)}")
+                _run(f"ip -n {space} addr add {self.address(rank, number)}/24 dev {network.name}")
+                for place, device in ((switch, port), (space, network.name)):
+                    _run(f"ip -n {place} link set {device} {segments} up")
+                    if network.rate is not None:
+                        bucket = _bucket(network.rate)
+                        _run(f"ip netns exec {place} tc qdisc add dev {device} root {bucket}")
 
     def _remove(self) -> None:
         for name in ["switch", *map(str, range(self.ranks))]:
