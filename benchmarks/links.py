@@ -88,12 +88,16 @@ class Links:
                 space, port = f"{self._prefix}-{rank}", f"port{number}-{rank}"
                 _run(f"ip -n {switch} link add {port} type veth peer name {network.name} netns {space}")
                 _run(f"ip -n {switch} link set {port} master bridge{number}")
-                _run(f"ip -n {space} addr add {self.address(rank, number)}/24 dev {network.name}")
+                address = self.address(rank, number)
+                _run(f"ip -n {space} addr add {address}/24 dev {network.name}")
                 for place, device in ((switch, port), (space, network.name)):
                     _run(f"ip -n {place} link set {device} {segments} up")
                     if network.rate is not None:
                         bucket = _bucket(network.rate)
                         _run(f"ip netns exec {place} tc qdisc add dev {device} root {bucket}")
+                # The usual congestion control, whatever this machine's default is.
+                route = f"10.79.{number}.0/24 dev {network.name} src {address} congctl cubic"
+                _run(f"ip -n {space} route replace {route}")
 
     def _remove(self) -> None:
         for name in ["switch", *map(str, range(self.ranks))]:
