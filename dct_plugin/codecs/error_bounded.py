@@ -6,9 +6,9 @@ entry, in fp32, whatever the segment's scale.
 
 A segment's code is chosen by size. Measured on one rank's message of trained Criteo embeddings (batch 256 on
 2 ranks, distinct rows of 26 tables, bound 0.01; ``benchmarks/embedding_codecs.py``): order-0 entropy 6.0 kB,
-Rice 7.0 kB, zstandard 6.9 (level 19) to 7.5 kB, zlib 7.9 kB, lz4 11.3 kB. zstandard at level 1 is the fastest,
-0.05 ms against about 1 ms, but a dependency, and it is up to a quarter larger at wider bounds. Where whole vectors
-repeat (rows that were not de-duplicated) deflate wins, which is why it is one of the choices.
+Rice 7.0 kB, zstandard 6.9 (level 19) to 7.5 kB, zlib 7.9 kB, lz4 11.3 kB. zstandard at level 1 is the
+fastest, 0.05 ms against about 1 ms, but a dependency, and a quarter larger at a bound of 0.03. Where whole
+vectors repeat (rows that were not de-duplicated) deflate wins, which is why it is one of the choices.
 
 Layout (little endian): a 20-byte header (magic, version, flags, entries, segments, body bytes, CRC-32), per
 segment one byte of method and two of step width (bf16), then one stream per method in use, in ascending order
