@@ -1,6 +1,6 @@
 """Entropy stages for quantised embeddings and their gradients, on messages of a really trained model.
 
-    python benchmarks/embedding_codecs.py [--format criteo --data train.txt.gz]
+    python benchmarks/embedding_codecs.py [--format criteo --data train.txt.gz] [--markdown table.md]
 
 Trains a DLRM (width 16, Adam) on one process for a number of steps, then takes the message that one of two
 ranks would send: the distinct rows of every table in half a batch, and the sums of their gradients. Every
@@ -14,6 +14,8 @@ import argparse
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,10 @@ try:
     import zstandard
 except ImportError:
     zstandard = None
+try:
+    import lz4.block as lz4
+except ImportError:
+    lz4 = None
 
 DIM = 16
 
@@ -74,13 +80,13 @@ def entropy_bytes(q: np.ndarray, lengths: list[int]) -> float:
     return total
 
 
-def timed(function: Callable[[], Any], repeats: int = 7) -> tuple[Any, float]:
-    """Result and median milliseconds."""
+def timed(function: Callable[[], Any], repeats: int = 15) -> tuple[Any, float]:
+    """Result and median milliseconds of CPU time, in which other processes do not count."""
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = time.process_time()
         result = function()
-        times.append(1e3 * (time.perf_counter() - started))
+        times.append(1e3 * (time.process_time() - started))
     return result, float(np.median(times))
 
 
@@ -94,14 +100,35 @@ def stages(codes: Codes, lengths: list[int]) -> list[tuple[str, float, float, fl
         payload, out = timed(lambda name=name: encode_bounded(codes, lengths, kernels, entropy=name))
         _, back = timed(lambda payload=payload: decode_bounded(payload, lengths, kernels))
         found.append((f"ours, {name}", payload.numel(), out, back))
-    packed, out = timed(lambda: zlib.compress(plain, 9))
-    found.append(("zlib 9 alone", len(packed), out, timed(lambda: zlib.decompress(packed))[1]))
+    others: list[tuple[str, Callable[[], bytes], Callable[[bytes], bytes]]] = [
+        (f"zlib {level}", partial(zlib.compress, plain, level), zlib.decompress) for level in (1, 6, 9)
+    ]
     if zstandard is not None:
-        for level in (3, 19):
-            packed, out = timed(lambda level=level: zstandard.ZstdCompressor(level=level).compress(plain))
-            _, back = timed(lambda packed=packed: zstandard.ZstdDecompressor().decompress(packed))
-            found.append((f"zstandard {level} alone", len(packed), out, back))
+        unpack = zstandard.ZstdDecompressor().decompress
+        for level in (1, 3, 19):
+            pack = zstandard.ZstdCompressor(level=level).compress
+            others.append((f"zstandard {level}", partial(pack, plain), unpack))
+    if lz4 is not None:
+        others.append(("lz4", partial(lz4.compress, plain), lz4.decompress))
+        best = partial(lz4.compress, plain, mode="high_compression", compression=12)
+        others.append(("lz4 hc 12", best, lz4.decompress))
+    for name, pack, unpack in others:
+        packed, out = timed(pack)
+        same, back = timed(partial(unpack, packed))
+        if same != plain:
+            raise RuntimeError(f"{name} does not give back what it was given")
+        found.append((name, len(packed), out, back))
     return found
+
+
+def markdown(title: str, measured: dict[str, list[tuple[str, float, float, float]]], distinct: int) -> str:
+    """A row per stage, per case its bytes and milliseconds (encode + decode)."""
+    head = ["", *measured]
+    rows = [head, ["---", *["--:"] * len(measured)], ["distinct rows", *[f"{distinct:,}"] * len(measured)]]
+    for number, (name, *_) in enumerate(next(iter(measured.values()))):
+        cells = [found[number][1:] for found in measured.values()]
+        rows.append([name, *(f"{b:,.0f}" + (f" ({o:.2f} + {i:.2f})" if o + i else "") for b, o, i in cells)])
+    return "\n".join([title, "", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def main() -> None:
@@ -112,21 +139,26 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--batch", type=int, default=256, help="global batch of two ranks")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     clicks = load(arguments.format, arguments.data)
     rows, gradient, lengths, dense = message(clicks, arguments.steps, arguments.batch)
     sizes = torch.tensor(lengths)
-    print(
-        f"{clicks.name}: {dense} bytes undiminished, {4 * len(rows)} distinct ({dense / len(rows) / 4:.1f}x)"
-    )
+    title = f"{clicks.name}: {dense:,} bytes undiminished, {4 * len(rows):,} distinct"
+    print(f"{title} ({dense / len(rows) / 4:.1f}x)")
     square = torch.segment_reduce(gradient.square(), "mean", lengths=sizes).to(torch.float64).sqrt()
     cases = [(f"embeddings, bound {b}", rows, torch.full((len(lengths),), b)) for b in (0.01, 0.03)]
     cases += [(f"gradients, bound {b} rms", gradient, b * square) for b in (0.1, 0.3)]
-    for title, values, bounds in cases:
-        print(f"\n{title:28} {'bytes':>8} {'fewer':>7} {'encode ms':>10} {'decode ms':>10}")
-        for name, size, out, back in stages(quantise(values, sizes, bounds), lengths):
+    measured = {}
+    for case, values, bounds in cases:
+        measured[case] = stages(quantise(values, sizes, bounds), lengths)
+        print(f"\n{case:28} {'bytes':>8} {'fewer':>7} {'encode ms':>10} {'decode ms':>10}")
+        for name, size, out, back in measured[case]:
             print(f"{name:28} {size:8.0f} {dense / size:6.1f}x {out:10.2f} {back:10.2f}")
+    if arguments.markdown:
+        text = markdown(f"{title}.", measured, 4 * len(rows))
+        arguments.markdown.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.codecs.error_bounded import decode_bounded, encode_bounded, quantise, step_width
+from dct_plugin.codecs.error_bounded import (
+    MAX_RICE,
+    _best_rice,
+    decode_bounded,
+    encode_bounded,
+    quantise,
+    step_width,
+)
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 
@@ -99,6 +106,18 @@ def test_size_is_near_the_entropy_and_zeros_cost_nothing() -> None:
         assert encode_bounded(codes, [20_000], KERNELS).numel() < 1.2 * entropy + 100
     nothing = quantise(torch.zeros(20_000), torch.tensor([20_000]), torch.tensor([0.1]))
     assert encode_bounded(nothing, [20_000], KERNELS).numel() < 30
+
+
+@given(st.lists(st.lists(st.integers(0, 1 << 16), min_size=1, max_size=30), min_size=1, max_size=5))
+def test_the_search_for_a_rice_parameter_finds_the_best_one(parts: list[list[int]]) -> None:
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    counts = np.array([float(len(part)) for part in parts])
+    found, bits = _best_rice(
+        np.concatenate(parts), counts, MAX_RICE + 1, lambda values: np.add.reduceat(values, starts) * 1.0
+    )
+    everything = [[sum((z >> k) + k + 1 for z in part) for k in range(MAX_RICE + 1)] for part in parts]
+    assert found.tolist() == [int(np.argmin(costs)) for costs in everything]
+    assert bits.tolist() == [min(costs) for costs in everything]
 
 
 def test_repeated_vectors_are_found_by_deflate() -> None:

@@ -479,19 +479,18 @@ class _Cross(torch.autograd.Function):
         exchange = channel._exchange_of(group, blocks[0].device)
         rank = exchange.rank
         before = exchange.sent_bytes
+        started = time.perf_counter()
         if not channel.config.enabled:
             received = _plain(
                 torch.cat(blocks), route.sent_rows, [sum(rows) for rows in route.received_rows], exchange
             )
+            times = (0.0, 1e3 * (time.perf_counter() - started), 0.0)
             wire = _bytes_to_peers([b.numel() * b.element_size() for b in blocks], rank)
             sizes = {"dense": wire, "lossless": wire, "kept": wire, "wire": wire}
             numel = wire // blocks[0].element_size()
-            channel._record(
-                "forward", {**sizes, "numel": numel, "nnz": numel}, quantised=False, times=(0.0, 0.0, 0.0)
-            )
+            channel._record("forward", {**sizes, "numel": numel, "nnz": numel}, quantised=False, times=times)
             ctx.masks = None
             return received
-        started = time.perf_counter()
         quantised = channel.bound() is not None
         try:
             sent = [
@@ -544,17 +543,16 @@ class _Cross(torch.autograd.Function):
         before = exchange.sent_bytes
         counts = [sum(rows) for rows in route.received_rows]
         scale = channel.gradient_scale
+        started = time.perf_counter()
         if not channel.config.enabled:
             out = _plain(gradient, route.received_rows, [sum(rows) for rows in route.sent_rows], exchange)
+            times = (0.0, 1e3 * (time.perf_counter() - started), 0.0)
             out = out if scale == 1.0 else out * scale
             wire = _bytes_to_peers([c * channel.dim * gradient.element_size() for c in counts], rank)
             sizes = {"dense": wire, "lossless": wire, "kept": wire, "wire": wire}
             numel = wire // gradient.element_size()
-            channel._record(
-                "backward", {**sizes, "numel": numel, "nnz": numel}, quantised=False, times=(0.0, 0.0, 0.0)
-            )
+            channel._record("backward", {**sizes, "numel": numel, "nnz": numel}, quantised=False, times=times)
             return (None, None, None, None, *out.split([sum(rows) for rows in route.sent_rows]))
-        started = time.perf_counter()
         sent_masks, received_masks = ctx.masks
         parts = gradient.split(counts)
         empty = torch.empty(0, dtype=torch.uint8, device=gradient.device)
