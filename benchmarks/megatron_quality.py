@@ -97,7 +97,7 @@ class Text:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """One rank: every setting with every seed, results to a file."""
+    """One rank of one run, its result to a file."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -110,38 +110,60 @@ def work(arguments: argparse.Namespace) -> None:
         micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches,
         steps=arguments.steps, vocab=text.vocab, lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
     )  # fmt: skip
-    rows = []
-    for seed in arguments.seeds:
-        for name, (dct, topology) in settings(arguments).items():
-            job = replace(base, seed=seed, dct=dct, **topology)
-            counter = InterfaceCounter([DEVICE] if arguments.link else None)
-            at: list[tuple[int, int]] = []
+    (seed,) = arguments.seeds
+    name, (dct, topology) = arguments.only, settings(arguments)[arguments.only]
+    job = replace(base, seed=seed, dct=dct, **topology)
+    counter = InterfaceCounter([DEVICE] if arguments.link else None)
+    at: list[tuple[int, int]] = []
 
-            def count(step: int, counter: InterfaceCounter = counter, at: Any = at, job: Job = job) -> None:
-                if step == arguments.warmup:  # the step before those that are counted
-                    counter.start()
-                if step == job.steps - 1:
-                    counter.stop()
-                    at.append((counter.tx, counter.rx))
+    def count(step: int) -> None:
+        if step == arguments.warmup:  # the step before those that are counted
+            counter.start()
+        if step == job.steps - 1:
+            counter.stop()
+            at.append((counter.tx, counter.rx))
 
-            outcome = train(
-                job,
-                batches=lambda job, place, seed=seed: text.batches("train", job, 1000 * seed + place),
-                held_out=lambda job, place: text.batches("held out", job, 7 + place),
-                on_step=count,
-            )
-            steps = max(1, job.steps - 1 - arguments.warmup)
-            sent, received = at[0] if at else (0, 0)
-            row = {"name": name, "seed": seed, "sent": sent / steps, "received": received / steps}
-            row["held_out"] = statistics.fmean(outcome.evaluations) if outcome.evaluations else None
-            row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
-            row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
-            rows.append(row)
-            Path(f"{arguments.worker}.{rank}").write_text(json.dumps(rows))
-            if rank == 1:
-                print(f"{name}, seed {seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
+    outcome = train(
+        job,
+        batches=lambda job, place: text.batches("train", job, 1000 * seed + place),
+        held_out=lambda job, place: text.batches("held out", job, 7 + place),
+        on_step=count,
+    )
+    steps = max(1, job.steps - 1 - arguments.warmup)
+    sent, received = at[0] if at else (0, 0)
+    row = {"name": name, "seed": seed, "sent": sent / steps, "received": received / steps}
+    row["held_out"] = statistics.fmean(outcome.evaluations) if outcome.evaluations else None
+    row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
+    row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
+    Path(f"{arguments.worker}.{rank}").write_text(json.dumps(row))
+    if rank == 1:
+        print(f"{name}, seed {seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run(name: str, seed: int, measured: bool) -> list[dict[str, Any]]:
+    """Both ranks of one run; returns what each of them found."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder) / "rank")
+        try:
+            for rank in range(2):
+                command = [sys.executable, *sys.argv, "--worker", place, "--only", name, "--seeds", str(seed)]
+                command += ["--link"] if measured else []
+                if measured:
+                    command = ["ip", "netns", "exec", NAMESPACES[rank], *command]
+                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+                environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
+                ranks.append(subprocess.Popen(command, env=environment))
+            codes = [process.wait() for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        # After its result a rank only takes down its connections, and gloo may abort in that.
+        if not all(Path(f"{place}.{rank}").exists() for rank in range(2)):
+            raise SystemExit(f"{name}, seed {seed}: a rank failed: exit codes {codes}")
+        return [json.loads(Path(f"{place}.{rank}").read_text()) for rank in range(2)]
 
 
 def make_link() -> bool:
@@ -229,6 +251,7 @@ def main() -> None:
     parser.add_argument("--output", help="markdown file; standard output without it")
     parser.add_argument("--port", type=int, default=29731)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -236,24 +259,14 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
     measured = make_link()
-    ranks: list[subprocess.Popen[bytes]] = []
+    rows: list[list[dict[str, Any]]] = [[], []]
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            place = str(Path(folder) / "rank")
-            for rank in range(2):
-                command = [sys.executable, *sys.argv, "--worker", place, *(["--link"] if measured else [])]
-                if measured:
-                    command = ["ip", "netns", "exec", NAMESPACES[rank], *command]
-                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-                environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
-                ranks.append(subprocess.Popen(command, env=environment))
-            codes = [process.wait() for process in ranks]
-            if any(codes):
-                raise SystemExit(f"a rank failed: exit codes {codes}")
-            rows = [json.loads(Path(f"{place}.{rank}").read_text()) for rank in range(2)]
+        # A process for each run: gloo's connections of one would burden the next.
+        for seed in arguments.seeds:
+            for name in settings(arguments):
+                for rank, row in enumerate(run(name, seed, measured)):
+                    rows[rank].append(row)
     finally:
-        for process in ranks:
-            process.kill()
         if measured:
             remove_link()
     text = table(arguments, rows, measured)
