@@ -14,7 +14,7 @@ import os
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -35,6 +35,7 @@ __all__ = [
     "ModelParallelConfig",
     "OptionDoc",
     "PipelineConfig",
+    "Section",
     "TensorConfig",
     "options",
 ]
@@ -48,7 +49,9 @@ _DEEPSPEED_KEYS = {
 }  # fmt: skip
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Base of the sections: unknown keys and types of another kind are faults."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
@@ -56,8 +59,13 @@ class _Section(BaseModel):
         """A validated section; like the constructor, but faults are raised as :class:`ConfigError`."""
         return _validated(cls, {**(values or {}), **keys}, _source_of(cls))
 
+    @classmethod
+    def read(cls, section: Mapping[str, Any], source: str, *, where: str | None = None) -> Self:
+        """A section that stands at ``source`` in the file ``where``; faults are :class:`ConfigError`."""
+        return cast("Self", _validated(cls, section, source, where=where))
 
-class DataParallelConfig(_Section):
+
+class DataParallelConfig(Section):
     """``dct.data_parallel``: which part of the gradients crosses between data-parallel ranks, and how."""
 
     enabled: bool = Field(
@@ -166,7 +174,7 @@ class DataParallelConfig(_Section):
         return 1.0 - self.sparsity
 
 
-class ActivationConfig(_Section):
+class ActivationConfig(Section):
     """What thresholding an activation takes, wherever it crosses."""
 
     enabled: bool = Field(
@@ -266,7 +274,7 @@ class TensorConfig(ActivationConfig):
     skip_last_layers: int = Field(default=0, ge=0, description="Last transformer layers that stay dense.")
 
 
-class ModelParallelConfig(_Section):
+class ModelParallelConfig(Section):
     """``dct.model_parallel``: activations between ranks that hold parts of the model, and their gradients."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Between pipeline stages.")
@@ -276,7 +284,7 @@ class ModelParallelConfig(_Section):
     )
 
 
-class EmbeddingChannelConfig(_Section):
+class EmbeddingChannelConfig(Section):
     """``dct.embedding``: vectors of sharded embedding tables, and the gradients that come back."""
 
     enabled: bool = Field(
@@ -371,7 +379,7 @@ class EmbeddingChannelConfig(_Section):
         return self
 
 
-class MetricsConfig(_Section):
+class MetricsConfig(Section):
     """``dct.metrics``: what is written about bytes, density and time, and where."""
 
     path: str | None = Field(
@@ -389,7 +397,7 @@ class MetricsConfig(_Section):
     )
 
 
-class KernelConfig(_Section):
+class KernelConfig(Section):
     """``dct.kernels``: which implementation of the hot loops runs."""
 
     backend: Literal["auto", "reference", "cpu"] = Field(
@@ -403,7 +411,7 @@ class KernelConfig(_Section):
     )
 
 
-class DCTConfig(_Section):
+class DCTConfig(Section):
     """The whole ``dct`` section."""
 
     enabled: bool = Field(
@@ -504,13 +512,13 @@ class OptionDoc(NamedTuple):
     description: str
 
 
-def options(section: _Section | None = None, prefix: str = SECTION) -> Iterator[OptionDoc]:
+def options(section: Section | None = None, prefix: str = SECTION) -> Iterator[OptionDoc]:
     """Every leaf option in order, of a default configuration when none is given."""
     section = DCTConfig() if section is None else section
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         path = f"{prefix}.{name}"
-        if isinstance(value, _Section):
+        if isinstance(value, Section):
             yield from options(value, path)
         else:
             default = field.get_default(call_default_factory=True)
@@ -584,7 +592,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
-def _source_of(cls: type[_Section]) -> str:
+def _source_of(cls: type[Section]) -> str:
     """Path at which a section model stands in the configuration, e.g. ``dct.metrics``."""
     for name, field in DCTConfig.model_fields.items():
         if field.annotation is cls:
@@ -603,7 +611,9 @@ def _validated(
         faults = list(dict.fromkeys(_fault(cls, section, item, source) for item in items))
     place = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    raise ConfigError(f"invalid {SECTION} configuration{place} ({count}):\n  " + "\n  ".join(faults))
+    raise ConfigError(
+        f"invalid {source.split('.')[0]} configuration{place} ({count}):\n  " + "\n  ".join(faults)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -613,7 +623,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _fault(cls: type[_Section], section: Mapping[str, Any], item: Any, source: str) -> str:
+def _fault(cls: type[Section], section: Mapping[str, Any], item: Any, source: str) -> str:
     """One pydantic error as one line: the path, the value, and what is allowed there."""
     model, path, field, value = cls, source, None, section
     unknown = None
@@ -637,16 +647,16 @@ def _fault(cls: type[_Section], section: Mapping[str, Any], item: Any, source: s
     return f"{path} = {_show(value)}: must be {allowed(field) if field else 'a JSON object'}"
 
 
-def _section_model(field: FieldInfo) -> type[_Section] | None:
+def _section_model(field: FieldInfo) -> type[Section] | None:
     """The model of a field that is a section itself."""
     kind = field.annotation
     # Python 3.10 takes tuple[float, float] for a type, but not for the argument of issubclass.
-    if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, _Section):
+    if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, Section):
         return kind
     return None
 
 
-def _closest(key: str, model: type[_Section], path: str) -> str:
+def _closest(key: str, model: type[Section], path: str) -> str:
     valid = list(model.model_fields)
     if match := difflib.get_close_matches(key.lower(), valid, n=1):
         return f"did you mean {path}.{match[0]}?"

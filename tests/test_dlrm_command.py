@@ -28,9 +28,11 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     for result in json.loads(results.read_text()):
-        assert result["spread"] > 0.02, result["case"]  # it did learn
-        assert result["difference"] < 1e-4, result["case"]
-        assert result["events"] == ["run"] + (["step"] * 5 + ["epoch"]) * 2 + ["trained"]
+        # It did learn, and the difference is nothing beside what it learned.
+        assert result["spread"] > 0.1, result["case"]
+        assert result["auc"] > 0.7, result["case"]
+        assert result["difference"] < 1e-5, result["case"]
+        assert result["events"] == ["run"] + (["step"] * 5 + ["epoch"]) * 4 + ["trained"]
         moved = {name for name, amount in result["bytes"].items() if amount["sent"]}
         if "des" in result["exchange"]:
             assert {"des_forward", "des_backward", "embedding_ids", "gradient"} <= moved

@@ -21,13 +21,12 @@ from dct_plugin import __version__
 from dct_plugin.errors import ConfigError
 
 from .quality import BASELINE
+from .settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 
 __all__ = ["complete", "dlrm", "job"]
 
-MODELS = ("dlrm", "deepfm", "widedeep", "dcn")
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
-MODEL_SECTION = "dlrm"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _DEFAULTS: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -90,7 +89,7 @@ def dlrm(
         raise typer.BadParameter(f"{format!r}: must be one of {', '.join(EPOCHS)}", param_hint="--format")
     for name, value, allowed in (
         ("--model", model, MODELS),
-        ("--exchange", exchange, ("all_to_all", "des", "auto")),
+        ("--exchange", exchange, EXCHANGES),
     ):
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
@@ -146,8 +145,8 @@ def job(
     """What the ranks are to do: the JSON that ``integrations.dlrm.hybrid`` reads.
 
     Raises:
-        ConfigError: A file is no JSON object, a ``dct`` section is wrong, two files have the same name, or a
-            batch cannot be split over the ranks.
+        ConfigError: A file is no JSON object, a ``dct`` or ``dlrm`` section is wrong, two files have the same
+            name, or a batch cannot be split over the ranks.
     """
     from dct_plugin.config import DCTConfig
 
@@ -200,12 +199,13 @@ def complete(
     if model is not None:
         if section.get("model", "dlrm") != model:  # widths of another model
             section = made[MODEL_SECTION] = {
-                k: v for k, v in section.items() if k in ("embedding_dim", "exchange")
+                k: v for k, v in section.items() if k not in ("bottom", "top", "hidden", "depth")
             }
         section["model"] = model
     if exchange is not None:
         section["exchange"] = exchange
     section.setdefault("model", "dlrm")
+    model_settings(made, source)
     return made
 
 
@@ -245,7 +245,8 @@ def _train(content: dict[str, Any], ranks: int, report: Path | None, plot: Path 
     for table in tables(found):
         console.print(Padding(table, (1, 0, 0, 0)))
     for outcome in found:
-        if any("DES" in line for line in outcome.exchange):
+        asked = content["configs"][outcome.name][MODEL_SECTION].get("exchange", "all_to_all")
+        if asked != "all_to_all":
             console.print(Text(f"\n{outcome.name} exchanges"))
             for line in outcome.exchange:
                 console.print(Text(f"  {line}"))

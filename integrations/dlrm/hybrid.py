@@ -30,7 +30,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.config import DCTConfig, MetricsConfig
+from dct_plugin.config import DCTConfig, EmbeddingChannelConfig, MetricsConfig
 from dct_plugin.metrics import InterfaceCounter, Metrics
 
 from .data import ClickDataset, Rows, epoch_batches, load
@@ -38,13 +38,11 @@ from .des import ColumnShards, FieldShards, Traffic
 from .experts import Experts
 from .models import build
 from .optimizers import HybridOptimizer, hybrid_groups
+from .settings import MODEL_SECTION, model_settings
 from .sharding import ShardedTables, TableShard
 from .train import reporter, tensors_of
 
-__all__ = ["MODEL_SECTION", "main"]
-
-#: Section of a configuration that says what is trained; the rest is DeepSpeed's.
-MODEL_SECTION = "dlrm"
+__all__ = ["main"]
 
 #: ``dct.embedding`` of a run without a ``dct`` section.
 PLAIN = {"enabled": False, "deduplicate": False}
@@ -125,10 +123,7 @@ class Run:
     ) -> None:
         self.name, self.clicks, self.seed, self.epochs, self.report = name, clicks, seed, epochs, report
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
-        section = dict(config.get(MODEL_SECTION, {}))
-        kind = section.pop("model", "dlrm")
-        table_optimizer = section.pop("table_optimizer", None)
-        sparse = section.pop("sparse_gradients", False)
+        settings = model_settings(config, name)
         dct = config.get("dct")
         # Without a section nothing is compressed: a plain all-to-all of every vector.
         channel = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct).embedding
@@ -142,30 +137,39 @@ class Run:
                     cardinalities,
                     dim,
                     config=channel,
-                    sparse=sparse,
+                    sparse=settings.sparse_gradients,
                     average_gradients=False,  # DeepSpeed does that
                     name=tables,
                     metrics=self.metrics,
                 )
 
         model, self.choices = build(
-            kind,
+            settings.model,
             clicks.dense.shape[1],
             clicks.cardinalities,
+            embedding_dim=settings.embedding_dim,
             seed=seed,
+            exchange=settings.exchange,
             make_tables=make_tables,
+            compression=settings.compression or 1.0,
             average_gradients=False,
-            **section,
+            **settings.widths,
         )
+        self.reasons = [str(choice) for choice in self.choices]
+        if settings.exchange == "auto" and settings.compression is None and compresses(channel):
+            self.reasons.append(
+                "(N*K)/(T*m) counts uncompressed vectors, but the channel makes the all-to-all smaller: "
+                f"measure how much with exchange = all_to_all and give it as {MODEL_SECTION}.compression"
+            )
         self.model = model = Experts(model)
         content = {key: value for key, value in config.items() if key != MODEL_SECTION}
-        if table_optimizer is None:
+        if settings.table_optimizer is None:
             parameters: dict[str, Any] = {
                 "model_parameters": [p for p in model.parameters() if p.requires_grad]
             }
         else:
             rest = content.pop("optimizer")
-            parameters = {"optimizer": two_optimizers(model, table_optimizer, rest)}
+            parameters = {"optimizer": two_optimizers(model, settings.table_optimizer.model_dump(), rest)}
         self.engine, *_ = deepspeed.initialize(model=model, config=content, **parameters)
         self.batch_size = self.world_size * self.engine.train_micro_batch_size_per_gpu()
         self.batch_size *= self.engine.gradient_accumulation_steps()
@@ -179,7 +183,7 @@ class Run:
             seed=self.seed,
             steps=self.steps,
             batch_size=self.batch_size,
-            exchange=[str(choice) for choice in self.choices],
+            exchange=self.reasons,
             parameters=[count_parameters(self.model, expert) for expert in (False, True)],
         )
         counter = InterfaceCounter([interface] if interface else None)
@@ -316,7 +320,7 @@ def two_optimizers(
     """One optimizer of the method ``tables`` for embedding tables, and of DeepSpeed's ``rest`` for all
     else.
     """
-    settings = {k: v for k, v in rest["params"].items() if k in ("lr", "betas", "eps")}
+    settings = {k: v for k, v in rest.get("params", {}).items() if k in ("lr", "betas", "eps")}
     method = {"method": rest["type"].lower(), **settings}
     of_tables = {
         id(module.weight)
@@ -331,6 +335,12 @@ def two_optimizers(
         made += [{**group, "params": table}] if table else []
         made += [{**group, **method, "params": layer}] if layer else []
     return HybridOptimizer(made)
+
+
+def compresses(channel: EmbeddingChannelConfig) -> bool:
+    """Whether fewer bytes cross than there are vectors."""
+    lossy = channel.sparsity > 0 or channel.error_bound is not None or channel.gradient_bound is not None
+    return channel.enabled and (channel.deduplicate or lossy)
 
 
 def count_parameters(model: nn.Module, expert: bool) -> int:

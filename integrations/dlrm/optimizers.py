@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["METHODS", "HybridOptimizer", "hybrid_groups"]
+from .settings import METHODS
 
-METHODS = ("sgd", "adam", "adagrad", "rowwise_adagrad")
+__all__ = ["METHODS", "HybridOptimizer", "hybrid_groups"]
 
 
 class HybridOptimizer(torch.optim.Optimizer):

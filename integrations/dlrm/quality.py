@@ -76,6 +76,7 @@ class Outcome:
     auc_difference: Interval | None = None
     log_loss_difference: Interval | None = None
     embedding_reduction: float | None = None
+    crossing_reduction: float | None = None
     gradient_reduction: float | None = None
 
     @property
@@ -86,6 +87,11 @@ class Outcome:
     @property
     def id_bytes(self) -> float:
         return self.sent.get("embedding_ids", 0.0)
+
+    @property
+    def crossing_bytes(self) -> float:
+        """All that crosses for embeddings: vectors, their gradients, and the ids that ask for them."""
+        return self.embedding_bytes + self.id_bytes
 
     @property
     def gradient_bytes(self) -> float:
@@ -150,6 +156,8 @@ def _against(baseline: Outcome, outcome: Outcome) -> None:
         outcome.log_loss_difference = paired([outcome.log_loss[s] - baseline.log_loss[s] for s in seeds])
     if outcome.embedding_bytes:
         outcome.embedding_reduction = baseline.embedding_bytes / outcome.embedding_bytes
+    if outcome.crossing_bytes:
+        outcome.crossing_reduction = baseline.crossing_bytes / outcome.crossing_bytes
     if outcome.gradient_bytes:
         outcome.gradient_reduction = baseline.gradient_bytes / outcome.gradient_bytes
 
@@ -175,22 +183,33 @@ def _quality_rows(found: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]
 
 
 def _byte_rows(found: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
-    header = ["", "embeddings", "fewer", "lossless", "threshold", "bounded", "ids", "MLP gradients", "fewer"]
+    header = ["", "embeddings", "fewer", "ids", "with ids", "fewer"]
+    return header, [
+        [
+            outcome.name,
+            format_bytes(outcome.embedding_bytes),
+            _times(outcome.embedding_reduction),
+            format_bytes(outcome.id_bytes),
+            format_bytes(outcome.crossing_bytes),
+            _times(outcome.crossing_reduction),
+        ]
+        for outcome in found
+    ]
+
+
+def _layer_rows(found: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for outcome in found:
         layers = outcome.layers()
         rows.append(
             [
                 outcome.name,
-                format_bytes(outcome.embedding_bytes),
-                _times(outcome.embedding_reduction),
                 *(_times(layers.get(layer)) for layer in LAYERS),
-                format_bytes(outcome.id_bytes),
                 format_bytes(outcome.gradient_bytes),
                 _times(outcome.gradient_reduction),
             ]
         )
-    return header, rows
+    return ["", *LAYERS, "MLP gradients", "fewer"], rows
 
 
 def _times(factor: float | None) -> str:
@@ -198,29 +217,32 @@ def _times(factor: float | None) -> str:
 
 
 _TITLES = (
-    "Quality on the test part: mean over seeds, paired difference to dense, 95 % interval",
-    "Bytes per step, all ranks: embeddings forward + backward, each layer's saving; ids; MLP gradients",
+    "Quality on the test part: mean over seeds, difference to dense with 95 % interval",
+    "Bytes per step, all ranks: embeddings forward + backward, ids that ask for them",
+    "Saving of each layer on embeddings (they multiply), and bytes of MLP gradients",
 )
 
 
+def _all_rows(found: Sequence[Outcome]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of every table."""
+    made = zip(_TITLES, (_quality_rows(found), _byte_rows(found), _layer_rows(found)), strict=True)
+    return [(title, header, rows) for title, (header, rows) in made]
+
+
 def tables(found: Sequence[Outcome]) -> list[Table]:
-    """For the terminal: quality, and bytes (rich)."""
+    """For the terminal (rich): quality, bytes, and layers; 80 columns hold names of 16."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    header, rows = _byte_rows(found)
-    # Narrower than in Markdown: savings beside the bytes, the layers in one column.
-    short = [header[0], header[1], "lossless·threshold·bounded", "ids", "MLP gradients"]
-    narrow = [
-        [name, f"{moved} {fewer}", "·".join(layer or "-" for layer in layers), ids, f"{gradients} {less}"]
-        for name, moved, fewer, *layers, ids, gradients, less in rows
-    ]
     made = []
-    for title, (columns, cells) in zip(_TITLES, (_quality_rows(found), (short, narrow)), strict=True):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number == 0 else "right")
-        for row in cells:
+    for title, header, rows in _all_rows(found):
+        table = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        )
+        for number, column in enumerate(header):
+            first = number == 0
+            table.add_column(column, justify="left" if first else "right", overflow="fold", no_wrap=not first)
+        for row in rows:
             table.add_row(*row)
         made.append(table)
     return made
@@ -229,7 +251,7 @@ def tables(found: Sequence[Outcome]) -> list[Table]:
 def markdown(found: Sequence[Outcome], *, command: str, data: str) -> str:
     """The same tables as Markdown, with the command that makes them."""
     lines = [f"{data}:", "", "```", command, "```"]
-    for title, (header, rows) in zip(_TITLES, (_quality_rows(found), _byte_rows(found)), strict=True):
+    for title, header, rows in _all_rows(found):
         lines += ["", f"{title}.", "", _row(header), "|---|" + "--:|" * (len(header) - 1)]
         lines += [_row(row) for row in rows]
     return "\n".join(lines) + "\n"
@@ -253,6 +275,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "embedding_bytes_per_step": outcome.embedding_bytes,
         "id_bytes_per_step": outcome.id_bytes,
         "gradient_bytes_per_step": outcome.gradient_bytes,
+        "crossing_bytes_per_step": outcome.crossing_bytes,
+        "crossing_reduction": outcome.crossing_reduction,
         "embedding_reduction": outcome.embedding_reduction,
         "gradient_reduction": outcome.gradient_reduction,
         "layers": outcome.layers(),

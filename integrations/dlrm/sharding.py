@@ -239,7 +239,7 @@ class ShardedTables(nn.Module):
 
     def _request(self, categorical: Tensor | Sequence[Bags]) -> _Request:
         """What this rank wants from every owner, and how its samples are put together from the answers."""
-        bags = _as_bags(categorical, len(self.cardinalities))
+        bags = _as_bags(categorical, len(self.cardinalities), self.shard.weight.device)
         samples = len(bags[0].lengths) if bags else 0
         device = self.shard.weight.device
         messages, rows = [], []
@@ -479,8 +479,10 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[_Bag]:
+def _as_bags(categorical: Tensor | Sequence[Bags], tables: int, device: torch.device) -> list[_Bag]:
+    """Ids on the tables' device, where the answers will be."""
     if isinstance(categorical, Tensor):
+        categorical = categorical.to(device)
         if categorical.dim() not in (2, 3) or categorical.shape[1] != tables:
             raise ValueError(
                 f"expected ids [B, {tables}] or [B, {tables}, L], got shape {tuple(categorical.shape)}"
@@ -496,7 +498,7 @@ def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[_Bag]:
         raise ValueError(f"expected bags for {tables} tables, got {len(categorical)}")
     bags = []
     for number, (ids, lengths) in enumerate(categorical):
-        lengths = lengths.to(torch.int64)
+        ids, lengths = ids.to(device), lengths.to(device, torch.int64)
         if int(lengths.sum()) != len(ids) or len(lengths) != len(categorical[0].lengths):
             raise ValueError(f"table {number}: {len(ids)} ids do not fit the lengths of its bags")
         bags.append(_Bag(ids.to(torch.int64), lengths, bool((lengths == 1).all())))
