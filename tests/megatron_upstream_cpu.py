@@ -43,6 +43,7 @@ def install() -> None:
     when_imported("megatron.core", lambda module: megatron_cpu.patch_megatron())
     when_imported("megatron.core.datasets", _find_compiled_helpers)
     when_imported("megatron.training.initialize", _initialize_without_gpu)
+    when_imported("megatron.training.arguments", _keep_what_is_being_sent)
     when_imported("megatron.legacy.fused_kernels", lambda module: setattr(module, "load", lambda args: None))
     if os.environ.get(THROUGH_CODEC):
         when_imported("dct_plugin.integrations.megatron.hooks", _send_everything_through_the_codec)
@@ -77,6 +78,20 @@ def _find_compiled_helpers(module: Any) -> None:
 def _initialize_without_gpu(module: Any) -> None:
     module.initialize_megatron = functools.partial(module.initialize_megatron, allow_no_cuda=True)
     module.set_jit_fusion_options = lambda: None  # warms up compiled kernels on "cuda"
+
+
+def _keep_what_is_being_sent(module: Any) -> None:
+    """Overlapped, Megatron drops an output that is being sent: CUDA's streams allow that, gloo does not."""
+    original = module.core_transformer_config_from_args
+
+    @functools.wraps(original)
+    def core_transformer_config_from_args(args: Any, *arguments: Any, **keywords: Any) -> Any:
+        config = original(args, *arguments, **keywords)
+        if args.overlap_p2p_comm:
+            config.deallocate_pipeline_outputs = False
+        return config
+
+    module.core_transformer_config_from_args = core_transformer_config_from_args
 
 
 # -- pytest plugin: started by `pytest -p megatron_upstream_cpu` -------------------------------------------
