@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import types
@@ -20,6 +21,8 @@ from dct_plugin.integrations.megatron.post_import import when_imported
 
 #: Environment variable: what has sparsity 0 is not left to Megatron, but encoded, sent and decoded, too.
 THROUGH_CODEC = "DCT_TEST_THROUGH_CODEC"
+#: Environment variable: folder where every rank notes the tests it starts and what becomes of them.
+REPORT = "DCT_TEST_REPORT"
 
 
 def install() -> None:
@@ -97,6 +100,9 @@ def _keep_what_is_being_sent(module: Any) -> None:
 # -- pytest plugin: started by `pytest -p megatron_upstream_cpu` -------------------------------------------
 
 
+_encoded = 0  # tensors that a hook has sent in the current test
+
+
 def pytest_configure(config: Any) -> None:
     """Prepare a process of Megatron's unit tests, and install the hooks that ``DCT_CONFIG`` asks for."""
     init_process_group = torch.distributed.init_process_group
@@ -121,3 +127,52 @@ def pytest_configure(config: Any) -> None:
         from dct_plugin.config import DCTConfig
 
         hooks.install(DCTConfig.from_file(os.environ["DCT_CONFIG"]))
+        _count_what_is_encoded()
+
+
+def _count_what_is_encoded() -> None:
+    from dct_plugin.metrics import Metrics
+
+    record = Metrics.record
+
+    @functools.wraps(record)
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        global _encoded
+        _encoded += 1
+        return record(*arguments, **keywords)
+
+    Metrics.record = counting
+
+
+def _note(**entry: Any) -> None:
+    if folder := os.environ.get(REPORT):
+        with open(os.path.join(folder, f"{os.environ['RANK']}.jsonl"), "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave out what an earlier job, which did not come to its end, has run already."""
+    done = Path(os.environ.get(REPORT, ".")) / "done.json"
+    if done.is_file():
+        names = set(json.loads(done.read_text()))
+        items[:] = [item for item in items if item.nodeid not in names]
+
+
+def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
+    """Note a test that starts."""
+    global _encoded
+    _encoded = 0
+    _note(test=nodeid, outcome="started")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note a test's outcome, why it was that, and how many tensors went through the hooks."""
+    if report.when != "call" and report.outcome == "passed":
+        return
+    reason = ""
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+    elif report.outcome == "failed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = str(crash.message if crash else report.longrepr).strip().split("\n")[0]
+    _note(test=report.nodeid, outcome=report.outcome, reason=reason, encoded=_encoded)

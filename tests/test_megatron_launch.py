@@ -189,6 +189,34 @@ def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
     assert found["argv"][1:] == ["--local-rank=0", "1"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "local_rank"),
+    [
+        (["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"], None),
+        (["torch.distributed.launch", "--nproc-per-node=2", "-m"], "--local-rank={}"),
+        (["deepspeed.launcher.runner", "--num_gpus", "2", "--module"], "--local_rank={}"),
+    ],
+    ids=lambda value: (
+        value[0].split(".")[0] + "." + value[0].split(".")[-1] if isinstance(value, list) else ""
+    ),
+)
+def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_path: Path) -> None:
+    if command[0].startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    report_to_file = "import os, sys; print(sys.argv[1:], file=open(os.environ['RANK'], 'w'))"
+    write(tmp_path / "x.py", report_to_file)
+    environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    result = start(
+        "-m", *command, "dct_plugin.megatron", "--dct-pipeline-sparsity", "0.9", "x.py", "-m", "1",
+        cwd=tmp_path, **environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        expected = [*([local_rank.format(rank)] if local_rank else []), "-m", "1"]
+        assert (tmp_path / str(rank)).read_text() == f"{expected}\n"
+
+
 def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
     write(tmp_path / "x.py", "import sys; sys.exit(7)")
     assert run(PIPELINE, "x.py", cwd=tmp_path).returncode == 7
