@@ -12,8 +12,9 @@ click and requests for the unit tests. Modes of training:
     codec   the same, but nothing is left to Megatron: every entry is encoded, sent and decoded
     sparse  sparsity 0.9 in model parallelism, 0.99 in data parallelism
 
-With ``zero`` and ``codec`` every printed loss and gradient norm must equal that of ``plain``. CPU times say
-nothing.
+With ``zero`` and ``codec`` every printed loss and gradient norm must equal that of ``plain``. The plugin's
+values must stand in Megatron's dump of its arguments and, with ``sparse``, in the arguments of a checkpoint.
+CPU times say nothing.
 """
 
 from __future__ import annotations
@@ -109,31 +110,21 @@ SECTIONS = {
 }
 THROUGH_CODEC = {"DCT_TEST_THROUGH_CODEC": "1"}
 
-# Megatron's tests that communicate, one job for each folder; left out are FSDP and bucket sizes.
+# Megatron's tests that communicate, one job for each group. Left out: FSDP, bucket sizes, and communicators
+# between two models (thousands of threads of gloo).
 _TESTS = "tests/unit_tests"
+_DISTRIBUTED = f"{_TESTS}/distributed"
 UNIT_TESTS = [
     [f"{_TESTS}/tensor_parallel"],
+    [f"{_TESTS}/pipeline_parallel/test_{name}.py" for name in ("helpers", "pipeline_layout", "schedules")],
     [
-        f"{_TESTS}/pipeline_parallel/{name}"
-        for name in (
-            "test_helpers.py",
-            "test_pipeline_layout.py",
-            "test_schedules.py",
-            "test_bridge_communicator.py",
-            "test_multimodule_communicator.py",
-        )
-    ],
-    [
-        f"{_TESTS}/distributed/{name}"
-        for name in (
-            "test_distributed_data_parallel.py",
-            "test_param_and_grad_buffer.py::test_grad_sync",
-            "test_param_and_grad_buffer.py::test_force_all_reduce_uses_correct_collective",
-            "test_grad_reduce_for_replicated_embedder.py",
-            "test_reduce_scatter_with_fp32_accumulation.py",
-            "test_finalize_model_grads.py",
-            "test_grad_sync_with_expert_parallel.py",
-        )
+        f"{_DISTRIBUTED}/test_distributed_data_parallel.py",
+        f"{_DISTRIBUTED}/test_param_and_grad_buffer.py::test_grad_sync",
+        f"{_DISTRIBUTED}/test_param_and_grad_buffer.py::test_force_all_reduce_uses_correct_collective",
+        f"{_DISTRIBUTED}/test_grad_reduce_for_replicated_embedder.py",
+        f"{_DISTRIBUTED}/test_reduce_scatter_with_fp32_accumulation.py",
+        f"{_DISTRIBUTED}/test_finalize_model_grads.py",
+        f"{_DISTRIBUTED}/test_grad_sync_with_expert_parallel.py",
     ],
 ]
 
@@ -236,6 +227,9 @@ def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: in
                     str(runner.folder / f"{mode}.json"),
                     *script,
                 ]
+            if mode == "sparse":
+                saved = runner.folder / f"saved-{name}"
+                script += ["--save", str(saved), "--save-interval", str(iterations), "--ckpt-format", "torch"]
             began = time.monotonic()
             environment = THROUGH_CODEC if mode == "codec" else {}
             code, output = runner.run(["--nproc-per-node", str(case.processes), *script], **environment)
@@ -246,12 +240,19 @@ def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: in
                 print(f"{name:12} {mode:7} FAILED with {code} ({took})\n" + tail(output), flush=True)
                 continue
             verdict = ""
+            shown = re.search(r"^ *dct_fingerprint \.+ (\w+)$", output, re.MULTILINE)
+            if mode != "plain" and not shown:
+                failed = True
+                verdict = "NOT in Megatron's dump of arguments"
+            if mode == "sparse" and shown and not in_checkpoints(runner, saved, shown[1]):
+                failed = True
+                verdict = "NOT in the checkpoints' arguments"
             if mode == "plain":
                 reference = found
             elif mode in ("zero", "codec") and reference is not None:
                 same = found == reference
                 failed |= not same
-                verdict = (
+                verdict += (
                     "equal to plain" if same else f"DIFFERS from plain: {first_difference(reference, found)}"
                 )
             summary = [
@@ -261,6 +262,21 @@ def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: in
             for line in summary:
                 print(f"{'':21}{line}", flush=True)
     return int(failed)
+
+
+def in_checkpoints(runner: Runner, folder: Path, fingerprint: str) -> bool:
+    """Whether all files of a checkpoint hold Megatron's arguments with this ``dct_fingerprint``."""
+    import torch
+
+    sys.path.insert(0, str(runner.checkout))  # the pickled objects are Megatron's
+    try:
+        files = sorted(folder.glob("iter_*/*/model_optim_rng.pt"))
+        loaded = [torch.load(file, weights_only=False, map_location="cpu") for file in files]
+    finally:
+        sys.path.remove(str(runner.checkout))
+    return bool(files) and all(
+        getattr(state["args"], "dct_fingerprint", None) == fingerprint for state in loaded
+    )
 
 
 def losses(output: str) -> list[tuple[str, str]]:
