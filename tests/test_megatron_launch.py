@@ -102,6 +102,7 @@ def test_modules(flag: str) -> None:
             "dct.model_parallel.pipeline.sparsity = 1.5: must be a number",
         ),
         (["x.py", "--dct-pipeline-enabled", "yes"], "must be true or false"),
+        (["x.py", "--dct-embedding-sparsity", "0.9"], "is for recommenders (DLRM)"),
         (["x.py", "--dct-config", "absent.json"], "absent.json: cannot be read"),
     ],
 )
@@ -151,6 +152,9 @@ def test_reasons_why_a_hook_is_not_active() -> None:
 def test_help_lists_every_option() -> None:
     text = help_text()
     for option in options():
+        if option.path.startswith("dct.embedding."):
+            assert "--dct-embedding" not in text
+            continue
         assert (
             "--dct-" + option.path.removeprefix("dct.").replace(".", "-").replace("_", "-") + " VALUE" in text
         )
@@ -189,6 +193,34 @@ def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
     assert found["argv"][1:] == ["--local-rank=0", "1"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "local_rank"),
+    [
+        (["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"], None),
+        (["torch.distributed.launch", "--nproc-per-node=2", "-m"], "--local-rank={}"),
+        (["deepspeed.launcher.runner", "--num_gpus", "2", "--module"], "--local_rank={}"),
+    ],
+    ids=lambda value: (
+        value[0].split(".")[0] + "." + value[0].split(".")[-1] if isinstance(value, list) else ""
+    ),
+)
+def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_path: Path) -> None:
+    if command[0].startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    report_to_file = "import os, sys; print(sys.argv[1:], file=open(os.environ['RANK'], 'w'))"
+    write(tmp_path / "x.py", report_to_file)
+    environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    result = start(
+        "-m", *command, "dct_plugin.megatron", "--dct-pipeline-sparsity", "0.9", "x.py", "-m", "1",
+        cwd=tmp_path, **environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        expected = [*([local_rank.format(rank)] if local_rank else []), "-m", "1"]
+        assert (tmp_path / str(rank)).read_text() == f"{expected}\n"
+
+
 def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
     write(tmp_path / "x.py", "import sys; sys.exit(7)")
     assert run(PIPELINE, "x.py", cwd=tmp_path).returncode == 7
@@ -204,7 +236,13 @@ def test_errors_come_without_traceback(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("dct: error on rank 3: cannot run 'absent.py'")
     assert "Traceback" not in result.stderr
-    assert run(cwd=tmp_path).stdout.startswith("usage: torchrun")
+    result = run(cwd=tmp_path)
+    assert result.returncode == 2
+    assert "no script to run\nusage: torchrun" in result.stderr
+    result = run("-m", "absent.train", PIPELINE, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "cannot run module 'absent.train'" in result.stderr
+    assert "Traceback" not in result.stderr
     assert run("--dct-help", cwd=tmp_path).returncode == 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import json
 import os
 import runpy
@@ -25,7 +26,7 @@ from dct_plugin.errors import ConfigError, DesyncError, VersionError
 from .post_import import when_imported
 
 if TYPE_CHECKING:
-    from dct_plugin.config import DCTConfig
+    from dct_plugin.config import DCTConfig, OptionDoc
 
 __all__ = ["CONFIG_VARIABLE", "Launch", "hook_states", "main", "parse", "run"]
 
@@ -36,12 +37,16 @@ PREFIX = "--dct-"
 USAGE = """\
 usage: torchrun ... -m dct_plugin.megatron [--dct-...] SCRIPT [ARGS...]
        torchrun ... -m dct_plugin.megatron [--dct-...] -m MODULE [ARGS...]
+       python -m dct_plugin.megatron --dct-help
 """
 
 # torch.distributed.launch and deepspeed put this before the arguments of what they start.
 _LOCAL_RANK = ("--local-rank", "--local_rank")
 
 _STORE_KEY = "dct_plugin/megatron"
+
+# A section of the configuration for recommenders, which has no options here.
+_ELSEWHERE = "dct.embedding."
 
 
 class Launch(NamedTuple):
@@ -71,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if _wants_help(arguments):
-            print(help_text())
+            _print(help_text())
             return 0
         run(parse(arguments, os.environ))
     except (ConfigError, VersionError, _DifferentRanksError) as error:
@@ -98,6 +103,7 @@ def run(launch: Launch) -> None:
 
     if launch.is_module:
         sys.argv = ["-m", *launch.arguments]  # run_module puts the module's file there
+        _find_module(launch.target)
         runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
     else:
         sys.argv = [launch.target, *launch.arguments]
@@ -115,6 +121,17 @@ def run(launch: Launch) -> None:
             f"dct: warning: {launch.target} never imported megatron.core; nothing was thresholded",
             file=sys.stderr,
         )
+
+
+def _find_module(name: str) -> None:
+    try:
+        found = importlib.util.find_spec(name)  # imports the packages around it
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    if found is None:
+        raise ConfigError(f"cannot run module {name!r}: there is none, looking from {os.getcwd()}")
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
@@ -142,9 +159,7 @@ def help_text() -> str:
         "  --dct-config FILE    JSON file with a dct section, or the bare section",
         "  --dct-help           this text",
     ]
-    from dct_plugin.config import options
-
-    for option in options():
+    for option in _options():
         lines.append(f"  {PREFIX}{_name(option.path)} VALUE")
         text = f"{option.description} Default {json.dumps(option.default)}; {option.allowed}."
         lines += textwrap.wrap(text, 100, initial_indent="        ", subsequent_indent="        ")
@@ -155,7 +170,15 @@ def _wants_help(arguments: Sequence[str]) -> bool:
     if "--dct-help" in arguments:
         return True
     # Before the script these are ours; behind it they are the script's.
-    return not arguments or arguments[0] in ("-h", "--help")
+    return arguments[:1] in (["-h"], ["--help"])
+
+
+def _print(text: str) -> None:
+    """To standard output, which may be closed early, as by ``head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _separate(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -200,9 +223,9 @@ def _find_target(arguments: list[str]) -> tuple[str, bool, list[str]]:
 
 
 def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> tuple[DCTConfig, str]:
-    from dct_plugin.config import DCTConfig, options
+    from dct_plugin.config import DCTConfig
 
-    names = {_name(option.path): option.path for option in options()}
+    names = {_name(option.path): option.path for option in _options()}
     file: str | None = None
     changes: dict[str, Any] = {}
     named: list[str] = []
@@ -250,6 +273,13 @@ def _only(named: Sequence[str], changes: Mapping[str, Any], paths: Any) -> dict[
     return result
 
 
+def _options(config: DCTConfig | None = None) -> list[OptionDoc]:
+    """Every option that means something to Megatron."""
+    from dct_plugin.config import options
+
+    return [option for option in options(config) if not option.path.startswith(_ELSEWHERE)]
+
+
 def _name(path: str) -> str:
     """``dct.data_parallel.sparsity`` as ``data-parallel-sparsity``."""
     return "-".join(path.split(".")[1:]).replace("_", "-")
@@ -258,6 +288,8 @@ def _name(path: str) -> str:
 def _resolve(flag: str, names: Mapping[str, str]) -> str:
     """The path of the option that a flag names: in full, or by its last parts if only one option ends so."""
     wanted = flag.removeprefix(PREFIX).replace("_", "-")
+    if wanted.startswith("embedding-"):
+        raise ConfigError(f"{flag} is for recommenders (DLRM) and does nothing with Megatron")
     if wanted in names:
         return names[wanted]
     ends: dict[str, list[str]] = {}
@@ -381,13 +413,11 @@ def _differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str
 
 def _show_in_arguments(module: ModuleType, launch: Launch) -> None:
     """Have the configuration in Megatron's ``args``: in the dump at start, and in checkpoints."""
-    from dct_plugin.config import options
-
     original = getattr(module, "add_megatron_arguments", None)
     if original is None:
         return
     values = {
-        f"dct_{_name(option.path).replace('-', '_')}": option.value for option in options(launch.config)
+        f"dct_{_name(option.path).replace('-', '_')}": option.value for option in _options(launch.config)
     }
     values |= {"dct_config": launch.source, "dct_fingerprint": launch.config.fingerprint()}
 

@@ -150,13 +150,15 @@ def patch(
     """
     found = plan(text, scripts)
     if found.faults and not partial:
-        raise LaunchError("\n".join(found.faults))
+        rest = "\n--partial patches the rest" if found.training else ""
+        raise LaunchError("\n".join(found.faults) + rest)
     if not found.training:
         left = [f"{launch.script} (line {launch.line})" for launch in found.launches]
         raise LaunchError(
             "no launch of a training script found"
             + (f"; launched are {', '.join(left)}: name what is to be patched with --script" if left else "")
             + ("".join(f"\n{fault}" for fault in found.faults))
+            + _handed_on(text)
         )
     result = text
     for launch in sorted(found.training, key=lambda launch: launch.place, reverse=True):
@@ -167,6 +169,17 @@ def patch(
             continue
         result = result[:start] + _insertion(launch, config) + result[end:]
     return result, found
+
+
+def _handed_on(text: str) -> str:
+    """A hint at the scripts that a script without a launch starts or reads."""
+    names = {
+        word.text: None
+        for command in shell.commands(text)
+        for word in command.words
+        if word.text.endswith(".sh") and not command.words[0].text.startswith(("rm", "echo", "chmod"))
+    }
+    return f"; it hands on to {', '.join(names)}: patch the script that launches" if names else ""
 
 
 def revert(text: str) -> tuple[str, Plan]:
@@ -563,7 +576,9 @@ def patch_launch(
             after, found = patch(
                 before, config=config, scripts=(*TRAINING, *(scripts or ())), partial=partial
             )
-            found.notes.extend(found.faults)
+            found.notes.extend(f"left as it is: {fault}" for fault in found.faults)
+            if not check:
+                found.notes.extend(_about_config(config, after))
         _write_or_show(script, before, after, in_place=in_place, output=output, check=check, undo=undo)
     except (LaunchError, ConfigError) as error:
         print_error(f"{script}: {error}" if isinstance(error, LaunchError) else error)
@@ -572,6 +587,15 @@ def patch_launch(
         typer.echo(f"{script}: {note}", err=True)
     if check and before != after:
         raise typer.Exit(1)
+
+
+def _about_config(config: str | None, after: str) -> Iterator[str]:
+    """What the job still needs."""
+    if config is not None:
+        if not config.startswith(("/", "~", "$")):
+            yield f"{config} is looked up from the folder in which the job runs"
+    elif any("--dct-" not in launch.present for launch in plan(after).training):
+        yield "no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments"
 
 
 def _check_config(config: str | None) -> None:
