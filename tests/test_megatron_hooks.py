@@ -384,6 +384,27 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "num_distributed_optimizer_instances > 1" in found["instances"]
 
 
+def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
+    """megatron-core 0.17 accumulates some gradients in fp32 beside a bf16 bucket."""
+    from types import SimpleNamespace
+
+    from dct_plugin.integrations.megatron import hooks_data
+
+    data = torch.zeros(12, dtype=torch.bfloat16)
+    beside = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    beside.main_grad = torch.arange(8, dtype=torch.float32)
+    beside.main_grad_copy_in_grad_buffer = data[4:]
+    inside = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    inside.main_grad = data[:4]
+    bucket = SimpleNamespace(
+        grad_data=data, params_list=[inside, beside], params_with_extra_main_grads=[beside]
+    )
+    hooks_data._fill_buffers(SimpleNamespace(buckets=[bucket]))
+    assert data.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+    views = hooks_data.DataParallelHook._views(SimpleNamespace(_unnamed=0), bucket)
+    assert [(start, view.numel()) for _, start, view in views] == [(0, 4), (4, 8)]
+
+
 def _monitored(rank: int, world_size: int, folder: str) -> str:
     import contextlib
     import io
