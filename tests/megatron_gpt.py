@@ -270,7 +270,7 @@ def _run(
 
 
 def _sharded(models: list[Any], optimizer: Any, loading: bool = False) -> dict[str, Any]:
-    state = {f"model{number}": model.sharded_state_dict() for number, model in enumerate(models)}
+    state = {f"model{number}": model.module.sharded_state_dict() for number, model in enumerate(models)}
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading)
     return state
 
@@ -306,7 +306,7 @@ def _load(folder: str, models: list[Any], optimizer: Any) -> None:
         return
     state = dist_checkpointing.load(_sharded(models, optimizer, loading=True), folder)
     for number, model in enumerate(models):
-        model.load_state_dict(state[f"model{number}"])
+        model.module.load_state_dict(state[f"model{number}"])
     optimizer.load_state_dict(state["optimizer"])
 
 
