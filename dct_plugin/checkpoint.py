@@ -44,15 +44,19 @@ def save(
             example one over the number of ranks; 1 when it averages afterwards.
     """
     path = file_of(folder, rank)
+    write(path, {"rank": rank, "world_size": world_size, "unit": unit, "state": state})
+    return path
+
+
+def write(path: Path, content: State) -> None:
+    """Write tensors, numbers and texts to a file, complete or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "rank": rank, "world_size": world_size, "unit": unit, "state": state}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        torch.save(content, temporary)
+        torch.save({"format": FORMAT, **content}, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    return path
 
 
 def load(folder: str | os.PathLike[str], *, rank: int, world_size: int, unit: float = 1.0) -> State | None:
@@ -71,14 +75,14 @@ def load(folder: str | os.PathLike[str], *, rank: int, world_size: int, unit: fl
         first = own
     if not first.exists():
         return None
-    saved = int(_read(first)["world_size"])
+    saved = int(read(first)["world_size"])
     if saved == world_size:
-        content = _read(own, saved) if own.exists() else None
-        return None if content is None else _in_unit(content["state"], unit / float(content["unit"]))
+        content = read(own, saved) if own.exists() else None
+        return None if content is None else in_unit(content["state"], unit / float(content["unit"]))
     files = [file_of(folder, r) for r in range(saved)]
     if not all(file.exists() for file in files):
         return None
-    return reshard((_read(file, saved) for file in files), unit=unit)
+    return reshard((read(file, saved) for file in files), unit=unit)
 
 
 def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
@@ -118,7 +122,8 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     return {"step": step, "loss_scale": loss_scale, "streams": total}
 
 
-def _in_unit(state: State, ratio: float) -> State:
+def in_unit(state: State, ratio: float) -> State:
+    """A reducer's state for gradients that are ``ratio`` times as large; 1 changes nothing."""
     if ratio == 1.0:
         return state
     streams = {
@@ -137,8 +142,12 @@ def _unmeasured(stream: State) -> State:
     return {**stream, "threshold": {**stream["threshold"], "tau": 0.0}}
 
 
-def _read(path: Path, world_size: int | None = None) -> State:
-    """Content of a file; with ``world_size``, of the checkpoint that was written by so many ranks."""
+def read(path: Path, world_size: int | None = None) -> State:
+    """Content of a file; with ``world_size``, of the checkpoint that was written by so many ranks.
+
+    Raises:
+        DCTError: The file cannot be read, or was written by a later version or by another number of ranks.
+    """
     try:
         content: State = torch.load(path, map_location="cpu", weights_only=True)
         found, saved = content["format"], content["world_size"]

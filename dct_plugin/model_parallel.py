@@ -180,10 +180,12 @@ class Mask(NamedTuple):
     Attributes:
         number: The sender's number of the message.
         payload: uint8, the forward payload, whose positions the gradient's values take.
+        entries: How many positions those are.
     """
 
     number: int
     payload: Tensor
+    entries: int
 
 
 class FixedMessages:
@@ -213,10 +215,15 @@ class FixedMessages:
         header = -(-(_PREAMBLE + HEADER_NBYTES) // _ITEMSIZE[value_dtype])
         return max(1, min(numel, max(room // 2, room - header)))
 
-    def nbytes(self, numel: int, dtype: torch.dtype, *, gradient: bool = False) -> int:
-        """Size of every forward (or ``gradient``) message about a tensor of ``numel`` entries."""
+    def nbytes(
+        self, numel: int, dtype: torch.dtype, *, gradient: bool = False, mask: Mask | None = None
+    ) -> int:
+        """Size of every forward (or ``gradient``) message about a tensor of ``numel`` entries.
+
+        With ``mask``, that of the gradient message that answers it and holds no room to spare.
+        """
         forward = self.stream.value_dtype(dtype)
-        entries = self.entries(numel, forward)
+        entries = self.entries(numel, forward) if mask is None else mask.entries
         if gradient:
             value_dtype = self.stream.value_dtype(dtype, gradient=True)
             bound = payload_bound(numel, entries, value_dtype, IndexEncoding.SHARED_MASK)
@@ -231,7 +238,8 @@ class FixedMessages:
         message = self._message(flat, number, gradient=False)
         entries = self.entries(flat.numel(), self.stream.value_dtype(flat.dtype))
         stats = self.stream.encode(flat, message[_PREAMBLE:], tau=tau, capacity=entries)
-        return message, Mask(number, message[_PREAMBLE : _PREAMBLE + stats.nbytes]), stats
+        payload = message[_PREAMBLE : _PREAMBLE + stats.nbytes]
+        return message, Mask(number, payload, stats.nnz), stats
 
     def decode(self, message: Tensor, out: Tensor) -> Mask:
         """Fill ``out`` (contiguous) from a forward message; the mask is a view of the message.
@@ -243,10 +251,13 @@ class FixedMessages:
         add_payload(self.stream.backend(out.device), mask.payload, out.zero_())
         return mask
 
-    def encode_gradient(self, gradient: Tensor, mask: Mask) -> tuple[Tensor, Stats]:
-        """The message that answers ``mask``: the gradient's values there."""
+    def encode_gradient(self, gradient: Tensor, mask: Mask, *, exact: bool = False) -> tuple[Tensor, Stats]:
+        """The message that answers ``mask``: the gradient's values there.
+
+        ``exact`` leaves no room to spare, for receivers that know which mask is answered next.
+        """
         flat = as_flat(gradient)
-        message = self._message(flat, mask.number, gradient=True)
+        message = self._message(flat, mask.number, gradient=True, mask=mask if exact else None)
         code = self.stream.value_dtype(flat.dtype, gradient=True)
         stats = self.stream.backend(flat.device).encode_shared(flat, mask.payload, code, message[_PREAMBLE:])
         return message, stats
@@ -257,7 +268,7 @@ class FixedMessages:
         Raises:
             PayloadError: The message is malformed, or answers none of ``masks``.
         """
-        number, payload = self._open(message)
+        number, payload, _ = self._open(message)
         mask = masks.pop(number, None)
         if mask is None:
             known = ", ".join(str(n) for n in sorted(masks)) or "none"
@@ -265,8 +276,8 @@ class FixedMessages:
         add_payload(self.stream.backend(out.device), payload, out.zero_(), mask.payload)
         return mask
 
-    def _message(self, flat: Tensor, number: int, *, gradient: bool) -> Tensor:
-        size = self.nbytes(flat.numel(), flat.dtype, gradient=gradient)
+    def _message(self, flat: Tensor, number: int, *, gradient: bool, mask: Mask | None = None) -> Tensor:
+        size = self.nbytes(flat.numel(), flat.dtype, gradient=gradient, mask=mask)
         message = torch.empty(size, dtype=torch.uint8, device=flat.device)
         message[:_PREAMBLE] = torch.tensor([number], dtype=torch.int64).view(torch.uint8).to(flat.device)
         return message
@@ -278,7 +289,7 @@ class FixedMessages:
             header = Header.parse(header_bytes(body), body.numel())
         except PayloadError as error:
             raise PayloadError(f"{self.stream.name}: message {number}: {error}") from error
-        return Mask(number, body[: header.nbytes])
+        return Mask(number, body[: header.nbytes], header.nnz)
 
 
 class MaskedLink:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import multiprocessing
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import megatron_cpu
@@ -27,6 +31,9 @@ class Job:
     bf16: bool = False
     fp16: bool = False
     loss_scale: float = 2.0**14
+    loss_scale_window: int = 1000
+    experts: int = 0
+    ep: int = 1
     recompute: str = ""
     layers: int = 4
     hidden: int = 64
@@ -39,6 +46,12 @@ class Job:
     lr: float = 1e-3
     seed: int = 123
     tied_embeddings: bool = True
+    save: tuple[str, int] | None = None
+    """Folder, and after how many steps a checkpoint goes there."""
+    load: tuple[str, int] | None = None
+    """Folder, and how many steps the checkpoint there has seen."""
+    watch: bool = False
+    """Keep the plugin's state after every step."""
     evaluate: bool = False
     evaluation_rounds: int = 1
     through_codec: bool = False
@@ -59,6 +72,9 @@ class Outcome:
     skipped: int
     active: list[str]
     classes: dict[str, dict[str, float]]
+    history: list[tuple[bool, float, dict[str, Any]]] = field(default_factory=list)
+    """Of every step: whether the optimizer took it, the loss scale after it, the plugin's state."""
+    threads: list[str] = field(default_factory=list)
 
 
 def counting(job: Job, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -94,10 +110,17 @@ def train(
     from dct_plugin.config import DCTConfig
 
     megatron_cpu.patch_megatron()
+    if job.experts:
+        from megatron.core.transformer.moe import moe_utils
+
+        vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16 forgets it without Transformer Engine
     active = []
     if job.dct is not None:
         active = hooks.install(DCTConfig.parse(job.dct), pass_through=not job.through_codec)
-    ps.initialize_model_parallel(job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None)
+    ps.initialize_model_parallel(
+        job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
+        expert_model_parallel_size=job.ep,
+    )  # fmt: skip
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(job.seed)
         torch.manual_seed(job.seed + ps.get_pipeline_model_parallel_rank())
@@ -120,12 +143,16 @@ def train(
             persist_layer_norm=False, overlap_p2p_comm=job.overlap_p2p, batch_p2p_comm=not job.overlap_p2p,
             # gloo reads a message after isend() returns, so with overlap Megatron must not free it.
             deallocate_pipeline_outputs=not job.overlap_p2p, **recompute,
+            num_moe_experts=job.experts or None, expert_model_parallel_size=job.ep,
+            moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall",
         )  # fmt: skip
 
         def build(chunk: int | None) -> torch.nn.Module:
             place = {"ignore_virtual": False, "vp_stage": chunk} if chunk is not None else {}
             return GPTModel(
-                config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+                config=config, transformer_layer_spec=get_gpt_layer_local_spec(
+                    num_experts=job.experts or None, moe_grouped_gemm=False, normalization="LayerNorm"
+                ),
                 vocab_size=job.vocab, max_sequence_length=job.seq,
                 pre_process=ps.is_pipeline_first_stage(**place),
                 post_process=ps.is_pipeline_last_stage(**place),
@@ -153,6 +180,7 @@ def train(
                 optimizer="adam", lr=job.lr, weight_decay=0.0, clip_grad=1.0, bf16=job.bf16, fp16=job.fp16,
                 params_dtype=dtype, use_distributed_optimizer=job.distributed_optimizer,
                 overlap_param_gather=overlap_params, initial_loss_scale=job.loss_scale, hysteresis=1,
+                loss_scale_window=job.loss_scale_window,
             ),
             models,
         )  # fmt: skip
@@ -197,13 +225,29 @@ def _run(
         return sum(float(part["loss"]) for part in result) / len(result) if result else float("nan")
 
     data, losses, evaluations, skipped = streams(batches), [], [], 0
-    for step in range(job.steps):
+    history: list[tuple[bool, float, dict[str, Any]]] = []
+    first = 0
+    if job.load is not None:
+        folder, first = job.load
+        _load(folder, models, optimizer)
+        hooks.load_checkpoint(folder)
+        for source in data:
+            for _ in range(first * job.micro_batches):
+                next(source)
+    for step in range(first, job.steps):
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
         losses.append(run(data, forward_only=False))
         success, _, _ = optimizer.step()
         skipped += not success
+        if job.watch:
+            scale = float(optimizer.get_loss_scale())
+            history.append((bool(success), scale, copy.deepcopy(hooks.state_dict())))
+        if job.save is not None and step + 1 == job.save[1]:
+            folder = job.save[0]
+            _save(folder, models, optimizer)
+            hooks.save_checkpoint(folder)
         if on_step is not None:
             on_step(step)
     if job.evaluate or held_out is not None:
@@ -221,8 +265,53 @@ def _run(
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     return Outcome(
         losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,
-        [item.name for item in active], classes,
+        [item.name for item in active], classes, history, [t.name for t in threading.enumerate()],
     )  # fmt: skip
+
+
+def _sharded(models: list[Any], optimizer: Any, loading: bool = False) -> dict[str, Any]:
+    state = {f"model{number}": model.module.sharded_state_dict() for number, model in enumerate(models)}
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading)
+    return state
+
+
+def _save(folder: str, models: list[Any], optimizer: Any) -> None:
+    """As ``--ckpt-format torch_dist`` does; with the distributed optimizer, a file per rank.
+
+    megatron-core 0.16 cannot load that one's state without Apex or Transformer Engine.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if hasattr(_only(optimizer), "save_parameter_state"):
+        inner = _only(optimizer).optimizer.state_dict()
+        state = {"models": [model.state_dict() for model in models], "optimizer": inner}
+        torch.save(state, f"{folder}/rank{dist.get_rank()}.pt")
+        return
+    # Megatron writes from processes of its own, which the daemons of a pool may not start.
+    multiprocessing.current_process()._config["daemon"] = False
+    dist_checkpointing.save(_sharded(models, optimizer), folder)
+    filesystem_async._results_queue = None  # a process that would outlive this one
+
+
+def _load(folder: str, models: list[Any], optimizer: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    if hasattr(_only(optimizer), "save_parameter_state"):
+        state = torch.load(f"{folder}/rank{dist.get_rank()}.pt", weights_only=False)
+        for model, part in zip(models, state["models"], strict=True):
+            model.load_state_dict(part)
+        _only(optimizer).optimizer.load_state_dict(state["optimizer"])
+        return
+    state = dist_checkpointing.load(_sharded(models, optimizer, loading=True), folder)
+    for number, model in enumerate(models):
+        model.module.load_state_dict(state[f"model{number}"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _only(optimizer: Any) -> Any:
+    return getattr(optimizer, "chained_optimizers", [optimizer])[0]
 
 
 def train_all(rank: int, world_size: int, jobs: list[Job]) -> list[Outcome]:

@@ -7,6 +7,9 @@ parameters must be bitwise the same), and the hooks at work (losses must fall).
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -143,6 +146,10 @@ def test_data_parallel() -> None:
         assert ratio(outcomes, "gradient") > 10
     assert losses(overlapped) == losses(sparse)
     assert losses(bf16_overlapped) == losses(bf16)
+    for one, other in ((overlapped, sparse), (bf16_overlapped, bf16)):
+        assert one[0].parameters == other[0].parameters
+        assert "dct gradients dense" in one[0].threads  # that is where they were reduced
+        assert "dct gradients dense" not in other[0].threads
 
 
 def test_distributed_optimizer() -> None:
@@ -165,19 +172,75 @@ def test_distributed_optimizer() -> None:
 
 def test_fp16_overflow_is_rolled_back() -> None:
     """Megatron skips steps until its loss scale fits; residuals are then what they were, in the new unit."""
-    job = Job(fp16=True, loss_scale=2.0**30, steps=24)
-    plain, sharded_plain, sparse, sharded = run(
+    # The scale doubles after every second good step, until one overflows again.
+    job = Job(fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=24, watch=True)
+    late = section(data=0.9)
+    late["data_parallel"]["warmup_steps"] = 14
+    sparse, sharded, warm = run(
         2,
-        job,
-        job.with_dct(None, distributed_optimizer=True),
         job.with_dct(section(data=0.9)),
         job.with_dct(section(data=0.9), distributed_optimizer=True),
+        job.with_dct(late, steps=18),
     )
-    assert plain[0].skipped > 1
-    for outcomes, reference in ((sparse, plain), (sharded, sharded_plain)):
-        assert [o.skipped for o in outcomes] == [o.skipped for o in reference]
+    for outcomes in (sparse, sharded):
         assert_learns(outcomes, by=0.2)
         assert torch.tensor(losses(outcomes)).isfinite().all()
+        assert outcomes[0].skipped > 1
+    for outcome in (*sparse, *sharded):
+        overflows = 0
+        for (_, scale, before), (success, new_scale, after) in itertools.pairwise(outcome.history):
+            old, new = _streams(before), _streams(after)
+            if success or not any(part["residual"].any() for part in old.values()):
+                continue
+            overflows += 1
+            assert new_scale == scale / 2
+            for name, part in old.items():
+                assert torch.equal(new[name]["residual"], part["residual"] / 2), name
+                halved = {**part["threshold"], "tau": part["threshold"]["tau"] / 2}
+                assert new[name]["threshold"] == halved, name
+        assert overflows
+    # The first residuals after warm-up are in the loss scale's unit from the start.
+    first = next(scale_and_state for _, *scale_and_state in warm[0].history if _streams(scale_and_state[1]))
+    scale, streams = first[0], _streams(first[1])
+    assert 0 < max(float(part["residual"].abs().max()) for part in streams.values()) / scale < 1
+
+
+def _streams(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Streams of the gradients that have a residual."""
+    reducers = state["reducers"]
+    streams = reducers["dense"]["state"]["streams"] if reducers else {}
+    return {name: part for name, part in streams.items() if part["residual"] is not None}
+
+
+def test_checkpoints_keep_residuals_and_thresholds(tmp_path: Path) -> None:
+    """Saved half-way and loaded by new processes: bitwise the training that was not interrupted."""
+    data = Job(distributed_optimizer=True, steps=6).with_dct(section(data=0.9))
+    stages = Job(pp=2, steps=6).with_dct(section(pipeline=0.9))
+    places = [(str(tmp_path / "data"), 3), (str(tmp_path / "stages"), 3)]
+    whole = run(2, *(replace(job, save=place) for job, place in zip((data, stages), places, strict=True)))
+    processes._stop()
+    resumed = run(2, *(replace(job, load=place) for job, place in zip((data, stages), places, strict=True)))
+    for one, other in zip(whole, resumed, strict=True):
+        assert losses(one)[3:] == losses(other)
+        assert [o.parameters for o in one] == [o.parameters for o in other]
+
+
+def test_experts_are_left_alone_unless_asked() -> None:
+    job = Job(layers=2, experts=2, ep=2, steps=3, distributed_optimizer=True)
+    asked, asked_sparse = section(data=0.0), section(data=0.9)
+    asked["model_parallel"]["expert_gradients"] = asked_sparse["model_parallel"]["expert_gradients"] = True
+    plain, same, sparse, all_sparse = run(
+        4,
+        job,
+        job.with_dct(asked, through_codec=True),
+        job.with_dct(section(data=0.9), steps=10, watch=True),
+        job.with_dct(asked_sparse, steps=10, watch=True),
+    )
+    assert_same(plain, same, {"data_parallel"})
+    assert_learns(sparse)
+    assert_learns(all_sparse)
+    assert set(sparse[0].history[-1][2]["reducers"]) == {"dense"}
+    assert set(all_sparse[0].history[-1][2]["reducers"]) == {"dense", "expert"}
 
 
 def test_tensor_parallel() -> None:
@@ -252,6 +315,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     from dct_plugin.config import DCTConfig
     from dct_plugin.errors import DCTError
 
+    found_early: dict[str, str] = {}
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
     engine = type("TEColumnParallelLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
     cases = {
@@ -268,8 +332,26 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 
     cases["engine"] = lambda: hooks_tensor._check(layer(engine(2, 2)))
     cases["fp8"] = lambda: hooks_tensor._check(layer(torch.nn.Linear(2, 2), fp8="hybrid"))
+    from dct_plugin.integrations.megatron import hooks_data
+
+    hooks.install(DCTConfig.parse(section(data=0.9)))
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    (data,) = (hook for hook in hooks.current().hooks if isinstance(hook, hooks_data.DataParallelHook))
+    two = SimpleNamespace(size=lambda: 2)
+    for name, case in {
+        "torch fsdp": lambda: TorchFullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
+        "megatron fsdp": lambda: FullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
+        "instances": lambda: data._left_alone(SimpleNamespace(ddp_config=ddp, buckets=[]), two),
+    }.items():
+        with pytest.raises(DCTError) as refusal:
+            case()
+        found_early[name] = str(refusal.value)
+    hooks.uninstall()
     cases["graphs"] = lambda: hooks_tensor._check(layer(torch.nn.Linear(2, 2), cuda_graph_impl="local"))
-    found = {}
+    found = found_early
     for name, case in cases.items():
         try:
             case()
@@ -297,3 +379,67 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "fp8 = hybrid" in found["fp8"]
     assert "CUDA graphs" in found["graphs"]
     assert "another configuration" in found["twice"]
+    assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
+    assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
+    assert "num_distributed_optimizer_instances > 1" in found["instances"]
+
+
+def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
+    """megatron-core 0.17 accumulates some gradients in fp32 beside a bf16 bucket."""
+    from types import SimpleNamespace
+
+    from dct_plugin.integrations.megatron import hooks_data
+
+    data = torch.zeros(12, dtype=torch.bfloat16)
+    beside = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    beside.main_grad = torch.arange(8, dtype=torch.float32)
+    beside.main_grad_copy_in_grad_buffer = data[4:]
+    inside = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    inside.main_grad = data[:4]
+    bucket = SimpleNamespace(
+        grad_data=data, params_list=[inside, beside], params_with_extra_main_grads=[beside]
+    )
+    hooks_data._fill_buffers(SimpleNamespace(buckets=[bucket]))
+    assert data.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+    views = hooks_data.DataParallelHook._views(SimpleNamespace(_unnamed=0), bucket)
+    assert [(start, view.numel()) for _, start, view in views] == [(0, 4), (4, 8)]
+
+
+def _monitored(rank: int, world_size: int, folder: str) -> str:
+    import contextlib
+    import io
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    from torch.utils.tensorboard import SummaryWriter
+
+    # megatron.training is in no wheel: two of its global variables are all that the hooks look at.
+    module: Any = ModuleType("megatron.training.global_vars")
+    module._GLOBAL_ARGS = SimpleNamespace(log_interval=2)
+    module._GLOBAL_TENSORBOARD_WRITER = SummaryWriter(folder) if rank == world_size - 1 else None
+    sys.modules["megatron.training"] = ModuleType("megatron.training")
+    sys.modules[module.__name__] = module
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            train_all(rank, world_size, [Job(pp=2, steps=5, dct=section(pipeline=0.9))])
+        if rank == world_size - 1:
+            module._GLOBAL_TENSORBOARD_WRITER.close()
+    finally:
+        del sys.modules[module.__name__], sys.modules["megatron.training"]
+    return output.getvalue()
+
+
+def test_metrics_reach_tensorboard_and_the_log(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first, last = processes.run(2, _monitored, str(tmp_path))
+    lines = [line for line in last.splitlines() if line.startswith(" dct iteration")]
+    assert [int(line.split()[2]) for line in lines] == [2, 4, 5]  # Megatron's --log-interval, and the rest
+    assert all("pipeline_gradient: " in line for line in lines)  # what the last stage sends
+    assert " dct iteration" not in first
+    assert first.count("dct: 5 steps, sent") == 1
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in ("sent_bytes", "dense_bytes", "ratio", "density", "exchange_ms"):
+        assert [event.step for event in events.Scalars(f"dct/pipeline_gradient/{name}")] == [2, 4, 5]
+    assert events.Scalars("dct/pipeline_gradient/ratio")[-1].value > 15

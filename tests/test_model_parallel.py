@@ -91,6 +91,39 @@ def test_bytes_at_sparsity_09_against_fp32() -> None:
     assert 4 * numel / messages.nbytes(numel, torch.float32, gradient=True) >= 20
 
 
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("forward", "back"), [("auto", "int8"), ("int8", "int8"), ("bf16", "bf16")])
+@pytest.mark.parametrize("exact", [False, True])
+def test_values_of_each_type_fit_the_messages(
+    capacity: float, dtype: torch.dtype, forward: str, back: str, exact: bool
+) -> None:
+    config = PipelineConfig(sparsity=0.9, capacity=capacity, value_dtype=forward, gradient_value_dtype=back)
+    messages = FixedMessages(ActivationStream(config))
+    x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
+    message, mask, stats = messages.encode(x, 5)
+    assert mask.entries == stats.nnz > 0
+    received = messages.decode(message, torch.empty_like(x))
+    assert received.entries == mask.entries
+    answer, _ = messages.encode_gradient(g, received, exact=exact)
+    size = messages.nbytes(x.numel(), dtype, gradient=True, mask=mask if exact else None)
+    assert answer.numel() == size
+    if exact:  # 48 bytes of number and header, a scale per block of int8 values
+        assert size <= 48 + mask.entries * (1.05 if back == "int8" else 2) + 8
+    out = torch.empty_like(g)
+    messages.decode_gradient(answer, {5: mask}, out)
+    there = out != 0
+    assert int(there.sum()) >= 0.9 * mask.entries
+    tolerance = float(g.abs().max()) / 100
+    torch.testing.assert_close(out[there], g[there], atol=tolerance, rtol=0.01)
+
+
+def test_bytes_of_int8_gradients_against_fp32() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9, gradient_value_dtype="int8")))
+    numel = 128 * 4 * 256
+    assert 4 * numel / messages.nbytes(numel, torch.float32, gradient=True) >= 38
+
+
 def test_several_messages_in_flight_are_told_apart() -> None:
     messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, capacity=9.0, **EXACT)))
     xs = [activation(seed, 8, 8) for seed in range(4)]
@@ -126,9 +159,10 @@ def test_non_finite_entries_arrive_as_nan_forward_and_backward() -> None:
     out = torch.zeros(8, 8)
     received = messages.decode(message, out)
     assert out.isnan().all()
-    answer, _ = messages.encode_gradient(torch.ones(8, 8), received)
-    messages.decode_gradient(answer, {0: mask}, out.zero_())
-    assert out.isnan().all()
+    for exact in (False, True):
+        answer, _ = messages.encode_gradient(torch.ones(8, 8), received, exact=exact)
+        messages.decode_gradient(answer, {0: mask}, out.zero_())
+        assert out.isnan().all()
 
 
 def test_threshold_changes_between_steps_only() -> None:

@@ -2,9 +2,9 @@
 
 ``install(config)`` replaces a few functions and methods of megatron-core and nothing in a Megatron-LM
 checkout. Each hook has a module of its own: :mod:`.hooks_pipeline`, :mod:`.hooks_tensor` and
-:mod:`.hooks_data`. An iteration is one call of Megatron's forward-backward function; thresholds and
-residuals move on at the start of the next training iteration, when it is known whether the optimizer
-took the step.
+:mod:`.hooks_data`; :mod:`.hooks_checkpoint` keeps their state in checkpoints. An iteration is one call of
+Megatron's forward-backward function; thresholds and residuals move on at the start of the next training
+iteration, when it is known whether the optimizer took the step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -22,7 +23,17 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.metrics import Event, Metrics
 
-__all__ = ["Active", "Session", "current", "install", "uninstall"]
+__all__ = [
+    "Active",
+    "Session",
+    "current",
+    "install",
+    "load_checkpoint",
+    "load_state_dict",
+    "save_checkpoint",
+    "state_dict",
+    "uninstall",
+]
 
 logger = logging.getLogger("dct_plugin")
 
@@ -43,14 +54,24 @@ class Active(NamedTuple):
         return f"{self.name} ({self.detail})"
 
 
-class Hook(Protocol):
-    """What the session asks of a hook."""
+class Hook:
+    """What the session asks of a hook; nothing by default."""
 
     def begin(self, training: bool) -> None:
         """An iteration starts (``training``: with a backward pass)."""
 
     def settle(self) -> None:
         """The last training iteration is over, its optimizer step taken or skipped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of :meth:`Session.state_dict`, by its keys."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore :meth:`Session.state_dict`; None starts afresh."""
+
+    def close(self) -> None:
+        """The hooks are taken out."""
 
 
 class Patches:
@@ -68,6 +89,13 @@ class Patches:
         """Replace a function by ``make(original)``; name, docstring and attributes stay."""
         original = getattr(owner, name)
         self.replace(owner, name, functools.wraps(original)(make(original)))
+
+    def rebind(self, package: str, name: str, old: Any, new: Any) -> None:
+        """Replace ``old`` where modules of ``package`` (and the script) have imported it by name."""
+        for key, module in list(sys.modules.items()):
+            inside = key in ("__main__", package) or key.startswith(f"{package}.")
+            if inside and getattr(module, "__dict__", {}).get(name) is old:
+                self.replace(module, name, new)
 
     def undo(self) -> None:
         """Put everything back."""
@@ -94,6 +122,7 @@ class Session:
         self.patches = Patches()
         self.hooks: list[Hook] = []
         self.active: list[Active] = []
+        self.closed = False
         self._open = False
         self._metrics: Metrics | None = None
         self._monitor: Any = None
@@ -104,7 +133,7 @@ class Session:
         if self._metrics is None:
             rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             config = self.config.metrics
-            interval = getattr(_megatron_global("_GLOBAL_ARGS"), "log_interval", None)
+            interval = getattr(self.megatron_args, "log_interval", None)
             if interval and "every" not in config.model_fields_set:  # one beside each of Megatron's
                 config = config.model_copy(update={"every": int(interval)})
             self._metrics = Metrics(config, rank=rank, world_size=size)
@@ -132,6 +161,31 @@ class Session:
             hook.settle()
         self.metrics.step(self.step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, thresholds and counters; call it between iterations.
+
+        Keys: ``step``, ``streams`` (activations' thresholds by place) and ``reducers`` (gradients'
+        residuals by kind, see :meth:`~dct_plugin.data_parallel.GradientReducer.state_dict`).
+        """
+        self.settle()
+        state: dict[str, Any] = {"step": self.step, "streams": {}, "reducers": {}}
+        for hook in self.hooks:
+            for key, part in hook.state_dict().items():
+                state[key].update(part)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore :meth:`state_dict` of the same rank; None forgets everything, as at the start."""
+        self._open = False
+        self.step = 0 if state is None else int(state["step"])
+        for hook in self.hooks:
+            hook.load_state_dict(state)
+
+    @property
+    def megatron_args(self) -> Any:
+        """Megatron-LM's arguments; None without Megatron-LM."""
+        return _megatron_global("_GLOBAL_ARGS")
+
     def finish(self) -> None:
         """The program ends: report what is left and, on rank 0, the run in one line."""
         if self._metrics is None:
@@ -141,6 +195,13 @@ class Session:
         if metrics.rank == 0 and self.step:
             print(metrics.summary_line(), flush=True)
         metrics.close()
+
+    def close(self) -> None:
+        """Put megatron-core back as it was."""
+        self.closed = True
+        self.patches.undo()
+        for hook in self.hooks:
+            hook.close()
 
     def _look_for_monitor(self) -> None:
         """Megatron-LM's TensorBoard writer as one more sink, once there is one (on its last rank)."""
@@ -216,9 +277,12 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
             session.hooks.append(DataParallelHook(session))
             session.active.append(Active("data_parallel", f"sparsity {data.sparsity:g}"))
         if session.hooks:
+            from .hooks_checkpoint import CheckpointHook
+
             _watch_iterations(session)
+            session.hooks.append(CheckpointHook(session))
     except BaseException:
-        session.patches.undo()
+        session.close()
         raise
     _session = session
     atexit.register(session.finish)
@@ -232,7 +296,49 @@ def uninstall() -> None:
         session, _session = _session, None
         session.finish()
         atexit.unregister(session.finish)
-        session.patches.undo()
+        session.close()
+
+
+def save_checkpoint(folder: str | os.PathLike[str]) -> None:
+    """Write residuals, thresholds and counters of every rank into a checkpoint's folder.
+
+    For trainings with megatron.core alone, beside ``dist_checkpointing.save`` and after it;
+    ``megatron.training`` does it by itself. A collective over all ranks, between iterations. Does nothing
+    without hooks.
+
+    Raises:
+        DCTError: A rank cannot write; every rank raises and names it.
+    """
+    from .hooks_checkpoint import save
+
+    if _session is not None and _session.hooks:
+        save(_session, folder)
+
+
+def load_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Restore what :func:`save_checkpoint` wrote; a collective over all ranks, after the model was built.
+
+    Returns:
+        Whether there was something to restore; otherwise residuals are zero from here on, and the log says
+        why. The number of data-parallel ranks may differ, other parallelism may not.
+
+    Raises:
+        DCTError: A file is damaged or belongs to another rank; every rank raises and names it.
+    """
+    from .hooks_checkpoint import load
+
+    return load(_session, folder) if _session is not None and _session.hooks else False
+
+
+def state_dict() -> dict[str, Any]:
+    """This rank's residuals, thresholds and counters, for checkpoints of one's own; empty without hooks."""
+    return _session.state_dict() if _session is not None and _session.hooks else {}
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Restore :func:`state_dict` of the same rank in the same layout; an empty one starts afresh."""
+    if _session is not None:
+        _session.load_state_dict(state or None)
 
 
 def _watch_iterations(session: Session) -> None:

@@ -2,28 +2,47 @@
 
 Without the distributed optimizer a bucket's gradients are summed on all ranks, with it every rank gets
 the sum of the shard it owns (:class:`~dct_plugin.data_parallel.GradientReducer`). Scaling, NaN checks
-and the order of calls are those of Megatron. With ``overlap_grad_reduce`` the reduction runs where
-Megatron would start it, inside the backward pass, and is finished when that call returns.
+and the order of calls are those of Megatron.
+
+With ``overlap_grad_reduce`` a bucket's reduction starts where Megatron would start it, inside the backward
+pass. On CPU it runs beside that pass: one thread per group works on the buckets in the order in which they
+became ready, which is the same on all ranks, over a process group that nothing else uses. On CUDA it is
+finished when the call returns: a second thread would launch NCCL kernels in between those of tensor and
+pipeline parallelism, in an order that differs from rank to rank, and kernels of several communicators that
+wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron
+asks for, they stand in one queue).
 """
 
 from __future__ import annotations
 
+import functools
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.errors import DCTError
 
-from .hooks import Session
+from .hooks import Hook, Session
+from .post_import import when_imported
 
 _NAME = "_dct_name"
+#: Wrappers of fully sharded models, by module.
+_SHARDING = (
+    ("megatron.core.distributed.torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),
+    ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
+)
 
 
-class DataParallelHook:
+class DataParallelHook(Hook):
     """Replaces ``start_grad_sync`` for buckets that are shared by more than one rank."""
 
     def __init__(self, session: Session) -> None:
@@ -33,7 +52,13 @@ class DataParallelHook:
         self.session = session
         self.config = session.config.data_parallel
         self.experts = session.config.model_parallel.expert_gradients
-        self.reducers: dict[int, GradientReducer] = {}
+        self.reducers: dict[str, GradientReducer] = {}
+        """By kind: ``dense``, ``expert``; a second group of one kind is ``dense 1`` and so on."""
+        self._names: dict[int, str] = {}
+        self._units: dict[str, float] = {}
+        self._loaded: dict[str, Any] = {}
+        self._unscaled: set[str] = set()
+        self._workers: dict[str, _Worker] = {}
         self._transactional = False
         self._models = 0
         self._unnamed = 0
@@ -47,15 +72,32 @@ class DataParallelHook:
         )
         patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
         patches.wrap(optimizer.MixedPrecisionOptimizer, "prepare_grads", self._make_prepare_grads)
+        for module, name in _SHARDING:
+            when_imported(module, functools.partial(self._refuse, name))
+
+    def _refuse(self, name: str, module: ModuleType) -> None:
+        """Stop at wrappers whose gradients do not pass by here, instead of leaving them dense silently."""
+        wrapper = getattr(module, name, None)
+        if wrapper is None or self.session.closed:
+            return
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(*arguments: Any, **keywords: Any) -> None:
+                raise DCTError(
+                    f"dct.data_parallel does not work with Megatron's {name} ({module.__name__}), which "
+                    "reduces gradients by itself: switch one of them off"
+                )
+
+            return init
+
+        self.session.patches.wrap(wrapper, "__init__", make)
 
     # -- iterations -----------------------------------------------------------------------------------------
 
-    def begin(self, training: bool) -> None:
-        pass
-
     def settle(self) -> None:
-        for reducer in self.reducers.values():
-            if self._scale is not None and reducer.step == 0:
+        for name, reducer in self.reducers.items():
+            if self._scale is not None and name in self._unscaled:
+                self._unscaled.discard(name)
                 reducer.loss_scale = self._scale[0]
             if self._overflow:
                 reducer.rollback()
@@ -65,6 +107,25 @@ class DataParallelHook:
                 reducer.set_loss_scale(self._scale[1])
             reducer.step += 1
         self._overflow = False
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {
+            name: {"unit": self._units[name], "state": reducer.state_dict()}
+            for name, reducer in self.reducers.items()
+        }
+        return {"reducers": {**self._loaded, **own}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        # The reducers are made again at their next reduction, when their units are known.
+        self.reducers.clear()
+        self._names.clear()
+        self._loaded = dict(state["reducers"]) if state is not None else {}
+        self._scale, self._overflow = None, False
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+        self._workers.clear()
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
@@ -106,6 +167,10 @@ class DataParallelHook:
                 return  # already done: Megatron calls again at the end of the first batch
             if group.grad_reduce_handle is not None:
                 raise DCTError("gradient reductions of one bucket group overlap each other")
+            previous = getattr(group, "previous_grad_reduce_bucket_group", None)  # from 0.19
+            if previous is not None and previous.grad_reduce_handle is not None:
+                previous.finish_grad_sync(force_all_reduce=all_reduce)
+            _fill_buffers(group)
             ddp = group.ddp_config
             if ddp.check_for_nan_in_grad or getattr(ddp, "check_for_large_grads", False):
                 group.check_grads(
@@ -115,8 +180,7 @@ class DataParallelHook:
             for bucket in group.buckets:
                 if bucket.gradient_scaling_factor != 1.0:
                     bucket.grad_data *= bucket.gradient_scaling_factor
-            self._reduce(group, ranks, sharded)
-            group.grad_reduce_handle = _DONE if ddp.overlap_grad_reduce else None
+            group.grad_reduce_handle = self._reduce(group, ranks, sharded)
 
         return start_grad_sync
 
@@ -130,52 +194,76 @@ class DataParallelHook:
                 "dct.data_parallel does not work with Megatron's num_distributed_optimizer_instances > 1: "
                 "gradients are reduced over two groups in turn"
             )
-        expert = any(
-            not getattr(p, "allreduce", True) for bucket in group.buckets for p in bucket.params_list
-        )
-        return expert and not self.experts
+        return _is_expert(group) and not self.experts
 
     # -- reduction ------------------------------------------------------------------------------------------
 
-    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> None:
-        reducer = self._reducer(ranks, group.buckets[0].grad_data.device)
+    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> _Handle | None:
+        """Reduce a bucket group; what Megatron is to wait for, if it asked for overlap."""
+        name = self._name(group, ranks)
+        reducer = self.reducers[name]
         scale = 1.0 / ranks.size() if group.ddp_config.average_in_collective else 1.0
         views = [
-            (name, start, view, bucket)
-            for bucket in group.buckets
-            for name, start, view in self._views(bucket)
+            (key, start, view, bucket) for bucket in group.buckets for key, start, view in self._views(bucket)
         ]
-        if not sharded:
-            reducer.all_reduce([(name, view) for name, _, view, _ in views], scale=scale)
-            return
-        reducer.reduce_scatter(
-            [
-                (name, view, _shards(start, view.numel(), bucket.grad_data.numel() // ranks.size()))
-                for name, start, view, bucket in views
-            ],
-            scale=scale,
-        )
 
-    def _reducer(self, ranks: dist.ProcessGroup, device: torch.device) -> GradientReducer:
-        reducer = self.reducers.get(id(ranks))
-        if reducer is None:
-            reducer = GradientReducer(
-                self.session.config,
-                ranks,
-                metrics=self.session.metrics,
-                device=device,
-                transactional=self._transactional,
+        def work() -> None:
+            if not sharded:
+                reducer.all_reduce([(key, view) for key, _, view, _ in views], scale=scale)
+                return
+            reducer.reduce_scatter(
+                [
+                    (key, view, _shards(start, view.numel(), bucket.grad_data.numel() // ranks.size()))
+                    for key, start, view, bucket in views
+                ],
+                scale=scale,
             )
-            reducer.step = self.session.step
-            self.reducers[id(ranks)] = reducer
-        return reducer
+
+        if (worker := self._workers.get(name)) is not None:
+            return _Handle(worker.submit(work))
+        work()
+        return _Handle(None) if group.ddp_config.overlap_grad_reduce else None
+
+    def _name(self, group: Any, ranks: dist.ProcessGroup) -> str:
+        """Name of the reducer of a bucket group; it is made at the first use, by all of its ranks."""
+        if (name := self._names.get(id(ranks))) is not None:
+            return name
+        kind = "expert" if _is_expert(group) else "dense"
+        same = sum(other.split()[0] == kind for other in self.reducers)
+        name = f"{kind} {same}" if same else kind
+        device = group.buckets[0].grad_data.device
+        exchange_over = ranks
+        if group.ddp_config.overlap_grad_reduce and device.type == "cpu":
+            members = dist.get_process_group_ranks(ranks)
+            exchange_over = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            if name not in self._workers:
+                self._workers[name] = _Worker(f"dct gradients {name}")
+        self._units[name] = _unit(group, ranks)
+        reducer = self.reducers[name] = GradientReducer(
+            self.session.config,
+            exchange_over,
+            metrics=self.session.metrics,
+            device=device,
+            transactional=self._transactional,
+        )
+        if (saved := self._loaded.pop(name, None)) is not None:
+            ratio = self._units[name] / saved["unit"]
+            reducer.load_state_dict(checkpoint.in_unit(saved["state"], ratio))
+        else:
+            self._unscaled.add(name)
+        reducer.step = self.session.step
+        self._names[id(ranks)] = name
+        return name
 
     def _views(self, bucket: Any) -> list[tuple[str, int, Tensor]]:
         """``(name, first entry in the bucket, 1-D view)`` of the bucket's gradients, without padding."""
         data = bucket.grad_data
         found = []
         for parameter in bucket.params_list:
-            start = (parameter.main_grad.data_ptr() - data.data_ptr()) // data.element_size()
+            gradient = getattr(parameter, "main_grad_copy_in_grad_buffer", None)  # from 0.17
+            if gradient is None:
+                gradient = parameter.main_grad
+            start = (gradient.data_ptr() - data.data_ptr()) // data.element_size()
             stop = start + parameter.numel()
             if not 0 <= start <= stop <= data.numel():
                 raise DCTError(f"gradient of shape {tuple(parameter.shape)} does not lie in its bucket")
@@ -186,6 +274,19 @@ class DataParallelHook:
         return found
 
 
+def _is_expert(group: Any) -> bool:
+    return any(not getattr(p, "allreduce", True) for bucket in group.buckets for p in bucket.params_list)
+
+
+def _unit(group: Any, ranks: dist.ProcessGroup) -> float:
+    """Factor on the gradients that reach the reducer, for residuals that go on with other ranks.
+
+    Losses per token are divided by the tokens of all ranks later on: like one over the number of ranks.
+    """
+    factor = float(group.buckets[0].gradient_scaling_factor)
+    return factor if group.ddp_config.average_in_collective or factor != 1.0 else 1.0 / ranks.size()
+
+
 def _shards(start: int, numel: int, each: int) -> list[Shard]:
     """Parts of a gradient by owner: rank ``r`` owns entries ``[r * each, (r + 1) * each)`` of the bucket."""
     return [
@@ -194,11 +295,60 @@ def _shards(start: int, numel: int, each: int) -> list[Shard]:
     ]
 
 
-class _Done:
-    """Handle of a reduction that is over when it is handed out."""
+def _fill_buffers(group: Any) -> None:
+    """What Megatron does before it looks at the buckets: from 0.17 on gradients may lie elsewhere."""
+    for bucket in group.buckets:
+        for parameter in bucket.params_list:  # gradients of replayed CUDA graphs (0.19)
+            if (event := getattr(parameter, "_cudagraph_wgrad_ready_event", None)) is not None:
+                torch.cuda.current_stream().wait_event(event)
+        for parameter in getattr(bucket, "params_with_extra_main_grads", ()):
+            if (copy := getattr(parameter, "main_grad_copy_in_grad_buffer", None)) is not None:
+                copy.copy_(parameter.main_grad)
+
+
+class _Handle:
+    """What Megatron waits for; an error of the reduction is raised there."""
+
+    def __init__(self, result: Future[None] | None) -> None:
+        self._result = result
 
     def wait(self, *arguments: Any) -> None:
-        """Nothing is left to do."""
+        """Return when the bucket group is reduced."""
+        if self._result is not None:
+            self._result.result()
 
 
-_DONE = _Done()
+class _Worker:
+    """A thread that reduces bucket groups one after the other.
+
+    A daemon: a rank that fails elsewhere must be able to end, so that its sockets close and the others see
+    it, while this thread still waits for them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Queue ``work``; the result holds its error, and so do all later ones."""
+        result: Future[None] = Future()
+        self._tasks.put((result, work))
+        return result
+
+    def stop(self) -> None:
+        """End the thread behind what is queued."""
+        self._tasks.put(None)
+
+    def _serve(self) -> None:
+        failure: BaseException | None = None
+        while (task := self._tasks.get()) is not None:
+            result, work = task
+            try:
+                if failure is not None:
+                    raise failure
+                work()
+            except BaseException as error:
+                failure = error
+                result.set_exception(error)
+            else:
+                result.set_result(None)

@@ -3,9 +3,9 @@
 All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send and receive through this
 one method. Forward a boundary's activation goes as a message of fixed size
 (:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep its mask, and the gradient comes back
-as values only. Which micro-batch a gradient belongs to is told by the number in the message: the
-receiver of an activation remembers it together with the tensor, and recognises the gradient to send as
-that tensor's ``.grad``.
+as values only, without padding where the order of messages is known. Which micro-batch a gradient belongs
+to is told by the number in the message: the receiver of an activation remembers it together with the
+tensor, and recognises the gradient to send as that tensor's ``.grad``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dct_plugin.errors import DCTError
 from dct_plugin.kernels import Stats
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
 
-from .hooks import Session
+from .hooks import Hook, Session
 
 _CHUNK = "_dct_chunk"
+_PREFIX = "pipeline boundary "
 
 
-class PipelineHook:
+class PipelineHook(Hook):
     """Replaces ``P2PCommunicator._communicate`` and notes which model chunk a tensor comes from."""
 
     def __init__(self, session: Session) -> None:
@@ -38,6 +39,7 @@ class PipelineHook:
         self.streams: dict[tuple[int, int], FixedMessages] = {}
         """By boundary and, of interleaved schedules, model chunk (this rank's when it sends)."""
         self._p2p = p2p_communication
+        self._loaded: dict[str, Any] = {}
         self._number = 0
         self._sent: dict[int, Mask] = {}
         self._received: list[tuple[Tensor, Mask, FixedMessages]] = []
@@ -56,6 +58,18 @@ class PipelineHook:
     def settle(self) -> None:
         for messages in self.streams.values():
             messages.stream.advance()
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {_stream_key(*place): m.stream.state_dict() for place, m in self.streams.items()}
+        return {"streams": {**self._loaded, **own}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.streams.clear()
+        self._loaded = {
+            key: part
+            for key, part in (state or {"streams": {}})["streams"].items()
+            if key.startswith(_PREFIX)
+        }
 
     # -- communication --------------------------------------------------------------------------------------
 
@@ -102,15 +116,22 @@ class PipelineHook:
             if id(config) not in self._checked:
                 _check(config)
                 self._checked.add(id(config))
+            # Without interleaving gradients come back in the order of the activations, so that both ends know
+            # the mask, and the message is as long as its values.
+            ordered = not config.virtual_pipeline_model_parallel_size
             send_next, send_prev = tensor_send_next, tensor_send_prev
             if send_next is not None and sparse_next:
                 send_next = self._encode(send_next, behind)
             if send_prev is not None and sparse_prev:
-                send_prev = self._encode_gradient(send_prev)
+                send_prev = self._encode_gradient(send_prev, exact=ordered)
             from_prev = _empty(tensor_shape, config) if recv_prev else None
             from_next = _empty(tensor_shape, config) if recv_next else None
-            into_prev = self._buffer(from_prev, before, gradient=False) if sparse_prev else from_prev
-            into_next = self._buffer(from_next, behind, gradient=True) if sparse_next else from_next
+            into_prev, into_next = from_prev, from_next
+            if from_prev is not None and sparse_prev:
+                into_prev = self._buffer(from_prev, before, gradient=False)
+            if from_next is not None and sparse_next:
+                awaited = next(iter(self._sent.values()), None) if ordered else None
+                into_next = self._buffer(from_next, behind, gradient=True, mask=awaited)
 
             finish: dict[str, Callable[[], None]] = {}
             if from_prev is not None and sparse_prev:
@@ -161,20 +182,21 @@ class PipelineHook:
         if messages is None:
             stream = ActivationStream(
                 self.config,
-                name=f"pipeline boundary {boundary}" + (f" chunk {chunk}" if chunk else ""),
+                name=_stream_key(boundary, chunk),
                 rank=dist.get_rank(),
                 sparsity=self.config.sparsity_of(boundary),
                 kernel_config=self.session.config.kernels,
             )
+            if (state := self._loaded.pop(_stream_key(boundary, chunk), None)) is not None:
+                stream.load_state_dict(state)
             stream.step, stream.training = self.session.step, self.session.training
             messages = self.streams[boundary, chunk] = FixedMessages(stream)
         return messages
 
-    def _buffer(self, tensor: Tensor | None, boundary: int, *, gradient: bool) -> Tensor | None:
+    def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, mask: Mask | None = None) -> Tensor:
         """Room for the message about ``tensor``."""
-        if tensor is None:
-            return None
-        size = self._messages(boundary).nbytes(tensor.numel(), tensor.dtype, gradient=gradient)
+        messages = self._messages(boundary)
+        size = messages.nbytes(tensor.numel(), tensor.dtype, gradient=gradient, mask=mask)
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
 
     def _encode(self, tensor: Tensor, boundary: int) -> Tensor:
@@ -186,7 +208,7 @@ class PipelineHook:
         self._record("pipeline", messages.stream, tensor, message, stats)
         return message
 
-    def _encode_gradient(self, gradient: Tensor) -> Tensor:
+    def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
         for place, (tensor, _, _) in enumerate(self._received):
             if tensor.grad is gradient:
                 _, mask, messages = self._received.pop(place)
@@ -197,7 +219,7 @@ class PipelineHook:
                 f"{tuple(gradient.shape)}, is not that of one of the {len(self._received)} activations "
                 "received; a changed backward_step is not supported with dct.model_parallel.pipeline"
             )
-        message, stats = messages.encode_gradient(gradient, mask)
+        message, stats = messages.encode_gradient(gradient, mask, exact=exact)
         self._record("pipeline_gradient", messages.stream, gradient, message, stats)
         return message
 
@@ -277,6 +299,10 @@ class _Handle:
             if self._finish is not None:
                 self._finish()
             self._kept = None
+
+
+def _stream_key(boundary: int, chunk: int) -> str:
+    return f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
 
 
 def _empty(shape: Any, config: Any) -> Tensor:

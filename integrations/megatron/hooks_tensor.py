@@ -25,9 +25,10 @@ from torch import Tensor
 from dct_plugin.errors import DCTError
 from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
 
-from .hooks import Session
+from .hooks import Hook, Session
 
 _SITE = "_dct_site"
+_PREFIX = "layer "
 
 
 class _Site:
@@ -39,7 +40,7 @@ class _Site:
         self.stream: ActivationStream | None = None
 
 
-class TensorHook:
+class TensorHook(Hook):
     """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use."""
 
     def __init__(self, session: Session) -> None:
@@ -50,6 +51,7 @@ class TensorHook:
         self.config = session.config.model_parallel.tensor
         self.sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
+        self._loaded: dict[str, Any] = {}
         self._current: _Site | None = None
         self._collectives: dict[int, MaskedCollectives] = {}
         self._seen: set[int] = set()
@@ -78,6 +80,19 @@ class TensorHook:
             if site.stream is not None:
                 site.stream.advance()
 
+    def state_dict(self) -> dict[str, Any]:
+        own = {site.name: site.stream.state_dict() for site in self.sites if site.stream is not None}
+        return {"streams": {**self._loaded, **own}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        for site in self.sites:
+            site.stream = None
+        self._loaded = {
+            key: part
+            for key, part in (state or {"streams": {}})["streams"].items()
+            if key.startswith(_PREFIX)
+        }
+
     # -- where we are ---------------------------------------------------------------------------------------
 
     def _make_layer_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +111,10 @@ class TensorHook:
         outside = number <= self.config.skip_first_layers or number > count - self.config.skip_last_layers
         for name, module in layer.named_modules():
             if isinstance(module, self._linears) and not getattr(module, "is_expert", False):
-                site = _Site(f"layer {number} {name}", outside)
+                label = f"{_PREFIX}{number} {name}"
+                if same := sum(site.name.split(" #")[0] == label for site in self.sites):
+                    label += f" #{same}"  # layers for multi-token prediction count from 1 again
+                site = _Site(label, outside)
                 setattr(module, _SITE, site)
                 self.sites.append(site)
 
@@ -123,6 +141,8 @@ class TensorHook:
             site.stream = ActivationStream(
                 self.config, name=site.name, rank=dist.get_rank(), kernel_config=self.session.config.kernels
             )
+            if (state := self._loaded.pop(site.name, None)) is not None:
+                site.stream.load_state_dict(state)
             site.stream.step, site.stream.training = self.session.step, self.session.training
         return site.stream
 
