@@ -297,22 +297,27 @@ def draw(found: Sequence[Outcome], path: Path, *, title: str, margin: float = 0.
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
     axes.axhspan(-margin, margin, color="tab:green", alpha=0.12, label=f"within {margin:g}")
     axes.axhline(0.0, color="black", linewidth=0.8)
-    for outcome in found:
-        if not outcome.embedding_bytes:
-            continue
+    colors = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    for number, outcome in enumerate(o for o in found if o.crossing_bytes):
         difference = outcome.auc_difference
-        y = 0.0 if difference is None else difference.mean
-        half = None if difference is None else difference.half
-        x = outcome.embedding_bytes
-        axes.errorbar(x, y, yerr=half, fmt="o", capsize=3, markersize=5)
-        axes.annotate(outcome.name, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
+        axes.errorbar(
+            outcome.crossing_bytes,
+            0.0 if difference is None else difference.mean,
+            yerr=None if difference is None else difference.half,
+            fmt="os^Dvp"[number // len(colors) % 6],
+            color=colors[number % len(colors)],
+            label=outcome.name,
+            capsize=3,
+            markersize=6,
+        )
     axes.set_xscale("log")
-    axes.set_xlabel("embedding bytes per step, forward and backward, all ranks")
+    axes.set_xlabel("bytes per step for embeddings: vectors, gradients, ids; all ranks")
     axes.set_ylabel("AUC difference to dense (paired, 95 % interval)")
     axes.set_title(title, fontsize=10)
-    axes.legend(loc="lower right", fontsize=8)
+    # Beside the axes: names at the points would cover each other.
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
