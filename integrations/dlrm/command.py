@@ -29,7 +29,7 @@ __all__ = ["complete", "dlrm", "job"]
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _DEFAULTS: dict[str, Any] = {
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 0},
     "zero_allow_untested_optimizer": True,
     "steps_per_print": 1_000_000,
