@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import pytest
 from dct_plugin.integrations.dlrm.command import complete, job
 from dct_plugin.integrations.dlrm.quality import BASELINE, markdown, outcomes, paired, tables
 from deepspeed_launch import environment, torchrun
+from rich.console import Console
 
 from dct_plugin.errors import ConfigError
 
 WORKER = Path(__file__).with_name("dlrm_worker.py")
-CONFIGS = Path(__file__).parents[1] / "configs"
+READY = sorted((Path(__file__).parents[1] / "configs").glob("hybrid_*.json"))
 
 
 @pytest.mark.slow
@@ -43,30 +45,44 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command_compares_ready_configurations(tmp_path: Path) -> None:
+    """All of them in one launch: three in JSON and a plot, and what the screen shows at 80 columns."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare"]
-    command += [str(CONFIGS / "hybrid_lossless.json"), str(CONFIGS / "hybrid_bounded.json")]
-    command += ["--max-rows", "2600", "--epochs", "1", "--seeds", "2", "--report", str(report)]
+    command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
+    command += ["--max-rows", "2000", "--epochs", "1", "--report", str(report)]
     done = subprocess.run(
-        command, env=environment(COLUMNS="100"), capture_output=True, text=True, timeout=280, cwd=tmp_path
+        command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=280, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text())
     found = figures["outcomes"]
-    assert list(found) == [BASELINE, "hybrid_lossless", "hybrid_bounded"]
+    assert list(found) == [BASELINE, *(file.stem for file in READY)]
     assert (tmp_path / "report.png").stat().st_size > 10_000
-    assert set(found[BASELINE]["auc"]) == {"0", "1"}
-    lossless, bounded = found["hybrid_lossless"], found["hybrid_bounded"]
-    assert lossless["embedding_reduction"] > 2
-    assert set(lossless["layers"]) == {"lossless"}
-    assert bounded["embedding_reduction"] > lossless["embedding_reduction"]
-    assert set(bounded["layers"]) == {"lossless", "bounded"}
-    assert bounded["gradient_reduction"] > 2
-    assert bounded["auc_difference"]["pairs"] == 2
-    # Exact, up to the order of sums and DCT-DP, which both have switched on: compare with the same MLP
-    # traffic.
-    assert "AUC" in done.stdout
-    assert "hybrid_bounded, seed 1, epoch 1" in done.stdout
+    layers = {name: set(outcome["layers"]) for name, outcome in found.items()}
+    assert layers == {
+        BASELINE: set(),
+        "hybrid_dct": {"lossless", "bounded"},
+        "hybrid_lossless": {"lossless"},
+        "hybrid_threshold": {"lossless", "threshold"},
+        "hybrid_zero1": {"lossless", "bounded"},
+    }
+    lossless, best = found["hybrid_lossless"], found["hybrid_dct"]
+    assert 2 < lossless["embedding_reduction"] < best["embedding_reduction"]
+    assert lossless["gradient_reduction"] == pytest.approx(1.0)
+    for name, outcome in found.items():
+        amounts = outcome["bytes_per_step"]
+        moved = sum(amounts[f"embedding_{part}"]["sent"] for part in ("forward", "backward", "ids"))
+        assert outcome["crossing_bytes_per_step"] == pytest.approx(moved)
+        assert 0.3 < outcome["auc"]["0"] < 1
+        if name != BASELINE:
+            assert 1 < outcome["crossing_reduction"] < outcome["embedding_reduction"]
+            assert outcome["auc_difference"]["pairs"] == 1
+            assert f"{name}, seed 0, epoch 1: AUC" in done.stdout
+        if name not in (BASELINE, "hybrid_lossless"):
+            assert outcome["gradient_reduction"] > 2
+    # De-duplication is exact, so only the order of sums differs from the dense run.
+    assert abs(lossless["auc_difference"]["mean"]) < 1e-3
+    assert "\u2026" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_paired_interval_is_students() -> None:
@@ -99,6 +115,7 @@ def events(name: str, aucs: list[float], sent: float) -> list[dict[str, Any]]:
                     "embedding_forward": {"dense": 800.0, "sent": sent},
                     "embedding_forward/lossless": {"dense": 800.0, "sent": 200.0},
                     "embedding_forward/bounded": {"dense": 200.0, "sent": sent},
+                    "embedding_ids": {"dense": 100.0, "sent": 100.0},
                     "gradient": {"dense": 100.0, "sent": 50.0},
                 },
             },
@@ -119,7 +136,15 @@ def test_outcomes_are_paired_by_seed_and_layers_multiply() -> None:
     text = markdown(found, command="dct dlrm", data="made up")
     assert "| b | 0.7200 | +0.0000 ±" in text
     assert "20x" in text
-    assert len(tables(found)) == 2
+    assert b.crossing_bytes == 140
+    assert b.crossing_reduction == pytest.approx(900 / 140)
+    console = Console(width=80, file=io.StringIO())
+    for table in tables(found):
+        console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("difference", "with ids", "lossless", "threshold", "MLP gradients"):
+        assert word in shown
+    assert "\u2026" not in shown
 
 
 def make_job(files: list[Path], **options: Any) -> dict[str, Any]:
@@ -161,10 +186,22 @@ def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ConfigError, match="'mine' is used twice"):
         make_job([file, file])
+    for content, message in (
+        ({"dlrm": {"modl": 1}}, r"dlrm\.modl = 1: unknown key; did you mean dlrm\.model\?"),
+        ({"dlrm": {"model": "fm"}}, r'dlrm\.model = "fm": must be one of "dlrm", "deepfm"'),
+        ({"dlrm": {"top": [8, 0]}}, r"dlrm\.top = \[8, 0\]: must be a list of integers >= 1"),
+        ({"dlrm": {"hidden": [8]}}, "dlrm.hidden is no setting of model 'dlrm'; it has bottom, top"),
+        ({"dlrm": []}, "dlrm must be a JSON object"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: sharded tables need ZeRO"),
+        ({"zero_optimization": {"stage": 1}, "dlrm": {"sparse_gradients": True}}, "needs ZeRO stage 0"),
+        ({"optimizer": {"type": "Lamb"}, "dlrm": {"table_optimizer": {}}}, "optimizer.type = 'Lamb'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            complete(content, ranks=2)
     with pytest.raises(ConfigError, match="train_batch_size = 7: must be a multiple of 2 ranks"):
         complete({"train_batch_size": 7}, ranks=2)
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("hybrid_*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_ready_configurations_are_valid(file: Path) -> None:
     assert file.stem in make_job([file])["configs"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ __all__ = ["EXCHANGES", "MODELS", "MODEL_SECTION", "ModelSettings", "TableOptimi
 #: Section of a configuration that says what is trained; the rest is DeepSpeed's.
 MODEL_SECTION = "dlrm"
 
+Width = Annotated[int, Field(ge=1)]
 Model = Literal["dlrm", "deepfm", "widedeep", "dcn"]
 Exchange = Literal["all_to_all", "des", "auto"]
 Method = Literal["sgd", "adam", "adagrad", "rowwise_adagrad"]
@@ -31,6 +32,11 @@ _WIDTHS = {
 }
 
 
+def _widths(default: list[int], description: str) -> Any:
+    extra = {"allowed": "a list of integers >= 1"}
+    return Field(default=default, description=description, json_schema_extra=extra)
+
+
 class TableOptimizer(Section):
     """``dlrm.table_optimizer``: the tables' own method."""
 
@@ -45,9 +51,9 @@ class ModelSettings(Section):
 
     model: Model = Field(default="dlrm", description="Kind of model.")
     embedding_dim: int = Field(default=16, ge=1, description="Width of the tables.")
-    bottom: list[int] = Field(default=[128, 64], description="Hidden widths of DLRM's bottom MLP.")
-    top: list[int] = Field(default=[256, 128], description="Hidden widths of DLRM's top MLP.")
-    hidden: list[int] = Field(default=[256, 128], description="Hidden widths of the other models' MLP.")
+    bottom: list[Width] = _widths([128, 64], "Hidden widths of DLRM's bottom MLP.")
+    top: list[Width] = _widths([256, 128], "Hidden widths of DLRM's top MLP.")
+    hidden: list[Width] = _widths([256, 128], "Hidden widths of the other models' MLP.")
     depth: int = Field(default=6, ge=1, description="Cross layers of DCN.")
     exchange: Exchange = Field(default="all_to_all", description="How embeddings reach the samples.")
     compression: float | None = Field(
