@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,9 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
         moved = sum(amounts[f"embedding_{part}"]["sent"] for part in ("forward", "backward", "ids"))
         assert outcome["crossing_bytes_per_step"] == pytest.approx(moved)
         assert 0.3 < outcome["auc"]["0"] < 1
+        # Every layer of both directions: they multiply to the whole.
+        whole = outcome["embedding_reduction"] or 1.0
+        assert math.prod(outcome["layers"].values()) == pytest.approx(whole, rel=0.02)
         if name != BASELINE:
             assert outcome["crossing_reduction"] > 2  # de-duplicated rows need fewer ids, too
             assert outcome["auc_difference"]["pairs"] == 1
