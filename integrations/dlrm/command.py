@@ -8,6 +8,7 @@ import copy
 import json
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -108,8 +109,11 @@ def dlrm(
     )
     if compare and plot is None:
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
-    with tempfile.TemporaryDirectory() as scratch:
-        _train(content, ranks, report, plot, out or Path(scratch))
+    folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
+    # After a failure it stays: the message says where the ranks' output is.
+    _train(content, ranks, report, plot, folder)
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_data(format: str, path: Path | None) -> None:
@@ -188,6 +192,13 @@ def complete(
 ) -> dict[str, Any]:
     """A configuration with the defaults of this command and the options that were given."""
     made = {**copy.deepcopy(_DEFAULTS), **copy.deepcopy(content)}
+    for key in (*_BATCH_KEYS, "gradient_accumulation_steps"):
+        value = made.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{source}: {key} = {json.dumps(value)}: must be an integer >= 1")
+    for key in ("optimizer", "zero_optimization"):
+        if not isinstance(made[key], dict):
+            raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
     if not any(key in made for key in _BATCH_KEYS):
         made["train_batch_size"] = _BATCH_SIZE * made.get("gradient_accumulation_steps", 1)
     size = made.get("train_batch_size")

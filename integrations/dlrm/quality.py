@@ -98,13 +98,19 @@ class Outcome:
         return sum(self.sent.get(name, 0.0) for name in GRADIENTS)
 
     def layers(self) -> dict[str, float]:
-        """How many times fewer bytes each layer leaves, forward and backward together."""
+        """How many times fewer bytes each layer leaves, forward and backward together.
+
+        A layer that acts in one direction alone leaves the other's bytes as they are, so the factors multiply
+        to the whole.
+        """
+        left = {name: self.dense.get(name, 0.0) for name in MOVED}
         found = {}
         for layer in LAYERS:
-            keys = [f"{name}/{layer}" for name in MOVED]
-            before = sum(self.dense.get(key, 0.0) for key in keys)
-            after = sum(self.sent.get(key, 0.0) for key in keys)
-            if before and after:
+            before = sum(left.values())
+            acts = {name: self.sent[f"{name}/{layer}"] for name in MOVED if f"{name}/{layer}" in self.sent}
+            left.update(acts)
+            after = sum(left.values())
+            if acts and before and after:
                 found[layer] = before / after
         return found
 

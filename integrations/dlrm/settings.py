@@ -33,8 +33,9 @@ _WIDTHS = {
 
 
 def _widths(default: list[int], description: str) -> Any:
-    extra = {"allowed": "a list of integers >= 1"}
-    return Field(default=default, description=description, json_schema_extra=extra)
+    return Field(
+        default=default, description=description, json_schema_extra={"allowed": "a list of integers >= 1"}
+    )
 
 
 class TableOptimizer(Section):
