@@ -24,7 +24,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -192,7 +191,6 @@ class Runner:
                 env={**self.environment, **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
             began = time.time()
             try:
@@ -203,11 +201,21 @@ class Runner:
                         break
                     time.sleep(0.5)
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                _stop(process)
             output.seek(0)
             return code, output.read()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun, which has to end its workers: they are in process groups of their own."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(60)  # after 30 s torchrun kills workers that do not end
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def trainings(runner: Runner, cases: list[str], modes: list[str], iterations: int) -> int:
