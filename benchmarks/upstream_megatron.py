@@ -408,7 +408,8 @@ def counts(results: dict[str, Test]) -> str:
 def tail(output: str) -> str:
     """What matters at the end of a failed job's output."""
     # torchrun's own report says nothing about the cause.
-    mine = re.split(r"^.*failed \(exitcode: ", output, maxsplit=1, flags=re.MULTILINE)[0]
+    theirs = r"^.*(?:failed \(exitcode: |Received \d+ death signal)"
+    mine = re.split(theirs, output, maxsplit=1, flags=re.MULTILINE)[0]
     lines = [line for line in mine.splitlines() if line.strip() and "Warning" not in line]
     return "\n".join(f"    {line}" for line in lines[-25:])
 

@@ -27,7 +27,7 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
     """Uncompressed, whatever the exchange and the ZeRO stage: only the order of sums differs."""
     results = tmp_path / "results.json"
     done = subprocess.run(
-        torchrun(2, str(WORKER), str(results)), env=environment(), capture_output=True, text=True, timeout=280
+        torchrun(2, str(WORKER), str(results)), env=environment(), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     for result in json.loads(results.read_text()):
@@ -51,7 +51,7 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
     command += ["--max-rows", "2000", "--epochs", "1", "--report", str(report)]
     done = subprocess.run(
-        command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=280, cwd=tmp_path
+        command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=500, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text())
