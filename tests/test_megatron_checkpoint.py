@@ -127,13 +127,11 @@ class _Session:
 
 
 def _round_trips(rank: int, world_size: int, folder: str) -> list[Any]:
-    hooks_checkpoint.Place.here = classmethod(  # type: ignore[method-assign, assignment]
-        lambda cls: Place({}, 0, 0, 0, rank, world_size)
-    )
     session: Any = _Session()
     messages: list[str] = []
     handler = SimpleNamespace(level=0, handle=lambda record: messages.append(record.getMessage()))
-    logging.getLogger("dct_plugin").addHandler(handler)  # type: ignore[arg-type]
+    log = logging.getLogger("dct_plugin")
+    log.addHandler(handler)  # type: ignore[arg-type]
     found: list[Any] = [hooks_checkpoint.load(session, folder), session.state]
     hooks_checkpoint.save(session, folder)
     found += [hooks_checkpoint.load(session, folder), session.state]
@@ -148,6 +146,7 @@ def _round_trips(rank: int, world_size: int, folder: str) -> list[Any]:
             action()
         except DCTError as error:
             found.append(str(error))
+    log.removeHandler(handler)  # type: ignore[arg-type]
     return [*found, messages]
 
 
