@@ -54,7 +54,8 @@ class DataParallelHook(Hook):
         self.experts = session.config.model_parallel.expert_gradients
         self.reducers: dict[str, GradientReducer] = {}
         """By kind: ``dense``, ``expert``; a second group of one kind is ``dense 1`` and so on."""
-        self._names: dict[int, str] = {}
+        # The groups themselves: the id of one that was destroyed may be given to another.
+        self._names: dict[dist.ProcessGroup, str] = {}
         self._units: dict[str, float] = {}
         self._loaded: dict[str, Any] = {}
         self._unscaled: set[str] = set()
@@ -226,7 +227,7 @@ class DataParallelHook(Hook):
 
     def _name(self, group: Any, ranks: dist.ProcessGroup) -> str:
         """Name of the reducer of a bucket group; it is made at the first use, by all of its ranks."""
-        if (name := self._names.get(id(ranks))) is not None:
+        if (name := self._names.get(ranks)) is not None:
             return name
         kind = "expert" if _is_expert(group) else "dense"
         same = sum(other.split()[0] == kind for other in self.reducers)
@@ -252,7 +253,7 @@ class DataParallelHook(Hook):
         else:
             self._unscaled.add(name)
         reducer.step = self.session.step
-        self._names[id(ranks)] = name
+        self._names[ranks] = name
         return name
 
     def _views(self, bucket: Any) -> list[tuple[str, int, Tensor]]:
