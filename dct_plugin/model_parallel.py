@@ -549,12 +549,7 @@ class _AllGather(torch.autograd.Function):
         tau = stream.tau(tensor)
         sent, received = comm._send_parts([tensor] * comm.world_size, stream, tau, "all_gather")
         out = tensor.new_zeros((comm.world_size, *tensor.shape))
-        kernels = stream.backend(tensor.device)
-        for rank, payload in enumerate(received):
-            if rank == comm.rank:
-                out[rank].copy_(tensor)
-            else:
-                add_payload(kernels, _checked(payload, tensor.numel(), stream, rank), out[rank])
+        _fill(list(out), tensor, received, comm, stream)
         ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
         return out.view(-1, *tensor.shape[1:])
 
@@ -563,7 +558,8 @@ class _AllGather(torch.autograd.Function):
         comm, stream = ctx.comm, ctx.stream
         parts = list(gradients[0].contiguous().chunk(comm.world_size))
         answers = comm._return_values(parts, ctx.received, ctx.sent, stream)
-        return _sum_answers(parts[comm.rank], answers, ctx.sent, comm, stream), None, None
+        total = _sum(parts[comm.rank], answers, comm, stream, masks=ctx.sent)
+        return total.to(parts[comm.rank].dtype), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -577,14 +573,7 @@ class _ReduceScatter(torch.autograd.Function):
         parts = list(tensor.chunk(comm.world_size))
         tau = stream.tau(*comm._others(parts))
         sent, received = comm._send_parts(parts, stream, tau, "reduce_scatter")
-        own = parts[comm.rank]
-        total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
-        kernels = stream.backend(own.device)
-        for rank, payload in enumerate(received):  # in rank order, whoever sums
-            if rank == comm.rank:
-                total.add_(own)
-            else:
-                add_payload(kernels, _checked(payload, own.numel(), stream, rank), total)
+        total = _sum(parts[comm.rank], received, comm, stream)
         ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
         return total.to(tensor.dtype)
 
@@ -595,12 +584,7 @@ class _ReduceScatter(torch.autograd.Function):
         # The same gradient goes to every contributor, at that one's mask.
         answers = comm._return_values([gradient] * comm.world_size, ctx.received, ctx.sent, stream)
         out = gradient.new_zeros((comm.world_size, *gradient.shape))
-        kernels = stream.backend(gradient.device)
-        for rank, answer in enumerate(answers):
-            if rank == comm.rank:
-                out[rank].copy_(gradient)
-            else:
-                add_payload(kernels, answer, out[rank], ctx.sent[rank])
+        _fill(list(out), gradient, answers, comm, stream, masks=ctx.sent)
         return out.view(-1, *gradient.shape[1:]), None, None
 
 
@@ -649,12 +633,7 @@ class _AllToAll(torch.autograd.Function):
         tau = stream.tau(*comm._others(parts))
         sent, received = comm._send_parts(parts, stream, tau, "all_to_all")
         out = tensor.new_zeros((sum(arriving), *tensor.shape[1:]))
-        kernels = stream.backend(tensor.device)
-        for rank, (payload, block) in enumerate(zip(received, out.split(arriving), strict=True)):
-            if rank == comm.rank:
-                block.copy_(parts[rank])
-            else:
-                add_payload(kernels, _checked(payload, block.numel(), stream, rank), block)
+        _fill(out.split(arriving), parts[comm.rank], received, comm, stream)
         ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
         ctx.rows, ctx.arriving = rows, arriving
         return out
@@ -665,26 +644,51 @@ class _AllToAll(torch.autograd.Function):
         parts = list(gradients[0].contiguous().split(ctx.arriving))
         answers = comm._return_values(parts, ctx.received, ctx.sent, stream)
         out = gradients[0].new_zeros((sum(ctx.rows), *gradients[0].shape[1:]))
-        kernels = stream.backend(out.device)
-        for rank, (answer, block) in enumerate(zip(answers, out.split(ctx.rows), strict=True)):
-            if rank == comm.rank:
-                block.copy_(parts[rank])
-            else:
-                add_payload(kernels, answer, block, ctx.sent[rank])
+        _fill(out.split(ctx.rows), parts[comm.rank], answers, comm, stream, masks=ctx.sent)
         return out, None, None, None, None
 
 
-def _sum_answers(
-    own: Tensor, answers: list[Tensor], sent: list[Tensor], comm: MaskedCollectives, stream: ActivationStream
+def _fill(
+    blocks: Sequence[Tensor],
+    own: Tensor,
+    payloads: list[Tensor],
+    comm: MaskedCollectives,
+    stream: ActivationStream,
+    masks: list[Tensor] | None = None,
+) -> None:
+    """Each rank's payload into its block (of zeros), ``own`` into this rank's; ``masks`` if values only."""
+    for rank, (payload, block) in enumerate(zip(payloads, blocks, strict=True)):
+        if rank == comm.rank:
+            block.copy_(own)
+        else:
+            _add(payload, block, rank, stream, masks)
+
+
+def _sum(
+    own: Tensor,
+    payloads: list[Tensor],
+    comm: MaskedCollectives,
+    stream: ActivationStream,
+    masks: list[Tensor] | None = None,
 ) -> Tensor:
-    """The own gradient plus what the others found at the mask, in fp32 and rank order."""
+    """``own`` plus the others' payloads, in fp32 and in rank order, whoever sums."""
     total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
-    for rank, answer in enumerate(answers):
+    for rank, payload in enumerate(payloads):
         if rank == comm.rank:
             total.add_(own)
         else:
-            add_payload(stream.backend(own.device), answer, total, sent[rank])
-    return total.to(own.dtype)
+            _add(payload, total, rank, stream, masks)
+    return total
+
+
+def _add(
+    payload: Tensor, out: Tensor, rank: int, stream: ActivationStream, masks: list[Tensor] | None
+) -> None:
+    kernels = stream.backend(out.device)
+    if masks is None:
+        add_payload(kernels, _checked(payload, out.numel(), stream, rank), out)
+    else:
+        add_payload(kernels, payload, out, masks[rank])
 
 
 def _splits(rows: int, world_size: int, splits: Sequence[int] | None, stream: ActivationStream) -> list[int]:
