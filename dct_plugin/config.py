@@ -14,9 +14,17 @@ import os
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -65,6 +73,29 @@ class Section(BaseModel):
         return cast("Self", _validated(cls, section, source, where=where))
 
 
+def _check_band(band: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < band[0] < 1 < band[1]:
+        raise ValueError("out of range")  # replaced by the field's own text
+    return band
+
+
+# Threshold options of gradients and activations alike; only their defaults differ.
+_ThresholdSource = Annotated[
+    Literal["sample", "exact"],
+    Field(description="How tau is found: from random positions, or as the exact k-th largest magnitude."),
+]
+_Tracking = Annotated[bool, Field(description="Follow a small sample at every step between measurements.")]
+_DensityBand = Annotated[
+    tuple[float, float],
+    Field(
+        strict=False,
+        description="Realised density, as multiples of the target, outside which tau is refreshed at once.",
+        json_schema_extra={"allowed": "a pair [low, high] of numbers with 0 < low < 1 < high"},
+    ),
+    AfterValidator(_check_band),
+]
+
+
 class DataParallelConfig(Section):
     """``dct.data_parallel``: which part of the gradients crosses between data-parallel ranks, and how."""
 
@@ -77,25 +108,15 @@ class DataParallelConfig(Section):
         lt=1,
         description="Share of the gradient entries that stay at home in one step; 0 sends all.",
     )
-    threshold: Literal["sample", "exact"] = Field(
-        default="sample",
-        description="How tau is found: from random positions, or as the exact k-th largest magnitude.",
-    )
+    threshold: _ThresholdSource = "sample"
     threshold_lifespan: int = Field(
         default=1000,
         ge=1,
         description="Upper limit, in steps, of a threshold's life; it is also refreshed at steps 1, 2, 4, 8, "
         "... and when the realised density leaves density_band.",
     )
-    threshold_tracking: bool = Field(
-        default=True, description="Follow a small sample at every step between measurements."
-    )
-    density_band: tuple[float, float] = Field(
-        default=(0.5, 2.0),
-        strict=False,
-        description="Realised density, as multiples of the target, outside which tau is refreshed at once.",
-        json_schema_extra={"allowed": "a pair [low, high] of numbers with 0 < low < 1 < high"},
-    )
+    threshold_tracking: _Tracking = True
+    density_band: _DensityBand = (0.5, 2.0)
     capacity: float = Field(
         default=2.0,
         ge=1,
@@ -144,13 +165,6 @@ class DataParallelConfig(Section):
         description="Steps after these in which the density falls exponentially to its target, as in DGC.",
     )
 
-    @field_validator("density_band")
-    @classmethod
-    def _band(cls, band: tuple[float, float]) -> tuple[float, float]:
-        if not 0 < band[0] < 1 < band[1]:
-            raise ValueError("out of range")  # replaced by the field's own text
-        return band
-
     @model_validator(mode="after")
     def _momentum_needs_a_residual(self) -> Self:
         if self.momentum_correction != 0 and self.error_feedback == "none":
@@ -186,25 +200,15 @@ class ActivationConfig(Section):
         lt=1,
         description="Share of the entries that do not cross; 0 leaves the host's own transfer in place.",
     )
-    threshold: Literal["sample", "exact"] = Field(
-        default="sample",
-        description="How tau is found: from random positions, or as the exact k-th largest magnitude.",
-    )
+    threshold: _ThresholdSource = "sample"
     threshold_lifespan: int = Field(
         default=100,
         ge=1,
         description="Upper limit, in steps, of a threshold's life; it is also refreshed at steps 1, 2, 4, 8, "
         "... and when the realised density leaves density_band. Within a step it never changes.",
     )
-    threshold_tracking: bool = Field(
-        default=True, description="Follow a small sample at every step between measurements."
-    )
-    density_band: tuple[float, float] = Field(
-        default=(0.8, 1.25),
-        strict=False,
-        description="Realised density, as multiples of the target, outside which tau is refreshed at once.",
-        json_schema_extra={"allowed": "a pair [low, high] of numbers with 0 < low < 1 < high"},
-    )
+    threshold_tracking: _Tracking = True
+    density_band: _DensityBand = (0.8, 1.25)
     value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
         description="Type of the kept activations on the wire; auto is fp16 for fp16 tensors, else bf16.",
@@ -216,13 +220,6 @@ class ActivationConfig(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="First optimizer steps in which the host's own transfer is used."
     )
-
-    @field_validator("density_band")
-    @classmethod
-    def _band(cls, band: tuple[float, float]) -> tuple[float, float]:
-        if not 0 < band[0] < 1 < band[1]:
-            raise ValueError("out of range")  # replaced by the field's own text
-        return band
 
     @property
     def density(self) -> float:
