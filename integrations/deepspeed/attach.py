@@ -49,7 +49,12 @@ class Attachment:
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
         self.reducer = GradientReducer(
-            config, group, metrics=self.metrics, device=engine.device, transactional=scaled
+            config,
+            group,
+            metrics=self.metrics,
+            device=engine.device,
+            transactional=scaled,
+            loss_scale=float(engine.optimizer.loss_scale) if scaled else 1.0,
         )
         self._link = StepLink(self.reducer, engine.optimizer, may_roll_back=scaled)
         self._hooks: BoundaryHooks | PartitionHooks

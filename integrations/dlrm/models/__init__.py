@@ -59,7 +59,7 @@ def build(
         make_tables: Gives the embeddings of the local samples, from local tables or through an all-to-all.
         group: Process group of the shards.
         compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
-        average_gradients: Of the shards; see :class:`~dct_plugin.integrations.dlrm.des.FieldShards`.
+        average_gradients: Of the shards; see :class:`~dct_plugin.embedding.des.FieldShards`.
         settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
 
     Raises:

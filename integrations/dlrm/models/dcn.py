@@ -44,7 +44,7 @@ class DCN(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = (256, 128), depth: int = 6) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         parts = [Part("cross network", depth + 1, "embedding", num_fields, dim)]
         if hidden:
             parts.append(Part("deep first layer", hidden[0], "embedding", num_fields, dim))

@@ -41,7 +41,7 @@ class DeepFM(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         return [
             Part("wide", 1, "wide", num_fields, 1),
             Part("FM", dim + 1, "embedding", num_fields, dim),

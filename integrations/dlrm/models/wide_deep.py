@@ -43,7 +43,7 @@ class WideDeep(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         return [
             Part("wide", 1, "wide", num_fields, 1),
             Part("deep first layer", hidden[0], "embedding", num_fields, dim),
