@@ -1,18 +1,19 @@
 """Step-ahead error feedback: the gradient is taken where the weights will be once the residual has arrived.
 
-Source: Xu, Huo, Huang, *Step-Ahead Error Feedback for Distributed Training with Compressed Gradient*, AAAI 2021. Under
-error feedback a rank takes its gradient at weights that lack what it still owes, up to a hundred steps' worth at 99 %
-sparsity. Adam and momentum pay for that delay. So forward and backward run at
+Source: Xu, Huo, Huang, *Step-Ahead Error Feedback for Distributed Training with Compressed Gradient*, AAAI
+2021. Under error feedback a rank takes its gradient at weights that lack what it still owes, up to a hundred
+steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So forward and backward run at
 
     w - coefficient * (the step that the optimizer would make with this rank's residual)
 
-while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units: for the Adam family
-``lr * E / (sqrt(D) + eps)`` with D the second moment of this rank's *dense* gradients, kept as row and column means
-(Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD ``lr * E / (1 - momentum)``. D must not come from the
-optimizer's own state: that one sees thresholded gradients, and with it training diverged.
+while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units: for the
+Adam family ``lr * E / (sqrt(D) + eps)`` with D the second moment of this rank's *dense* gradients, kept as
+row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD ``lr * E / (1 - momentum)``.
+D must not come from the optimizer's own state: that one sees thresholded gradients, and with it training
+diverged.
 
-Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of ranks), so that
-their ratio has none.
+Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of
+ranks), so that their ratio has none.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import ConfigError
 
-#: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one, and what
-#: older measurements weigh beside a new one.
+#: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one,
+#: and what older measurements weigh beside a new one.
 INTERVAL = 10
 SAMPLES = 256
 MEMORY = 0.8
@@ -39,7 +40,8 @@ MEMORY = 0.8
 class Moments:
     """Second moment of one tensor's gradients as row and column means, ``outer(rows, columns) / mean(rows)``.
 
-    Memory: ``shape[0] + numel / shape[0]`` fp32 numbers for a tensor of two or more dimensions, one for a vector.
+    Memory: ``shape[0] + numel / shape[0]`` fp32 numbers for a tensor of two or more dimensions, one for a
+    vector.
 
     Args:
         shape: Of the parameter.
@@ -56,7 +58,7 @@ class Moments:
         """Optimizer steps that went into the means."""
 
     def add(self, gradient: Tensor) -> None:
-        """A gradient of this step (1-D, any floating type); several micro-batches add up as independent ones."""
+        """A gradient of this step (1-D, any floating type); micro-batches add up as independent ones."""
         squares = gradient.view(self._matrix).to(torch.float32).square()
         if self.columns.numel() == 1:
             self._seen_rows.add_(squares.mean())
@@ -65,7 +67,7 @@ class Moments:
         self._seen_columns.add_(squares.mean(0))
 
     def end_step(self, *, skipped: bool, decay: float | None) -> None:
-        """Close a step: exponential means with ``decay`` (Adam's second beta), or sums when None (Adagrad)."""
+        """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
         if not skipped:
             for mean, seen in ((self.rows, self._seen_rows), (self.columns, self._seen_columns)):
                 if decay is None:
@@ -77,7 +79,7 @@ class Moments:
         self._seen_columns.zero_()
 
     def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
-        """``sqrt(second moment) + eps`` of every entry into ``out`` (fp32, 1-D); infinite before the first step."""
+        """``sqrt(second moment) + eps`` of every entry into ``out`` (fp32, 1-D); infinite before a step."""
         if self.steps == 0:
             return out.fill_(float("inf"))
         correction = 1.0 if decay is None else 1.0 - decay**self.steps
@@ -111,7 +113,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class StepUnit:
-    """What an optimizer makes of a gradient ``g``: ``lr * g``, over ``sqrt(second moment) + eps`` if it has one.
+    """What an optimizer makes of a gradient: ``lr * g``, over ``sqrt(second moment) + eps`` if it has one.
 
     Attributes:
         lr: Learning rate times what momentum makes of one gradient in the long run.
@@ -136,8 +138,8 @@ class StepUnit:
         rule = _RULES.get(name.lower())
         if rule is None:
             raise ConfigError(
-                f"dct.data_parallel.error_feedback = 'step_ahead': the step of optimizer {name} is not known; known "
-                f"are {', '.join(KNOWN)}; set error_feedback to 'local'"
+                f"dct.data_parallel.error_feedback = 'step_ahead': the step of optimizer {name} is not known; "
+                f"known are {', '.join(KNOWN)}; set error_feedback to 'local'"
             )
         return rule(group)
 
@@ -181,8 +183,8 @@ def displaced(
         residual: fp32 [numel], in the unit of the stream's gradients.
         moments: Of the stream's gradients; needed for preconditioned units.
         unit: Of the optimizer.
-        factor: The coefficient; for units without a second moment also from the stream's unit of gradients to the
-            optimizer's.
+        factor: The coefficient; for units without a second moment also from the stream's unit of gradients
+            to the optimizer's.
         out: Like ``weight``.
     """
     flat, target = weight.reshape(-1), out.view(-1)
@@ -198,23 +200,24 @@ def displaced(
 
 
 class StepAhead:
-    """Runs a model's forward and backward passes at displaced weights; everything else sees the weights themselves.
+    """Runs a model's forward and backward passes at displaced weights; all else sees the weights themselves.
 
-    Displaced weights lie in buffers of their own, the size of the thresholded parameters, and a parameter's ``data``
-    points there from a training forward pass to the end of its backward pass. Nothing is added to the weights and
-    nothing has to be subtracted from them, so that ranks stay bitwise equal.
+    Displaced weights lie in buffers of their own, the size of the thresholded parameters, and a parameter's
+    ``data`` points there from a training forward pass to the end of its backward pass. Nothing is added to
+    the weights and nothing has to be subtracted from them, so that ranks stay bitwise equal.
 
-    How much of its residual a rank should expect to arrive differs from tensor to tensor: the residuals of several
-    ranks share their drift, while their noise cancels out. The best linear predictor of the ranks' mean residual from
-    the own one, ``<own, mean> / <own, own>``, is measured at random positions every :data:`INTERVAL` steps.
+    How much of its residual a rank should expect to arrive differs from tensor to tensor: the residuals of
+    several ranks share their drift, while their noise cancels out. The best linear predictor of the ranks'
+    mean residual from the own one, ``<own, mean> / <own, own>``, is measured at random positions every
+    :data:`INTERVAL` steps.
 
     Args:
         parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
-        unit_of: The optimizer's settings for a parameter; asked anew at every step, since schedulers change them.
+        unit_of: The optimizer's settings for a parameter; asked anew at every step: schedulers change them.
         residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none.
         world_size: Ranks whose gradients are averaged.
         coefficient: Of the displacement, in (0, 1]; None: measured.
-        gradient_unit: Factor from a stream's gradients to the optimizer's, for optimizers without second moment.
+        gradient_unit: Factor from a stream's gradients to the optimizer's, for units without second moment.
     """
 
     def __init__(
