@@ -138,8 +138,8 @@ class StepUnit:
         rule = _RULES.get(name.lower())
         if rule is None:
             raise ConfigError(
-                f"dct.data_parallel.error_feedback = 'step_ahead': the step of optimizer {name} is not known; "
-                f"known are {', '.join(KNOWN)}; set error_feedback to 'local'"
+                f"dct.data_parallel.error_feedback = 'step_ahead': the step of {name} is not known; known "
+                f"are {', '.join(KNOWN)}; set error_feedback to 'local'"
             )
         return rule(group)
 
@@ -189,14 +189,15 @@ def displaced(
     """
     flat, target = weight.reshape(-1), out.view(-1)
     if not unit.preconditioned:
-        return torch.add(flat, residual.to(flat.dtype), alpha=-unit.lr * factor, out=target)
+        torch.add(flat, residual.to(flat.dtype), alpha=-unit.lr * factor, out=target)
+        return out
     assert moments is not None
     room = target if target.dtype == torch.float32 else torch.empty_like(residual)
     moments.denominator(room, decay=unit.decay, eps=unit.eps)
-    torch.div(residual, room, out=room)
-    if room is target:
-        return target.mul_(-unit.lr * factor).add_(flat)
-    return target.copy_(room.mul_(-unit.lr * factor).add_(flat))
+    torch.div(residual, room, out=room).mul_(-unit.lr * factor).add_(flat)
+    if room is not target:
+        target.copy_(room)
+    return out
 
 
 class StepAhead:
