@@ -1,0 +1,250 @@
+"""What thresholded gradients cost under Adam, through the real DeepSpeed engine: a character-level GPT.
+
+Starts local ranks that train the same small GPT (350,976 parameters at the defaults) from the same weights on
+the same batches, once for every setting and seed; the settings differ in the ``dct`` section of the JSON alone.
+AdamW with weight decay, gradient clipping, learning-rate warm-up and cosine, for all settings alike. Held-out
+loss in nats per character, paired with the dense run of the seed; bytes are what the loopback interface carried
+in the second half of the run, all headers included.
+
+    python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz
+    python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz --ranks 4 --settings dense ahead-0.99
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
+
+LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
+#: Dense steps and the rise of sparsity after them, for all settings but those that name others.
+START = {"warmup_steps": 60, "sparsity_warmup_steps": 60}
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "local-0.9": {"sparsity": 0.9, **LOCAL, **START},
+    "local-0.99": {"sparsity": 0.99, **LOCAL, **START},
+    "ahead-0.9": {"sparsity": 0.9, **AHEAD, **START},
+    "ahead-0.97": {"sparsity": 0.97, **AHEAD, **START},
+    "ahead-0.99": {"sparsity": 0.99, **AHEAD, **START},
+    "ahead-0.99-ramp180": {"sparsity": 0.99, **AHEAD, **START, "sparsity_warmup_steps": 180},
+    "ahead-0.99-no-start": {"sparsity": 0.99, **AHEAD},
+    "ahead-0.99-int8": {"sparsity": 0.99, **AHEAD, **START, "value_dtype": "int8"},
+    "ahead-0.99-coefficient1": {"sparsity": 0.99, **AHEAD, **START, "step_ahead_coefficient": 1.0},
+}
+
+
+def text_of(path: Path) -> tuple[Any, Any]:
+    """Training and held-out part of a text as symbols, int64."""
+    import torch
+
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        text = file.read()
+    numbers = {symbol: i for i, (symbol, _) in enumerate(Counter(text).most_common(SYMBOLS))}
+    data = torch.tensor([numbers.get(symbol, 0) for symbol in text])
+    cut = int(0.9 * len(data))
+    return data[:cut], data[cut:]
+
+
+def model_of(seed: int) -> Any:
+    """A GPT with tied embeddings; the same on every rank."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.attention, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            rows, length, _ = x.shape
+            qkv = self.attention(self.before_attention(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
+            mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+            return x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.symbols, self.positions = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+            self.last = nn.LayerNorm(WIDTH)
+            for module in self.modules():
+                if isinstance(module, nn.Linear | nn.Embedding):
+                    nn.init.normal_(module.weight, std=0.02)
+                if isinstance(module, nn.Linear):
+                    nn.init.zeros_(module.bias)
+
+        def forward(self, x: Any) -> Any:
+            hidden = self.symbols(x) + self.positions(torch.arange(x.shape[1]))
+            for block in self.blocks:
+                hidden = block(hidden)
+            return functional.linear(self.last(hidden), self.symbols.weight)
+
+    torch.manual_seed(1000 + seed)
+    return GPT()
+
+
+def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, Any]) -> dict[str, Any]:
+    """One run on this rank."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional
+
+    from dct_plugin.metrics import InterfaceCounter
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {
+            "type": args.optimizer,
+            "params": {"lr": args.lr, **json.loads(args.optimizer_params)},
+        },
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": args.stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    section = SETTINGS[setting]
+    if section is not None:
+        config["dct"] = {"data_parallel": section}
+    model = model_of(seed)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    training, held_out = data
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(SEQUENCE)
+    counter = InterfaceCounter(["lo"])
+    for step in range(args.steps):
+        if step == args.steps // 2:
+            dist.barrier()
+            counter.start()
+        rate = args.lr * min(1.0, (step + 1) / args.lr_warmup)
+        rate *= max(0.05, 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        starts = torch.randint(len(training) - SEQUENCE - 1, (world_size, BATCH), generator=generator)[rank]
+        where = starts[:, None] + offsets
+        logits = engine(training[where])
+        engine.backward(functional.cross_entropy(logits.view(-1, SYMBOLS), training[where + 1].view(-1)))
+        engine.step()
+    dist.barrier()
+    counter.stop()
+    engine.eval()
+    loss, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(held_out) - SEQUENCE - 1, 64 * SEQUENCE):
+            firsts = torch.arange(start, min(start + 64 * SEQUENCE, len(held_out) - SEQUENCE - 1), SEQUENCE)
+            where = firsts[:, None] + offsets
+            logits = engine(held_out[where]).view(-1, SYMBOLS)
+            loss += float(functional.cross_entropy(logits, held_out[where + 1].view(-1), reduction="sum"))
+            count += where.numel()
+    weights = [None] * world_size
+    flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
+    dist.all_gather_object(weights, hash(flat.numpy().tobytes()))
+    engine.destroy()
+    return {
+        "setting": setting,
+        "seed": seed,
+        "loss": loss / count,
+        "bytes_per_step": counter.tx / (args.steps - args.steps // 2),
+        "ranks_identical": len(set(weights)) == 1,
+    }
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank: every setting and seed, in this process."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    data = text_of(args.text)
+    with open(args.result if dist.get_rank() == 0 else os.devnull, "w", encoding="utf-8") as file:
+        for seed in args.seeds:
+            for setting in args.settings:
+                result = train(args, setting, seed, data)
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+                if dist.get_rank() == 0:
+                    print(json.dumps(result), flush=True)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown: means, paired differences with their 95 % interval, and bytes."""
+    from dct_plugin.integrations.dlrm.statistics import paired
+
+    by_setting: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in results:
+        by_setting.setdefault(row["setting"], {})[row["seed"]] = row
+    lines = [
+        "| setting | held-out loss | - dense (95 %) | kB per step, second half | fewer | ranks |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
+    dense = by_setting.get("dense", {})
+    for setting, runs in by_setting.items():
+        loss = sum(run["loss"] for run in runs.values()) / len(runs)
+        sent = sum(run["bytes_per_step"] for run in runs.values()) / len(runs)
+        both = sorted(runs.keys() & dense.keys())
+        difference = fewer = ""
+        if setting != "dense" and both:
+            mean, half = paired([runs[seed]["loss"] - dense[seed]["loss"] for seed in both])
+            difference = f"{mean:+.4f}" + (f" ± {half:.4f}" if half is not None else "")
+            fewer = f"{sum(dense[seed]['bytes_per_step'] for seed in both) / len(both) / sent:.1f}x"
+        same = "identical" if all(run["ranks_identical"] for run in runs.values()) else "DIFFERENT"
+        lines.append(f"| {setting} | {loss:.4f} | {difference} | {sent / 1e3:.1f} | {fewer} | {same} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=["dense", "local-0.99", "ahead-0.99"]
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0, 1 or 2")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--optimizer-params", default='{"weight_decay": 0.01, "torch_adam": true}')
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr-warmup", type=int, default=60)
+    parser.add_argument("--json", type=Path, help="keep every run's figures")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.jsonl"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # PYTHONHASHSEED: the ranks compare hashes of their parameters.
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"}
+        command = [*launcher, f"--nproc-per-node={args.ranks}", __file__, *sys.argv[1:], "--worker"]
+        subprocess.run([*command, "--result", str(result)], env=environment, check=True)
+        results = [json.loads(line) for line in result.read_text().splitlines()]
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
