@@ -186,7 +186,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: means, paired differences with their 95 % interval, and bytes."""
-    from dct_plugin.integrations.dlrm.statistics import paired
+    from dct_plugin.integrations.dlrm.intervals import paired
 
     by_setting: dict[str, dict[int, dict[str, Any]]] = {}
     for row in results:
@@ -202,8 +202,7 @@ def table(results: list[dict[str, Any]]) -> str:
         both = sorted(runs.keys() & dense.keys())
         difference = fewer = ""
         if setting != "dense" and both:
-            mean, half = paired([runs[seed]["loss"] - dense[seed]["loss"] for seed in both])
-            difference = f"{mean:+.4f}" + (f" ± {half:.4f}" if half is not None else "")
+            difference = str(paired([runs[seed]["loss"] - dense[seed]["loss"] for seed in both]))
             fewer = f"{sum(dense[seed]['bytes_per_step'] for seed in both) / len(both) / sent:.1f}x"
         same = "identical" if all(run["ranks_identical"] for run in runs.values()) else "DIFFERENT"
         lines.append(f"| {setting} | {loss:.4f} | {difference} | {sent / 1e3:.1f} | {fewer} | {same} |")
