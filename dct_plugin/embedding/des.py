@@ -8,10 +8,10 @@ reduce-scattered to the ranks whose samples they belong to; backward, the gradie
 all-gathered, and every rank goes on from them by itself. That is exact, and worth it when the partial results
 are fewer than the numbers that an all-to-all of embeddings would move: see :func:`choose`.
 
-Where a model's embeddings come from is an :class:`Embeddings` module: :class:`AtHome` (all fields of the
-local batch, from local tables or through an all-to-all), :class:`FieldShards` (the fields of this rank's
-tables for the global batch) or :class:`ColumnShards` (some columns of all fields for the global batch). The
-operators of :mod:`.models.parts` are written once and run on any of them.
+Where a model's embeddings come from is an :class:`Embeddings` module: :class:`LocalEmbeddings` (all fields of
+the local batch, from local tables or through an all-to-all), :class:`FieldShards` (the fields of this rank's
+tables for the global batch) or :class:`ColumnShards` (some columns of all fields for the global batch). A
+model's operators are written once, for any of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .tables import Table, place_tables
+from .placement import Table, check_placement
 
 __all__ = [
-    "AtHome",
     "Choice",
     "ColumnShards",
     "Embeddings",
     "FieldShards",
+    "LocalEmbeddings",
     "Part",
     "Traffic",
     "choose",
@@ -325,7 +325,7 @@ class Embeddings(nn.Module):
         raise NotImplementedError
 
 
-class AtHome(Embeddings):
+class LocalEmbeddings(Embeddings):
     """All fields of the local samples: the tables are here, or fetch what they need.
 
     Args:
@@ -418,13 +418,7 @@ class FieldShards(_Shards):
         super().__init__(group, average_gradients)
         link = self._link
         described = [Table(rows, dim) for rows in cardinalities]
-        self.placement = [list(fields) for fields in placement or place_tables(described, link.world_size)]
-        named = sorted(field for fields in self.placement for field in fields)
-        if named != list(range(len(cardinalities))) or len(self.placement) != link.world_size:
-            raise ValueError(
-                f"placement {self.placement} does not put each of {len(cardinalities)} tables on one of "
-                f"{link.world_size} ranks"
-            )
+        self.placement = check_placement(placement, described, link.world_size)
         self.fields = self.placement[link.rank]
         self.num_fields, self.dim, self.columns = len(cardinalities), dim, (0, dim)
         own = [table for f, table in enumerate(_initial_tables(cardinalities, dim, seed)) if f in self.fields]

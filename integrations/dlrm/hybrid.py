@@ -171,6 +171,7 @@ class Run:
             rest = content.pop("optimizer")
             parameters = {"optimizer": two_optimizers(model, settings.table_optimizer.model_dump(), rest)}
         self.engine, *_ = deepspeed.initialize(model=model, config=content, **parameters)
+        model.follow(self.engine.optimizer)
         self.batch_size = self.world_size * self.engine.train_micro_batch_size_per_gpu()
         self.batch_size *= self.engine.gradient_accumulation_steps()
         self.steps = epochs * (clicks.num_train // self.batch_size)

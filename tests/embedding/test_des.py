@@ -14,10 +14,10 @@ from support.processes import run
 from torch import Tensor, nn
 
 from dct_plugin.embedding.des import (
-    AtHome,
     ColumnShards,
     Embeddings,
     FieldShards,
+    LocalEmbeddings,
     Part,
     choose,
 )
@@ -115,7 +115,7 @@ def test_operators_are_the_textbook_formulas() -> None:
     try:
         dense, ids, _ = batch(10, torch.float64)
         tables = EmbeddingTables(CARDINALITIES, DIM)
-        source = AtHome(tables, len(CARDINALITIES), DIM)
+        source = LocalEmbeddings(tables, len(CARDINALITIES), DIM)
         e = source(ids)
         fm, first, cross = FM(source), FirstLayer(source, DENSE, 11), CrossNetwork(source, DENSE, 3)
         with torch.no_grad():
@@ -159,7 +159,7 @@ def _more_ranks_than_tables(rank: int, world_size: int) -> tuple[list[int], floa
         torch.manual_seed(5)
         tables = EmbeddingTables(cardinalities, DIM)
     (got,) = evaluate(shards, shards(ids[mine]), [FM(shards)], torch.empty(3, 0))
-    home = AtHome(tables, 2, DIM)
+    home = LocalEmbeddings(tables, 2, DIM)
     (expected,) = evaluate(home, home(ids), [FM(home)], torch.empty(3 * world_size, 0))
     expected.mean().backward()
     got.mean().backward()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig
-from dct_plugin.embedding.tables import ShardedTables
+from dct_plugin.embedding import ShardedTables
 
 CARDINALITIES = (3, 50, 40, 7, 21)
 DIM = 5  # odd, so that flat vectors end in padding
@@ -54,6 +54,7 @@ def engine_for(stage: int, optimizer: dict[str, Any] | None, method: str | None,
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=client, model_parameters=parameters, config=config
     )
+    model.follow(engine.optimizer)
     return engine
 
 

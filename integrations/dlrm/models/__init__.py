@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.embedding.des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+from dct_plugin.embedding.des import (
+    Choice,
+    ColumnShards,
+    Embeddings,
+    FieldShards,
+    LocalEmbeddings,
+    Part,
+    choose,
+)
 
 from ..model import EmbeddingTables
 from .dcn import DCN
@@ -85,7 +93,7 @@ def build(
         strategy = next(choice.strategy for choice in choices if choice.tables == tables)
         if strategy == "all_to_all":
             made = make_tables(cardinalities, dim, table_seed, tables)
-            return AtHome(made, len(cardinalities), dim)
+            return LocalEmbeddings(made, len(cardinalities), dim)
         layout = next(part.layout for part in parts if part.tables == tables)
         shards = ColumnShards if layout == "columns" else FieldShards
         return shards(cardinalities, dim, group=group, seed=table_seed, average_gradients=average_gradients)

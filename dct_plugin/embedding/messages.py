@@ -1,0 +1,328 @@
+"""What vectors and their gradients are on the wire.
+
+A message is a payload and one byte that says how to read it: error-bounded codes
+(:mod:`~dct_plugin.embedding.error_bounded`) or values of one floating type, with or without a mask. Rows are
+in the order of the request that named them; gradients at the positions of a thresholded message are values
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..codecs.payload import OVERFLOW_MAGNITUDE, Header, header_bytes, payload_bound
+from ..codecs.sparse import IndexEncoding
+from ..codecs.values import ValueDtype
+from ..config import EmbeddingChannelConfig, KernelConfig
+from ..errors import ConfigError, PayloadError
+from ..kernels import Backend, Stats, get_backend
+from ..kernels.backend import GRAD_DTYPES, SMALLEST_TAU
+from .error_bounded import Codes, decode_bounded, encode_bounded, quantise
+
+__all__ = ["Mask", "Message", "VectorMessages"]
+
+# Last byte of a message.
+_BOUNDED = 1
+_MASKED = 2
+
+
+class Mask(NamedTuple):
+    """Where gradients come back: ``entries``, bool [rows, dim], or the positions of a payload, uint8."""
+
+    entries: Tensor | None = None
+    payload: Tensor | None = None
+
+
+class Message(NamedTuple):
+    """A message for a peer.
+
+    Attributes:
+        data: uint8.
+        mask: Where gradients come back; None: everywhere.
+        kept: Entries that cross.
+    """
+
+    data: Tensor
+    mask: Mask | None
+    kept: int
+
+
+class VectorMessages:
+    """Writes and reads the messages of one channel.
+
+    Args:
+        config: ``dct.embedding``.
+        dim: Width of the vectors.
+        name: Name in errors.
+        backend: Gives the kernels for tensors on a device.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddingChannelConfig,
+        *,
+        dim: int,
+        name: str,
+        backend: Callable[[torch.device], Backend],
+    ) -> None:
+        self.config = config
+        self.dim = dim
+        self.name = name
+        self._backend = backend
+
+    # -- vectors ---
+
+    def encode(self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None) -> Message:
+        """Message of ``x``, [rows, dim].
+
+        Args:
+            x: The rows of several tables one after the other.
+            rows: Rows of each table.
+            mask: bool [rows, dim], entries that reach the threshold; None: no threshold applies.
+            bounds: Absolute error bounds, float64 [tables]; None: nothing is quantised.
+        """
+        if not x.numel():
+            return Message(_nothing(x.device), None, 0)
+        flat, codes = self._layers(x, rows, mask, bounds)
+        kernels = self._backend(x.device)
+        answered: Mask | None = None
+        if codes is not None:
+            payload = self._bounded(codes, rows)
+            kept = x.numel()
+            if mask is not None:
+                mask = (codes.decoded != 0).view(x.shape)
+                answered, kept = Mask(entries=mask), int(mask.sum())
+        else:
+            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
+            payload, stats = encode_all(kernels, flat, code, zeros=mask is None)
+            kept = x.numel() if mask is None else stats.nnz
+            answered = None if mask is None else Mask(payload=payload)
+        if self.config.dense_gradient:
+            answered = None
+        kind = (_BOUNDED if codes is not None else 0) | (_MASKED if answered is not None else 0)
+        return Message(_closed(payload, kind), answered, kept)
+
+    def receive_own(
+        self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None
+    ) -> tuple[Tensor, Mask | None]:
+        """What a peer would decode from :meth:`encode`; rows that stay here pass the same layers."""
+        if not x.numel():
+            return x, None
+        flat, codes = self._layers(x, rows, mask, bounds)
+        if codes is not None:
+            flat = codes.decoded
+            mask = None if mask is None else (flat != 0).view(x.shape)
+        else:
+            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
+            if code is not wire_dtype(flat.dtype, dense=True):
+                kernels = self._backend(x.device)
+                payload, _ = encode_all(kernels, flat, code, zeros=mask is None)
+                flat = torch.zeros(flat.numel(), dtype=torch.float32, device=x.device)
+                kernels.decode_add(payload, flat)
+        answered = None if mask is None or self.config.dense_gradient else Mask(entries=mask)
+        return flat.view(x.shape).to(x.dtype), answered
+
+    def decode(
+        self, message: Tensor, like: Tensor, rows: Sequence[int], source: int
+    ) -> tuple[Tensor, Mask | None]:
+        """Vectors [rows, dim] and mask of a message; ``like`` gives dtype and device.
+
+        Raises:
+            PayloadError: the message of rank ``source`` of the group is damaged, or not of these rows.
+        """
+        shape = (sum(rows), self.dim)
+        if not shape[0]:
+            return like.new_zeros(shape), None
+        payload, kind = self._opened(message, source)
+        kernels = self._backend(like.device)
+        with self._blame("message", source):
+            if kind & _BOUNDED:
+                decoded, q = decode_bounded(payload, [r * self.dim for r in rows], kernels)
+                mask = Mask(entries=(q != 0).view(shape)) if kind & _MASKED else None
+            else:
+                decoded = torch.zeros(shape[0] * self.dim, dtype=torch.float32, device=like.device)
+                kernels.decode_add(payload, decoded)
+                mask = Mask(payload=payload) if kind & _MASKED else None
+        return decoded.view(shape).to(like.dtype), mask
+
+    # -- gradients ---
+
+    def encode_gradient(
+        self, gradient: Tensor, rows: Sequence[int], mask: Mask | None, *, quantised: bool
+    ) -> tuple[Tensor, int]:
+        """Message of the gradients [rows, dim] of received vectors, and the entries in it.
+
+        ``quantised`` applies ``gradient_bound``, relative to the root mean square of each table's gradient.
+        """
+        if not gradient.numel():
+            return _nothing(gradient.device), 0
+        kernels = self._backend(gradient.device)
+        flat = as_flat(gradient)
+        code = wire_dtype(flat.dtype, self.config.gradient_value_dtype, dense=mask is None)
+        if quantised and self.config.gradient_bound is not None:
+            entries = self.entries(mask, gradient.shape, gradient.device)
+            values = flat if entries is None else flat[entries.view(-1)]
+            if is_finite(values):
+                values = values.to(torch.float32)
+                lengths = self._gradient_lengths(rows, entries, gradient.device)
+                square = torch.segment_reduce(values.square(), "mean", lengths=lengths, initial=0.0)
+                bounds = self.config.gradient_bound * square.to(torch.float64).nan_to_num(0.0).sqrt()
+                payload = encode_bounded(
+                    quantise(values, lengths, bounds),
+                    lengths.tolist(),
+                    kernels,
+                    entropy=self.config.entropy,
+                    repeats=not self.config.deduplicate,
+                )
+                return _closed(payload, _BOUNDED), values.numel()
+        if mask is not None and mask.payload is not None:
+            payload, stats = encode_at(kernels, flat, mask.payload, code)
+        else:
+            values = flat if mask is None or mask.entries is None else flat[mask.entries.view(-1)]
+            payload, stats = encode_all(kernels, values, code)
+        return _closed(payload, 0), stats.nnz
+
+    def decode_gradient(
+        self, message: Tensor, like: Tensor, rows: Sequence[int], mask: Mask | None, source: int
+    ) -> Tensor:
+        """Gradients [rows, dim] of a message of :meth:`encode_gradient`, zero outside the mask.
+
+        Raises:
+            PayloadError: as for :meth:`decode`.
+        """
+        shape = torch.Size((sum(rows), self.dim))
+        if not shape[0]:
+            return like.new_zeros(shape)
+        payload, kind = self._opened(message, source)
+        kernels = self._backend(like.device)
+        with self._blame("gradient", source):
+            if not kind & _BOUNDED and mask is not None and mask.payload is not None:
+                out = torch.zeros(shape.numel(), dtype=torch.float32, device=like.device)
+                kernels.decode_shared_add(payload, mask.payload, out)
+                return out.view(shape).to(like.dtype)
+            entries = self.entries(mask, shape, like.device)
+            if kind & _BOUNDED:
+                lengths = self._gradient_lengths(rows, entries, like.device).tolist()
+                values, _ = decode_bounded(payload, lengths, kernels)
+            else:
+                count = shape.numel() if entries is None else int(entries.sum())
+                values = torch.zeros(count, dtype=torch.float32, device=like.device)
+                kernels.decode_add(payload, values)
+        values = values.to(like.dtype)
+        if entries is None:
+            return values.view(shape)
+        return like.new_zeros(shape).masked_scatter_(entries, values)
+
+    def entries(self, mask: Mask | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """A mask as bool [rows, dim]."""
+        if mask is None or mask.payload is None:
+            return None if mask is None else mask.entries
+        return self._backend(device).decode_mask(mask.payload, shape.numel()).view(shape)
+
+    # -- inside ---
+
+    def _layers(
+        self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None
+    ) -> tuple[Tensor, Codes | None]:
+        """What threshold and bounds leave: 1-D, and quantised where bounds apply."""
+        flat = as_flat(x)
+        if mask is not None:
+            flat = torch.where(mask.view(-1), flat, torch.zeros_like(flat))
+        if bounds is None:
+            return flat, None
+        return flat, quantise(flat.to(torch.float32), self._lengths(rows, x.device), bounds)
+
+    def _bounded(self, codes: Codes, rows: Sequence[int]) -> Tensor:
+        return encode_bounded(
+            codes,
+            [r * self.dim for r in rows],
+            self._backend(codes.q.device),
+            entropy=self.config.entropy,
+            repeats=not self.config.deduplicate,
+        )
+
+    def _lengths(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=device) * self.dim
+
+    def _gradient_lengths(self, rows: Sequence[int], mask: Tensor | None, device: torch.device) -> Tensor:
+        """Entries of each segment of a gradient message."""
+        if mask is None:
+            return self._lengths(rows, device)
+        counts = torch.tensor(rows, dtype=torch.int64, device=device)
+        per_row = mask.sum(dim=1).to(torch.float64)
+        return torch.segment_reduce(per_row, "sum", lengths=counts, initial=0.0).to(torch.int64)
+
+    def _opened(self, message: Tensor, source: int) -> tuple[Tensor, int]:
+        kind = int(message[-1]) if message.numel() else -1
+        if not 0 <= kind <= _BOUNDED | _MASKED:
+            what = "no message" if kind < 0 else f"a message of unknown kind {kind}"
+            raise PayloadError(f"{self.name}: {what} from rank {source} of the group")
+        return message[:-1], kind
+
+    @contextmanager
+    def _blame(self, what: str, source: int) -> Iterator[None]:
+        try:
+            yield
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {what} from rank {source} of the group: {error}") from error
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether the kernels take all of ``flat`` for finite: magnitudes below 2**126."""
+    if not flat.numel():
+        return True
+    low, high = torch.aminmax(flat)
+    return float(high) < OVERFLOW_MAGNITUDE and float(low) > -OVERFLOW_MAGNITUDE
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _closed(payload: Tensor, kind: int) -> Tensor:
+    """A message: the payload, then one byte that says how to read it."""
+    return torch.cat([payload, torch.tensor([kind], dtype=torch.uint8, device=payload.device)])
+
+
+# -- primitives ---
+
+
+def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
+    kernels = kernels or KernelConfig()
+    try:
+        return get_backend(device, kernels.backend, threads=kernels.threads)
+    except ValueError as error:
+        raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": {error}') from error
+
+
+def as_flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat if flat.dtype in GRAD_DTYPES else flat.to(torch.float32)
+
+
+def wire_dtype(tensor_dtype: torch.dtype, choice: str = "auto", *, dense: bool = False) -> ValueDtype:
+    if choice != "auto":
+        return ValueDtype.parse(choice)
+    own = {torch.bfloat16: ValueDtype.BF16, torch.float16: ValueDtype.FP16}.get(tensor_dtype, ValueDtype.FP32)
+    return ValueDtype.BF16 if own is ValueDtype.FP32 and not dense else own
+
+
+def encode_all(
+    kernels: Backend, flat: Tensor, code: ValueDtype, *, zeros: bool = True
+) -> tuple[Tensor, Stats]:
+    room = torch.empty(payload_bound(flat.numel(), None, code), dtype=torch.uint8, device=flat.device)
+    stats = kernels.compress(flat, None, 0.0 if zeros else SMALLEST_TAU, room, value_dtype=code)
+    return room[: stats.nbytes], stats
+
+
+def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:
+    header = Header.parse(header_bytes(mask), mask.numel())
+    size = payload_bound(header.numel, header.nnz, value_dtype, IndexEncoding.SHARED_MASK)
+    message = torch.empty(size, dtype=torch.uint8, device=flat.device)
+    stats = kernels.encode_shared(flat, mask, value_dtype, message)
+    return message[: stats.nbytes], stats
