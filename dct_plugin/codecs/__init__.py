@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .index import IndexEncoding, decode_indices, encode_indices
 from .payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, parse_payload, payload_bound
-from .sparse import IndexEncoding, decode_indices, encode_indices
 from .values import ValueDtype, decode_values, encode_values, value_nbytes
 
 __all__ = [

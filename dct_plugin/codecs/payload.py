@@ -5,7 +5,7 @@ offset type field
 ====== ==== ===============================================================================================
 0      u16  magic 0xDC7A
 2      u8   version, 1
-3      u8   index encoding (:class:`~dct_plugin.codecs.sparse.IndexEncoding`)
+3      u8   index encoding (:class:`~dct_plugin.codecs.index.IndexEncoding`)
 4      u8   value dtype (:class:`~dct_plugin.codecs.values.ValueDtype`)
 5      u8   flags; bit 0: the tensor held a non-finite entry, or one of magnitude >= 2**126
             (then encoding and nnz are 0 and there is no body)
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .sparse import MAX_NUMEL, IndexEncoding, check_section, index_bound
+from .index import MAX_NUMEL, IndexEncoding, check_section, index_bound
 from .values import ValueDtype, value_nbytes
 
 MAGIC = 0xDC7A

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..codecs.index import MAX_NUMEL, IndexEncoding
 from ..codecs.payload import Header, payload_bound
-from ..codecs.sparse import MAX_NUMEL, IndexEncoding
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
 
@@ -124,11 +124,11 @@ class Backend(Protocol):
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
     ) -> tuple[IndexEncoding, int, Tensor]:
-        """See :func:`dct_plugin.codecs.sparse.encode_indices`."""
+        """See :func:`dct_plugin.codecs.index.encode_indices`."""
         ...
 
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
-        """See :func:`dct_plugin.codecs.sparse.decode_indices`."""
+        """See :func:`dct_plugin.codecs.index.decode_indices`."""
         ...
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs.index import IndexEncoding, check_positions, check_section
 from ..codecs.payload import Header, parse_payload, payload_bound
-from ..codecs.sparse import IndexEncoding, check_positions, check_section
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
 from . import build

@@ -13,6 +13,7 @@ import time
 import torch
 from torch import Tensor
 
+from ..codecs.index import IndexEncoding, decode_indices, encode_indices
 from ..codecs.payload import (
     HEADER_NBYTES,
     OVERFLOW_MAGNITUDE,
@@ -20,7 +21,6 @@ from ..codecs.payload import (
     parse_payload,
     payload_bound,
 )
-from ..codecs.sparse import IndexEncoding, decode_indices, encode_indices
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
 from ..errors import PayloadError
 from .backend import (
