@@ -67,6 +67,11 @@ class Header(NamedTuple):
     check1: int = 0
     check2: int = 0
 
+    @classmethod
+    def flagged(cls, value_dtype: ValueDtype, numel: int) -> Header:
+        """The header, and all there is, of a tensor with a non-finite entry."""
+        return cls(IndexEncoding.DENSE, value_dtype, True, 0, numel, 0, 0)
+
     @property
     def value_nbytes(self) -> int:
         return value_nbytes(self.nnz, self.value_dtype)
@@ -153,6 +158,17 @@ def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: 
     """Largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity`` (None: all)."""
     nnz = numel if capacity is None else max(0, min(capacity, numel))
     return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
+
+
+def write_payload(out: Tensor, header: Header, *sections: Tensor) -> int:
+    """Write a payload (sections: uint8) to the start of ``out``, with checksums; returns its bytes."""
+    at = HEADER_NBYTES
+    for section in sections:
+        out[at : at + section.numel()] = section
+        at += section.numel()
+    packed = bytearray(header.with_checks(out[HEADER_NBYTES:at]).pack())
+    out[:HEADER_NBYTES] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
+    return at
 
 
 def header_bytes(data: Tensor) -> bytes:

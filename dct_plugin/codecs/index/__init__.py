@@ -27,12 +27,13 @@ from .bitmap import Bitmap
 from .block16 import Block16
 from .codec import MAX_NUMEL, IndexCodec, IndexEncoding, Positions
 from .gaps8 import Gaps8
-from .implied import Dense, SharedMask
+from .implied import NO_POSITIONS, Dense, SharedMask
 from .rice import Rice
 
 __all__ = [
     "CODECS",
     "MAX_NUMEL",
+    "NO_POSITIONS",
     "IndexCodec",
     "IndexEncoding",
     "Positions",

@@ -10,6 +10,8 @@ from torch import Tensor
 from ...errors import PayloadError
 from .codec import IndexCodec, IndexEncoding, Positions
 
+NO_POSITIONS = "a shared_mask payload holds no positions; decode it with the payload that does"
+
 
 class _Implied(IndexCodec):
     bounds_choice = False
@@ -51,4 +53,4 @@ class SharedMask(_Implied):
         return False
 
     def decode(self, data: Tensor, param: int, nnz: int, numel: int) -> NoReturn:
-        raise PayloadError("a shared_mask payload holds no positions; decode it with the payload that does")
+        raise PayloadError(NO_POSITIONS)
