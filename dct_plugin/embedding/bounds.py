@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels import Backend
-from ..kernels.backend import SMALLEST_TAU
+from ..kernels import SMALLEST_TAU, Backend
 from .error_bounded import quantise
 from .messages import as_flat, backend_of
 

@@ -15,13 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..codecs.index import IndexEncoding
 from ..codecs.payload import OVERFLOW_MAGNITUDE, Header, header_bytes, payload_bound
-from ..codecs.sparse import IndexEncoding
 from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..errors import ConfigError, PayloadError
-from ..kernels import Backend, Stats, get_backend
-from ..kernels.backend import GRAD_DTYPES, SMALLEST_TAU
+from ..kernels import GRAD_DTYPES, SMALLEST_TAU, Backend, Stats, get_backend
 from .error_bounded import Codes, decode_bounded, encode_bounded, quantise
 
 __all__ = ["Mask", "Message", "VectorMessages"]

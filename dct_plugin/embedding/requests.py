@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.sparse import IndexEncoding
+from ..codecs.index import IndexEncoding
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
