@@ -24,8 +24,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,9 +53,6 @@ _SPARSE_HEAD = struct.Struct("<BBIIB")
 #: Step widths are this much below twice the bound, for the rounding of the quotient.
 _SLACK = 1.0 - 2.0**-12
 _SMALLEST_STEP = 2.0**-100
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 
 class Codes(NamedTuple):
@@ -110,114 +105,130 @@ def quantise(x: Tensor, lengths: Tensor, bounds: Tensor) -> Codes:
 def encode_bounded(
     codes: Codes, lengths: Sequence[int], kernels: Backend, *, entropy: str = "auto", repeats: bool = False
 ) -> Tensor:
-    """The payload of quantised segments, uint8 on the CPU.
+    """The payload of quantised segments, uint8 on their device.
 
     Args:
         codes: From :func:`quantise`.
         lengths: Entries of each segment.
+        kernels: For tensors on the codes' device.
         entropy: ``rice``, ``deflate``, or the smaller one for each segment (``auto``).
         repeats: Whole vectors may occur more than once, so that ``auto`` tries deflate, too.
     """
-    q = codes.q.cpu().numpy()
-    sizes = np.asarray(lengths, dtype=np.int64)
-    half = codes.half_steps.cpu().numpy()
-    if not bool(torch.isfinite(codes.decoded).all()) or _overflows(codes.decoded):
-        return _finish(q.size, len(sizes), b"", nonfinite=True)
-    method = _choose(q, sizes, half, entropy, repeats)
-    bf16 = (half.astype(np.float32).view(np.uint32) >> 16).astype("<u2")
-    parts = [method.astype(np.uint8).tobytes(), bf16.tobytes()]
-    per_entry = method.astype(np.uint8).repeat(sizes)
-    for value in np.unique(method[sizes > 0]):
-        if value == ZERO:
-            continue
-        where = per_entry == value
-        if value == RAW:
-            stream = codes.decoded.cpu().numpy()[where].astype("<f4").tobytes()
-        elif value == DEFLATE:
-            stream = _deflate(q[where])
-        elif value == SPARSE:
-            stream = _encode_sparse(q[where], kernels)
+    q, device = codes.q, codes.q.device
+    if not bool((codes.decoded.abs() < OVERFLOW_MAGNITUDE).all()):
+        return _finish(q.numel(), len(lengths), _bytes(b"", device), nonfinite=True)
+    methods = _choose(q, lengths, codes.half_steps, entropy, repeats)
+    sections = [_bytes(bytes(methods), device), codes.half_steps.to(torch.bfloat16).view(torch.uint8)]
+    parts, values = q.split(list(lengths)), codes.decoded.split(list(lengths))
+    for method in _in_use(methods, lengths):
+        where = [i for i, other in enumerate(methods) if other == method]
+        if method == RAW:
+            stream = torch.cat([values[i] for i in where]).contiguous().view(torch.uint8)
+        elif method == DEFLATE:
+            stream = _bytes(_deflate(torch.cat([parts[i] for i in where])), device)
+        elif method == SPARSE:
+            stream = _encode_sparse(torch.cat([parts[i] for i in where]), kernels)
         else:
-            stream = _encode_rice(_zigzag(q[where]), kernels)
-        parts += [struct.pack("<I", len(stream)), stream]
-    return _finish(q.size, len(sizes), b"".join(parts), nonfinite=False)
+            stream = _encode_rice(_zigzag(torch.cat([parts[i] for i in where])), kernels)
+        sections += [_bytes(struct.pack("<I", stream.numel()), device), stream]
+    return _finish(q.numel(), len(lengths), torch.cat(sections), nonfinite=False)
 
 
 def decode_bounded(payload: Tensor, lengths: Sequence[int], kernels: Backend) -> tuple[Tensor, Tensor]:
     """Inverse of :func:`encode_bounded`.
 
+    Args:
+        payload: uint8.
+        lengths: Entries of each segment.
+        kernels: For tensors on the payload's device.
+
     Returns:
         decoded fp32 [numel] (all NaN if the sender met a non-finite entry), and q int64 [numel] with 1 for
-        non-zero entries of segments that were sent raw. Both on the CPU.
+        non-zero entries of segments that were sent raw. Both on the payload's device.
 
     Raises:
         PayloadError: truncated, corrupted, or not of these segments.
     """
-    data = payload.cpu().numpy().tobytes()
-    sizes = np.asarray(lengths, dtype=np.int64)
-    numel = int(sizes.sum())
-    nonfinite, body = _open(data, numel, len(sizes))
+    device, numel, count = payload.device, sum(lengths), len(lengths)
+    nonfinite, body = _open(payload, numel, count)
     if nonfinite:
-        return torch.full((numel,), math.nan), torch.ones(numel, dtype=torch.int64)
-    count = len(sizes)
-    if len(body) < 3 * count:
-        raise PayloadError(f"error-bounded payload is truncated: {len(body)} bytes for {count} segments")
-    method = np.frombuffer(body, np.uint8, count)
-    half = (np.frombuffer(body, "<u2", count, count).astype(np.uint32) << 16).view(np.float32)
-    if count and (int(method.max()) > ZERO or not np.isfinite(half).all() or float(half.min()) < 0):
+        return torch.full((numel,), math.nan, device=device), torch.ones(
+            numel, dtype=torch.int64, device=device
+        )
+    if body.numel() < 3 * count:
+        raise PayloadError(f"error-bounded payload is truncated: {body.numel()} bytes for {count} segments")
+    methods = body[:count].tolist()
+    half = body[count : 3 * count].clone().view(torch.bfloat16).to(torch.float64)
+    if count and (max(methods) > ZERO or not bool((torch.isfinite(half) & (half >= 0)).all())):
         raise PayloadError("error-bounded payload has an unknown method or a step width that is not one")
-    q = np.zeros(numel, dtype=np.int64)
-    raw = np.zeros(numel, dtype=np.float32)
-    per_entry = method.repeat(sizes)
+    # Segments of method ZERO, and those without entries, stay as they are.
+    parts = [torch.zeros(n, dtype=torch.int64, device=device) for n in lengths]
+    raw: dict[int, Tensor] = {}
     at = 3 * count
-    for value in np.unique(method[sizes > 0]):
-        if value == ZERO:
+    for method in _in_use(methods, lengths):
+        where = [i for i, other in enumerate(methods) if other == method]
+        stream, at = _next_stream(body, at)
+        sizes = [lengths[i] for i in where]
+        expected = sum(sizes)
+        if method == RAW:
+            if stream.numel() != 4 * expected:
+                raise PayloadError(f"raw stream has {stream.numel()} bytes for {expected} entries")
+            raw.update(zip(where, stream.clone().view(torch.float32).split(sizes), strict=True))
             continue
-        if len(body) < at + 4:
-            raise PayloadError("error-bounded payload is truncated: a stream's length is missing")
-        (size,) = struct.unpack_from("<I", body, at)
-        stream = body[at + 4 : at + 4 + size]
-        at += 4 + size
-        if len(stream) != size:
-            raise PayloadError(
-                f"error-bounded payload is truncated: a stream has {len(stream)} of {size} bytes"
-            )
-        where = per_entry == value
-        expected = int(where.sum())
-        if value == RAW:
-            if size != 4 * expected:
-                raise PayloadError(f"raw stream has {size} bytes for {expected} entries")
-            raw[where] = np.frombuffer(stream, "<f4")
-        elif value == DEFLATE:
-            q[where] = _inflate(stream, expected)
-        elif value == SPARSE:
-            q[where] = _decode_sparse(stream, expected, kernels)
+        if method == DEFLATE:
+            decoded = _inflate(stream, expected)
+        elif method == SPARSE:
+            decoded = _decode_sparse(stream, expected, kernels)
         else:
-            q[where] = _unzigzag(_decode_rice(stream, expected, kernels))
-    if at != len(body):
-        raise PayloadError(f"error-bounded payload has {len(body) - at} bytes too many")
-    if numel and max(int(q.max()), -int(q.min())) >= _MAX_CODE:
+            decoded = _unzigzag(_decode_rice(stream, expected, kernels))
+        for i, part in zip(where, decoded.split(sizes), strict=True):
+            parts[i] = part
+    if at != body.numel():
+        raise PayloadError(f"error-bounded payload has {body.numel() - at} bytes too many")
+    if not numel:
+        return torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    q = torch.cat(parts)
+    if bool((q.abs() >= _MAX_CODE).any()):
         raise PayloadError("error-bounded payload holds a code out of range")
-    decoded = (q * (2.0 * half.astype(np.float64)).repeat(sizes)).astype(np.float32)
-    is_raw = per_entry == RAW
-    decoded[is_raw] = raw[is_raw]
-    if not np.isfinite(decoded).all():
+    sizes_there = torch.tensor(lengths, device=device)
+    values = (q * (2.0 * half).repeat_interleave(sizes_there, output_size=numel)).to(torch.float32)
+    if raw:
+        pieces = values.split(list(lengths))
+        for i, part in raw.items():
+            pieces[i].copy_(part)
+            parts[i] = (part != 0).to(torch.int64)
+        q = torch.cat(parts)
+    if not bool(torch.isfinite(values).all()):
         raise PayloadError("error-bounded payload holds a value that is not finite")
-    q[is_raw] = raw[is_raw] != 0
-    return torch.from_numpy(decoded), torch.from_numpy(q)
+    return values, q
 
 
-def _overflows(x: Tensor) -> bool:
-    return bool(x.numel()) and float(x.abs().max()) >= OVERFLOW_MAGNITUDE
+def _in_use(methods: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Methods that have a stream, ascending."""
+    return sorted({method for method, n in zip(methods, lengths, strict=True) if n} - {ZERO})
 
 
-def _finish(numel: int, segments: int, body: bytes, *, nonfinite: bool) -> Tensor:
-    fields = (MAGIC, FORMAT_VERSION, _FLAG_NONFINITE if nonfinite else 0, numel, segments, 0, len(body))
-    check = zlib.crc32(body, zlib.crc32(_HEADER.pack(*fields, 0)))
-    return torch.frombuffer(bytearray(_HEADER.pack(*fields, check) + body), dtype=torch.uint8)
+def _bytes(data: bytes, device: torch.device) -> Tensor:
+    """uint8 on ``device``."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _open(data: bytes, numel: int, segments: int) -> tuple[bool, bytes]:
+def _host(data: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy if it is on the CPU."""
+    return data.cpu().numpy().data.cast("B")
+
+
+def _finish(numel: int, segments: int, body: Tensor, *, nonfinite: bool) -> Tensor:
+    fields = (MAGIC, FORMAT_VERSION, _FLAG_NONFINITE if nonfinite else 0, numel, segments, 0, body.numel())
+    check = zlib.crc32(_host(body), zlib.crc32(_HEADER.pack(*fields, 0)))
+    return torch.cat([_bytes(_HEADER.pack(*fields, check), body.device), body])
+
+
+def _open(payload: Tensor, numel: int, segments: int) -> tuple[bool, Tensor]:
+    """Whether the payload is flagged non-finite, and its body."""
+    data = _host(payload)
     if len(data) < _HEADER.size:
         raise PayloadError(f"error-bounded payload is truncated: {len(data)} of {_HEADER.size} header bytes")
     magic, version, flags, entries, count, reserved, size, check = _HEADER.unpack_from(data)
@@ -238,142 +249,163 @@ def _open(data: bytes, numel: int, segments: int) -> tuple[bool, bytes]:
     fields = (magic, version, flags, entries, count, reserved, size, 0)
     if zlib.crc32(body, zlib.crc32(_HEADER.pack(*fields))) != check:
         raise PayloadError("error-bounded payload's checksum is wrong: corrupted in transit or in memory")
-    return bool(flags), body
+    return bool(flags), payload[_HEADER.size :]
+
+
+def _next_stream(body: Tensor, at: int) -> tuple[Tensor, int]:
+    """The stream whose length is at ``at``, and where the next one begins."""
+    if body.numel() < at + 4:
+        raise PayloadError("error-bounded payload is truncated: a stream's length is missing")
+    (size,) = struct.unpack("<I", _host(body[at : at + 4]))
+    at += 4
+    stream = body[at : at + size]
+    if stream.numel() != size:
+        raise PayloadError(
+            f"error-bounded payload is truncated: a stream has {stream.numel()} of {size} bytes"
+        )
+    return stream, at + size
 
 
 # -- choice ---
 
 
-def _choose(q: IntArray, sizes: IntArray, half: FloatArray, entropy: str, repeats: bool) -> IntArray:
+def _choose(q: Tensor, lengths: Sequence[int], half: Tensor, entropy: str, repeats: bool) -> list[int]:
     """Method of each segment, by (for SPARSE estimated) size."""
-    method = np.full(len(sizes), ZERO, dtype=np.int64)
-    filled = np.flatnonzero(sizes)
-    if not len(filled):
-        return method
-    starts = (np.cumsum(sizes) - sizes)[filled]
-    n = sizes[filled].astype(np.float64)
+    methods = [ZERO] * len(lengths)
+    filled = [i for i, length in enumerate(lengths) if length]
+    if not filled:
+        return methods
+    sizes = torch.tensor([lengths[i] for i in filled], device=q.device)
+    last = sizes.cumsum(0) - 1
+    n = sizes.to(torch.float64)
 
-    def sums(values: IntArray) -> FloatArray:
-        return np.add.reduceat(values, starts).astype(np.float64)
+    def sums(values: Tensor) -> Tensor:
+        return values.cumsum(0)[last].diff(prepend=values.new_zeros(1)).to(torch.float64)
 
+    magnitude = q.abs()
     zigzag = _zigzag(q)
     best, least = _best_rice(zigzag, n, MAX_RICE + 1, sums)
-    nonzero = zigzag > 0
-    nnz = sums(nonzero.astype(np.int64))
-    density = np.clip(nnz / n, 1e-9, 1 - 1e-9)
-    positions = -n * (density * np.log2(density) + (1 - density) * np.log2(1 - density)) * 1.03 + 8
+    nonzero = (q != 0).to(torch.int64)
+    nnz = sums(nonzero)
+    density = (nnz / n).clamp(1e-9, 1 - 1e-9)
+    positions = -n * (density * density.log2() + (1 - density) * (1 - density).log2()) * 1.03 + 8
     # Sign, and a Rice code of magnitude - 1 that shares its parameter with other segments: estimated.
-    values = nnz + _best_rice(np.abs(q) - nonzero, nnz, MAX_RICE, sums)[1]
+    values = nnz + _best_rice(magnitude - nonzero, nnz, MAX_RICE, sums)[1]
     sparse = positions + values
-    chosen = np.where(sparse < least, SPARSE, best)
+    chosen = torch.where(sparse < least, SPARSE, best)
     # Rice streams run over the positions of an index section, which end at 32 bits.
-    if entropy == "deflate" or int(zigzag.sum()) + q.size >= MAX_NUMEL:
-        chosen[:] = DEFLATE
+    if entropy == "deflate" or int(zigzag.sum()) + q.numel() >= MAX_NUMEL:
+        chosen.fill_(DEFLATE)
     elif entropy == "auto" and repeats:
-        small = np.minimum(sparse, least)
-        for i, segment in enumerate(filled):
-            part = q[starts[i] : starts[i] + sizes[segment]]
+        small = torch.minimum(sparse, least).tolist()
+        for i, part in enumerate(q.split(list(sizes.tolist()))):
             if 8 * len(_deflate(part)) < small[i]:
                 chosen[i] = DEFLATE
-    chosen = np.where(nnz == 0, ZERO, chosen)
-    method[filled] = np.where(half[filled] == 0, RAW, chosen)
-    return method
+    chosen = torch.where(nnz == 0, ZERO, chosen)
+    at = torch.tensor(filled, device=q.device)
+    for i, method in zip(filled, torch.where(half[at] == 0, RAW, chosen).tolist(), strict=True):
+        methods[i] = method
+    return methods
 
 
 def _best_rice(
-    values: IntArray, coded: FloatArray, parameters: int, sums: Callable[[IntArray], FloatArray]
-) -> tuple[IntArray, FloatArray]:
-    """Parameter (the smallest one of equals) and bits of each segment's Rice code, ``coded`` values each."""
-    best = np.zeros(len(coded), dtype=np.int64)
+    values: Tensor, coded: Tensor, parameters: int, sums: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Parameter (the smallest one of equals) and bits of each segment's Rice code.
+
+    Args:
+        values: int64, >= 0.
+        coded: float64 [segments], values of each segment that are coded.
+        parameters: They are below it.
+        sums: Sums of each segment.
+    """
+    best = torch.zeros(len(coded), dtype=torch.int64, device=values.device)
     least = sums(values) + coded
     for k in range(1, parameters):
         bits = sums(values >> k) + coded * (k + 1)
         better = bits < least
         # Bits are convex in the parameter: halving saves less each time, and always costs one per value.
-        if not better.any():
+        if not bool(better.any()):
             break
         best[better] = k
-        least = np.minimum(bits, least)
+        least = torch.minimum(bits, least)
     return best, least
 
 
-def _zigzag(q: IntArray) -> IntArray:
+def _zigzag(q: Tensor) -> Tensor:
     """0, 1, -1, 2, -2, ... to 0, 1, 2, 3, 4, ..."""
-    return 2 * np.abs(q) - (q > 0)
+    return 2 * q.abs() - (q > 0).to(torch.int64)
 
 
-def _unzigzag(z: IntArray) -> IntArray:
+def _unzigzag(z: Tensor) -> Tensor:
     half = (z + 1) >> 1
-    return np.where(z & 1, half, -half)
+    return torch.where((z & 1).to(torch.bool), half, -half)
 
 
 # -- streams ---
 
 
-def _encode_rice(values: IntArray, kernels: Backend) -> bytes:
+def _encode_rice(values: Tensor, kernels: Backend) -> Tensor:
     """Non-negative integers as the gaps of ascending positions, which the index encoder writes."""
-    ascending = np.cumsum(values + 1) - 1
-    numel = int(ascending[-1]) + 1
+    ascending = (values + 1).cumsum(0) - 1
     # The kernels find the parameter for the stream as a whole, which is that of its segments.
-    _, param, data = kernels.encode_indices(torch.from_numpy(ascending), numel, IndexEncoding.RICE)
-    return bytes([param]) + data.cpu().numpy().tobytes()
+    _, param, data = kernels.encode_indices(ascending, int(ascending[-1]) + 1, IndexEncoding.RICE)
+    return torch.cat([_bytes(bytes([param]), data.device), data])
 
 
-def _decode_rice(stream: bytes, count: int, kernels: Backend) -> IntArray:
-    if not stream:
+def _decode_rice(stream: Tensor, count: int, kernels: Backend) -> Tensor:
+    if not stream.numel():
         raise PayloadError("rice stream is empty")
-    ascending = kernels.decode_indices(IndexEncoding.RICE, stream[0], _tensor(stream[1:]), count, MAX_NUMEL)
-    return np.diff(ascending.numpy(), prepend=-1) - 1
+    ascending = kernels.decode_indices(
+        IndexEncoding.RICE, int(stream[0]), stream[1:].clone(), count, MAX_NUMEL
+    )
+    return ascending.diff(prepend=ascending.new_full((1,), -1)) - 1
 
 
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _encode_sparse(q: IntArray, kernels: Backend) -> bytes:
-    at = np.flatnonzero(q)
-    encoding, param, index = kernels.encode_indices(torch.from_numpy(at), q.size)
+def _encode_sparse(q: Tensor, kernels: Backend) -> Tensor:
+    at = q.nonzero().view(-1)
+    encoding, param, index = kernels.encode_indices(at, q.numel())
     values = q[at]
-    signed = np.where(values > 0, 2 * values - 2, -2 * values - 1)
-    body = _encode_rice(signed, kernels) if len(at) else b""
+    signed = torch.where(values > 0, 2 * values - 2, -2 * values - 1)
     head = _SPARSE_HEAD.pack(encoding, param, len(at), index.numel(), 0)
-    return head + index.cpu().numpy().tobytes() + body
+    return torch.cat([_bytes(head, q.device), index, *([_encode_rice(signed, kernels)] if len(at) else [])])
 
 
-def _decode_sparse(stream: bytes, count: int, kernels: Backend) -> IntArray:
-    if len(stream) < _SPARSE_HEAD.size:
+def _decode_sparse(stream: Tensor, count: int, kernels: Backend) -> Tensor:
+    if stream.numel() < _SPARSE_HEAD.size:
         raise PayloadError("sparse stream is truncated")
-    encoding, param, nnz, size, reserved = _SPARSE_HEAD.unpack_from(stream)
+    encoding, param, nnz, size, reserved = _SPARSE_HEAD.unpack(_host(stream[: _SPARSE_HEAD.size]))
     index = stream[_SPARSE_HEAD.size : _SPARSE_HEAD.size + size]
-    if len(index) != size or reserved or encoding >= IndexEncoding.SHARED_MASK or nnz > count:
+    if index.numel() != size or reserved or encoding >= IndexEncoding.SHARED_MASK or nnz > count:
         raise PayloadError("sparse stream is truncated or has an unknown encoding")
-    at = kernels.decode_indices(encoding, param, _tensor(index), nnz, count).numpy()
-    out = np.zeros(count, dtype=np.int64)
+    at = kernels.decode_indices(encoding, param, index.clone(), nnz, count)
+    out = torch.zeros(count, dtype=torch.int64, device=stream.device)
     if nnz:
         signed = _decode_rice(stream[_SPARSE_HEAD.size + size :], nnz, kernels)
-        out[at] = np.where(signed & 1, -((signed + 1) >> 1), (signed >> 1) + 1)
-    elif len(stream) != _SPARSE_HEAD.size + size:
+        out[at] = torch.where((signed & 1).to(torch.bool), -((signed + 1) >> 1), (signed >> 1) + 1)
+    elif stream.numel() != _SPARSE_HEAD.size + size:
         raise PayloadError("sparse stream has bytes too many")
     return out
 
 
-def _deflate(q: IntArray) -> bytes:
-    wide = bool(q.size) and int(np.abs(q).max()) > 127
+def _deflate(q: Tensor) -> bytes:
+    wide = bool(q.numel()) and int(q.abs().max()) > 127
     packer = zlib.compressobj(6, zlib.DEFLATED, -15)
-    raw = q.astype("<i2" if wide else np.int8).tobytes()
+    raw = _host(q.to(torch.int16 if wide else torch.int8))
     return bytes([wide]) + packer.compress(raw) + packer.flush()
 
 
-def _inflate(stream: bytes, count: int) -> IntArray:
-    if not stream or stream[0] > 1:
+def _inflate(stream: Tensor, count: int) -> Tensor:
+    data = _host(stream)
+    if not data or data[0] > 1:
         raise PayloadError("deflate stream has an unknown width")
-    width = 1 + stream[0]
+    width = 1 + data[0]
     unpacker = zlib.decompressobj(-15)
     try:
         # One byte more than expected tells a stream that is too long, without unpacking all of it.
-        raw = unpacker.decompress(stream[1:], count * width + 1)
+        raw = unpacker.decompress(data[1:], count * width + 1)
     except zlib.error as error:
         raise PayloadError(f"deflate stream is damaged: {error}") from error
     if len(raw) != count * width or not unpacker.eof or unpacker.unused_data:
         raise PayloadError(f"deflate stream holds {len(raw)} bytes, expected {count * width}")
-    return np.frombuffer(raw, "<i2" if width == 2 else np.int8).astype(np.int64)
+    return _bytes(raw, stream.device).view(torch.int16 if width == 2 else torch.int8).to(torch.int64)
