@@ -24,6 +24,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -53,6 +55,10 @@ _SPARSE_HEAD = struct.Struct("<BBIIB")
 #: Step widths are this much below twice the bound, for the rounding of the quotient.
 _SLACK = 1.0 - 2.0**-12
 _SMALLEST_STEP = 2.0**-100
+
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 class Codes(NamedTuple):
@@ -115,9 +121,9 @@ def encode_bounded(
         repeats: Whole vectors may occur more than once, so that ``auto`` tries deflate, too.
     """
     q, device = codes.q, codes.q.device
-    if not bool((codes.decoded.abs() < OVERFLOW_MAGNITUDE).all()):
+    if not _within(codes.decoded, OVERFLOW_MAGNITUDE):
         return _finish(q.numel(), len(lengths), _bytes(b"", device), nonfinite=True)
-    methods = _choose(q, lengths, codes.half_steps, entropy, repeats)
+    methods = _choose(codes, lengths, entropy, repeats)
     sections = [_bytes(bytes(methods), device), codes.half_steps.to(torch.bfloat16).view(torch.uint8)]
     parts, values = q.split(list(lengths)), codes.decoded.split(list(lengths))
     for method in _in_use(methods, lengths):
@@ -161,8 +167,7 @@ def decode_bounded(payload: Tensor, lengths: Sequence[int], kernels: Backend) ->
     half = body[count : 3 * count].clone().view(torch.bfloat16).to(torch.float64)
     if count and (max(methods) > ZERO or not bool((torch.isfinite(half) & (half >= 0)).all())):
         raise PayloadError("error-bounded payload has an unknown method or a step width that is not one")
-    # Segments of method ZERO, and those without entries, stay as they are.
-    parts = [torch.zeros(n, dtype=torch.int64, device=device) for n in lengths]
+    parts: dict[int, Tensor] = {}
     raw: dict[int, Tensor] = {}
     at = 3 * count
     for method in _in_use(methods, lengths):
@@ -181,26 +186,33 @@ def decode_bounded(payload: Tensor, lengths: Sequence[int], kernels: Backend) ->
             decoded = _decode_sparse(stream, expected, kernels)
         else:
             decoded = _unzigzag(_decode_rice(stream, expected, kernels))
-        for i, part in zip(where, decoded.split(sizes), strict=True):
-            parts[i] = part
+        parts.update(zip(where, decoded.split(sizes), strict=True))
     if at != body.numel():
         raise PayloadError(f"error-bounded payload has {body.numel() - at} bytes too many")
-    if not numel:
-        return torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    q = torch.cat(parts)
-    if bool((q.abs() >= _MAX_CODE).any()):
+    q = torch.zeros(numel, dtype=torch.int64, device=device)
+    segments = q.split(list(lengths))
+    for i, part in parts.items():
+        segments[i].copy_(part)
+    if not _within(q, _MAX_CODE):
         raise PayloadError("error-bounded payload holds a code out of range")
-    sizes_there = torch.tensor(lengths, device=device)
-    values = (q * (2.0 * half).repeat_interleave(sizes_there, output_size=numel)).to(torch.float32)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
+    values = (q * (2.0 * half).repeat_interleave(counts, output_size=numel)).to(torch.float32)
     if raw:
         pieces = values.split(list(lengths))
         for i, part in raw.items():
             pieces[i].copy_(part)
-            parts[i] = (part != 0).to(torch.int64)
-        q = torch.cat(parts)
-    if not bool(torch.isfinite(values).all()):
+            segments[i].copy_(part != 0)
+    if not _within(values, math.inf):
         raise PayloadError("error-bounded payload holds a value that is not finite")
     return values, q
+
+
+def _within(x: Tensor, limit: float) -> bool:
+    """Whether all magnitudes are below ``limit``; NaN is not."""
+    if not x.numel():
+        return True
+    low, high = torch.stack(torch.aminmax(x)).tolist()
+    return -limit < low <= high < limit
 
 
 def _in_use(methods: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -269,77 +281,72 @@ def _next_stream(body: Tensor, at: int) -> tuple[Tensor, int]:
 # -- choice ---
 
 
-def _choose(q: Tensor, lengths: Sequence[int], half: Tensor, entropy: str, repeats: bool) -> list[int]:
-    """Method of each segment, by (for SPARSE estimated) size."""
-    methods = [ZERO] * len(lengths)
-    filled = [i for i, length in enumerate(lengths) if length]
-    if not filled:
-        return methods
-    sizes = torch.tensor([lengths[i] for i in filled], device=q.device)
-    last = sizes.cumsum(0) - 1
-    n = sizes.to(torch.float64)
+def _choose(codes: Codes, lengths: Sequence[int], entropy: str, repeats: bool) -> list[int]:
+    """Method of each segment, by (for SPARSE estimated) size.
 
-    def sums(values: Tensor) -> Tensor:
-        return values.cumsum(0)[last].diff(prepend=values.new_zeros(1)).to(torch.float64)
+    On the host, where sums over segments of a few hundred entries are cheapest: one copy of the codes from an
+    accelerator, none from the CPU.
+    """
+    q, half = codes.q.cpu().numpy(), codes.half_steps.cpu().numpy()
+    sizes = np.asarray(lengths, dtype=np.int64)
+    method = np.full(len(sizes), ZERO, dtype=np.int64)
+    filled = np.flatnonzero(sizes)
+    if not len(filled):
+        return [ZERO] * len(sizes)
+    starts = (np.cumsum(sizes) - sizes)[filled]
+    n = sizes[filled].astype(np.float64)
 
-    magnitude = q.abs()
-    zigzag = _zigzag(q)
+    def sums(values: IntArray) -> FloatArray:
+        return np.add.reduceat(values, starts).astype(np.float64)
+
+    zigzag = 2 * np.abs(q) - (q > 0)
     best, least = _best_rice(zigzag, n, MAX_RICE + 1, sums)
-    nonzero = (q != 0).to(torch.int64)
-    nnz = sums(nonzero)
-    density = (nnz / n).clamp(1e-9, 1 - 1e-9)
-    positions = -n * (density * density.log2() + (1 - density) * (1 - density).log2()) * 1.03 + 8
+    nonzero = zigzag > 0
+    nnz = sums(nonzero.astype(np.int64))
+    density = np.clip(nnz / n, 1e-9, 1 - 1e-9)
+    positions = -n * (density * np.log2(density) + (1 - density) * np.log2(1 - density)) * 1.03 + 8
     # Sign, and a Rice code of magnitude - 1 that shares its parameter with other segments: estimated.
-    values = nnz + _best_rice(magnitude - nonzero, nnz, MAX_RICE, sums)[1]
+    values = nnz + _best_rice(np.abs(q) - nonzero, nnz, MAX_RICE, sums)[1]
     sparse = positions + values
-    chosen = torch.where(sparse < least, SPARSE, best)
+    chosen = np.where(sparse < least, SPARSE, best)
     # Rice streams run over the positions of an index section, which end at 32 bits.
-    if entropy == "deflate" or int(zigzag.sum()) + q.numel() >= MAX_NUMEL:
-        chosen.fill_(DEFLATE)
+    if entropy == "deflate" or int(zigzag.sum()) + q.size >= MAX_NUMEL:
+        chosen[:] = DEFLATE
     elif entropy == "auto" and repeats:
-        small = torch.minimum(sparse, least).tolist()
-        for i, part in enumerate(q.split(list(sizes.tolist()))):
-            if 8 * len(_deflate(part)) < small[i]:
+        small = np.minimum(sparse, least)
+        for i, segment in enumerate(filled):
+            part = q[starts[i] : starts[i] + sizes[segment]]
+            if 8 * len(_deflate(torch.from_numpy(part))) < small[i]:
                 chosen[i] = DEFLATE
-    chosen = torch.where(nnz == 0, ZERO, chosen)
-    at = torch.tensor(filled, device=q.device)
-    for i, method in zip(filled, torch.where(half[at] == 0, RAW, chosen).tolist(), strict=True):
-        methods[i] = method
-    return methods
+    chosen = np.where(nnz == 0, ZERO, chosen)
+    method[filled] = np.where(half[filled] == 0, RAW, chosen)
+    return method.tolist()
 
 
 def _best_rice(
-    values: Tensor, coded: Tensor, parameters: int, sums: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Parameter (the smallest one of equals) and bits of each segment's Rice code.
-
-    Args:
-        values: int64, >= 0.
-        coded: float64 [segments], values of each segment that are coded.
-        parameters: They are below it.
-        sums: Sums of each segment.
-    """
-    best = torch.zeros(len(coded), dtype=torch.int64, device=values.device)
+    values: IntArray, coded: FloatArray, parameters: int, sums: Callable[[IntArray], FloatArray]
+) -> tuple[IntArray, FloatArray]:
+    """Parameter (the smallest one of equals) and bits of each segment's Rice code, ``coded`` values each."""
+    best = np.zeros(len(coded), dtype=np.int64)
     least = sums(values) + coded
     for k in range(1, parameters):
         bits = sums(values >> k) + coded * (k + 1)
         better = bits < least
         # Bits are convex in the parameter: halving saves less each time, and always costs one per value.
-        if not bool(better.any()):
+        if not better.any():
             break
         best[better] = k
-        least = torch.minimum(bits, least)
+        least = np.minimum(bits, least)
     return best, least
 
 
 def _zigzag(q: Tensor) -> Tensor:
     """0, 1, -1, 2, -2, ... to 0, 1, 2, 3, 4, ..."""
-    return 2 * q.abs() - (q > 0).to(torch.int64)
+    return (-q << 1) ^ (-q >> 63)
 
 
 def _unzigzag(z: Tensor) -> Tensor:
-    half = (z + 1) >> 1
-    return torch.where((z & 1).to(torch.bool), half, -half)
+    return -((z >> 1) ^ -(z & 1))
 
 
 # -- streams ---
@@ -365,10 +372,10 @@ def _decode_rice(stream: Tensor, count: int, kernels: Backend) -> Tensor:
 def _encode_sparse(q: Tensor, kernels: Backend) -> Tensor:
     at = q.nonzero().view(-1)
     encoding, param, index = kernels.encode_indices(at, q.numel())
-    values = q[at]
-    signed = torch.where(values > 0, 2 * values - 2, -2 * values - 1)
     head = _SPARSE_HEAD.pack(encoding, param, len(at), index.numel(), 0)
-    return torch.cat([_bytes(head, q.device), index, *([_encode_rice(signed, kernels)] if len(at) else [])])
+    return torch.cat(
+        [_bytes(head, q.device), index, *([_encode_rice(_zigzag(q[at]) - 1, kernels)] if len(at) else [])]
+    )
 
 
 def _decode_sparse(stream: Tensor, count: int, kernels: Backend) -> Tensor:
@@ -381,8 +388,7 @@ def _decode_sparse(stream: Tensor, count: int, kernels: Backend) -> Tensor:
     at = kernels.decode_indices(encoding, param, index.clone(), nnz, count)
     out = torch.zeros(count, dtype=torch.int64, device=stream.device)
     if nnz:
-        signed = _decode_rice(stream[_SPARSE_HEAD.size + size :], nnz, kernels)
-        out[at] = torch.where((signed & 1).to(torch.bool), -((signed + 1) >> 1), (signed >> 1) + 1)
+        out[at] = _unzigzag(_decode_rice(stream[_SPARSE_HEAD.size + size :], nnz, kernels) + 1)
     elif stream.numel() != _SPARSE_HEAD.size + size:
         raise PayloadError("sparse stream has bytes too many")
     return out

@@ -113,14 +113,11 @@ def test_size_is_near_the_entropy_and_zeros_cost_nothing() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 1 << 16), min_size=1, max_size=30), min_size=1, max_size=5))
 def test_the_search_for_a_rice_parameter_finds_the_best_one(parts: list[list[int]]) -> None:
-    last = torch.tensor([len(part) for part in parts]).cumsum(0) - 1
-    counts = torch.tensor([float(len(part)) for part in parts], dtype=torch.float64)
-
-    def sums(values: Tensor) -> Tensor:
-        return values.cumsum(0)[last].diff(prepend=torch.zeros(1, dtype=torch.int64)).to(torch.float64)
-
-    values = torch.tensor([z for part in parts for z in part])
-    found, bits = _best_rice(values, counts, MAX_RICE + 1, sums)
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    counts = np.array([float(len(part)) for part in parts])
+    found, bits = _best_rice(
+        np.concatenate(parts), counts, MAX_RICE + 1, lambda values: np.add.reduceat(values, starts) * 1.0
+    )
     everything = [[sum((z >> k) + k + 1 for z in part) for k in range(MAX_RICE + 1)] for part in parts]
     assert found.tolist() == [int(np.argmin(costs)) for costs in everything]
     assert bits.tolist() == [min(costs) for costs in everything]
