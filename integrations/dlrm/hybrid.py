@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import DCTConfig, EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.embedding.des import ColumnShards, FieldShards, Traffic
+from dct_plugin.embedding.des import ColumnShards, FieldShards
 from dct_plugin.embedding.tables import ShardedTables, TableShard
 from dct_plugin.metrics import InterfaceCounter, Metrics
 
@@ -126,7 +126,8 @@ class Run:
         settings = model_settings(config, name)
         dct = config.get("dct")
         # Without a section nothing is compressed: a plain all-to-all of every vector.
-        channel = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct).embedding
+        parsed = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct)
+        channel, kernels = parsed.embedding, parsed.kernels
         self.metrics = Metrics(MetricsConfig(), rank=self.rank, world_size=self.world_size)
         self.step_ms: list[float] = []
 
@@ -141,6 +142,7 @@ class Run:
                     average_gradients=False,  # DeepSpeed does that
                     name=tables,
                     metrics=self.metrics,
+                    kernels=kernels,
                 )
 
         model, self.choices = build(
@@ -153,6 +155,7 @@ class Run:
             make_tables=make_tables,
             compression=settings.compression or 1.0,
             average_gradients=False,
+            metrics=self.metrics,
             **settings.widths,
         )
         self.reasons = [str(choice) for choice in self.choices]
@@ -260,17 +263,11 @@ class Run:
     def _unrecorded(self) -> Iterator[None]:
         """Bytes of an evaluation are not those of training."""
         modules = [m for m in self.model.modules() if getattr(m, "metrics", None) is self.metrics]
-        shards = [
-            (m, m.traffic) for m in self.model.modules() if isinstance(getattr(m, "traffic", None), Traffic)
-        ]
-        before = [(traffic, dict(vars(traffic))) for _, traffic in shards]
         for module in modules:
             module.metrics = None
         yield
         for module in modules:
             module.metrics = self.metrics
-        for traffic, values in before:
-            vars(traffic).update(values)
 
     def bytes_per_step(self) -> dict[str, dict[str, float]]:
         """``{class: {dense, sent}}`` bytes per optimizer step, all ranks together. A collective."""
@@ -283,12 +280,6 @@ class Run:
 
         for name, summary in self.metrics.summary().classes.items():
             add(name, summary.dense_bytes, summary.sent_bytes)
-        for module in self.model.modules():
-            traffic = getattr(module, "traffic", None)
-            if isinstance(traffic, Traffic):
-                add("des_forward", traffic.forward_bytes, traffic.forward_bytes)
-                add("des_backward", traffic.backward_bytes, traffic.backward_bytes)
-                add("embedding_ids", traffic.id_bytes, traffic.id_bytes)
         attached = self.engine.__dict__.get("dct")
         if attached is not None:
             for name, summary in attached.metrics.summary().classes.items():

@@ -19,6 +19,7 @@ from dct_plugin.embedding.des import (
     Part,
     choose,
 )
+from dct_plugin.metrics import Metrics
 
 from ..model import EmbeddingTables
 from .dcn import DCN
@@ -53,6 +54,7 @@ def build(
     group: dist.ProcessGroup | None = None,
     compression: float = 1.0,
     average_gradients: bool = True,
+    metrics: Metrics | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, list[Choice]]:
     """A model by name, and how each of its parts exchanges embeddings.
@@ -69,6 +71,7 @@ def build(
         group: Process group of the shards.
         compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
         average_gradients: Of the shards; see :class:`~dct_plugin.embedding.des.FieldShards`.
+        metrics: Of the shards.
         settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
 
     Raises:
@@ -96,7 +99,14 @@ def build(
             return LocalEmbeddings(made, len(cardinalities), dim)
         layout = next(part.layout for part in parts if part.tables == tables)
         shards = ColumnShards if layout == "columns" else FieldShards
-        return shards(cardinalities, dim, group=group, seed=table_seed, average_gradients=average_gradients)
+        return shards(
+            cardinalities,
+            dim,
+            group=group,
+            seed=table_seed,
+            average_gradients=average_gradients,
+            metrics=metrics,
+        )
 
     sources = [source("embedding", embedding_dim, seed)]
     if any(part.tables == "wide" for part in parts):
