@@ -465,7 +465,7 @@ def test_ranks_with_different_configurations_stop_at_start(job: Path) -> None:
 
 def test_the_launcher_imports_nothing_heavy() -> None:
     program = (
-        "import sys, dct_plugin.integrations.megatron.launch, dct_plugin.integrations.megatron.patch_launch\n"
+        "import sys, dct_plugin.integrations.megatron.launch, dct_plugin.integrations.megatron.patch.command\n"
         "heavy = {'torch', 'numpy', 'megatron', 'pydantic'} & sys.modules.keys()\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -11,15 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dct_plugin.integrations.megatron.patch_launch import (
-    BACKUP,
-    MODULE,
-    TRAINING,
-    LaunchError,
-    patch,
-    plan,
-    revert,
-)
+from dct_plugin.integrations.megatron.patch import MODULE, TRAINING, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch.files import BACKUP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
