@@ -24,7 +24,7 @@ from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
 from dct_plugin.integrations.dlrm.model import DLRM
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.codecs.error_bounded import Codes, decode_bounded, encode_bounded, quantise
+from dct_plugin.embedding.error_bounded import Codes, decode_bounded, encode_bounded, quantise
 from dct_plugin.kernels import get_backend
 
 try:

@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
 from dct_plugin.integrations.dlrm.model import DLRM
-from dct_plugin.integrations.dlrm.sharding import ShardedTables
 from links import HEADER_BYTES, Links, LinksError, Network, packets_sent
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -44,6 +43,7 @@ from rich.table import Table
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
+from dct_plugin.embedding.tables import ShardedTables
 from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes, interface_bytes
 
 EMBEDDINGS, MLPS = "embeddings", "mlps"  # interfaces

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import checkpoint
 from .codecs.message import MessageWriter
 from .codecs.payload import Payload, payload_bound
 from .codecs.values import ValueDtype
@@ -31,7 +32,7 @@ from .compressor import Compressor
 from .config import DataParallelConfig, DCTConfig, KernelConfig
 from .errors import PayloadError
 from .kernels import Backend, Stats, get_backend
-from .metrics import Metrics
+from .metrics import Metrics, Record
 from .schedules import SparsitySchedule
 
 #: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh the
@@ -60,7 +61,9 @@ class GradientReducer:
         metrics: Where bytes, density and times are recorded.
         device: Device of the gradients.
         kernels: Kernel settings.
-        transactional: Support :meth:`rollback`, for host frameworks that skip steps (fp16 loss scaling).
+        transactional: Take skipped steps back, for host frameworks under fp16 loss scaling.
+        step: Optimizer steps so far, for a reducer that is made while the training runs.
+        loss_scale: What the host multiplies into the gradients.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class GradientReducer:
         device: torch.device | str = "cpu",
         kernels: KernelConfig | None = None,
         transactional: bool = False,
+        step: int = 0,
+        loss_scale: float = 1.0,
     ) -> None:
         if isinstance(config, DCTConfig):
             kernels = kernels or config.kernels
@@ -83,9 +88,9 @@ class GradientReducer:
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
         self.schedule = SparsitySchedule(config.sparsity, config.warmup_steps, config.sparsity_warmup_steps)
-        self.step = 0
+        self.step = step
         """Optimizer steps so far."""
-        self.loss_scale = 1.0
+        self.loss_scale = loss_scale
         self.streams: dict[str, Compressor] = {}
         """One stream per parameter (what this rank sends) and, in two phases, per owned shard (what it sends
         back).
@@ -173,35 +178,34 @@ class GradientReducer:
 
     # -- steps ---
 
-    def advance(self) -> None:
-        """An optimizer step is complete: warm-up counts it, metrics close it."""
-        self.step += 1
-        if self.metrics is not None:
-            self.metrics.step(self.step)
+    def end_step(
+        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
+    ) -> None:
+        """An optimizer step is over; warm-up counts it, also a skipped one.
 
-    def set_loss_scale(self, loss_scale: float) -> None:
-        """Gradients come multiplied by ``loss_scale`` from now on: residuals and thresholds follow (exact for
-        powers of 2).
+        Args:
+            skipped: The optimizer did not use the gradients reduced since the last step: residuals and
+                thresholds are bitwise what they were then. Without ``transactional`` they stay as they
+                are: what was sent in the step is lost with it.
+            loss_scale: The coming gradients are multiplied by it; residuals and thresholds follow (exact for
+                powers of 2). None: as before.
+            reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
         """
-        if loss_scale != self.loss_scale:
+        if reduced_at is not None:
+            self.loss_scale = reduced_at
+        for stream in self.streams.values():
+            if skipped and self._transactional:
+                stream.rollback()
+            else:
+                stream.commit()
+        self._rescale(loss_scale)
+        self.step += 1
+
+    def _rescale(self, loss_scale: float | None) -> None:
+        if loss_scale is not None and loss_scale != self.loss_scale:
             for stream in self.streams.values():
                 stream.rescale(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
-
-    def commit(self) -> None:
-        """The optimizer used the gradients reduced since the last commit."""
-        for stream in self.streams.values():
-            stream.commit()
-
-    def rollback(self) -> None:
-        """The optimizer skipped the step: residuals and thresholds are bitwise what they were at the last
-        commit.
-
-        Raises:
-            RuntimeError: The reducer is not transactional.
-        """
-        for stream in self.streams.values():
-            stream.rollback()
 
     # -- state ---
 
@@ -210,13 +214,18 @@ class GradientReducer:
         streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
         return {"step": self.step, "loss_scale": self.loss_scale, "streams": streams}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
         """Restore :meth:`state_dict`; streams get their state when they are next used, unknown ones start
         afresh.
+
+        Args:
+            state: Of this rank.
+            loss_scale: That of the coming gradients; None: the saved one.
         """
-        self.step, self.loss_scale = state["step"], state["loss_scale"]
+        scale = state["loss_scale"] if loss_scale is None else loss_scale
+        self.step, self.loss_scale = state["step"], scale
         self.streams.clear()
-        self._loaded = dict(state["streams"])
+        self._loaded = dict(checkpoint.in_unit(state, scale / state["loss_scale"])["streams"])
 
     # -- sending ---
 
@@ -495,16 +504,18 @@ class _Tally:
         self._sent += round(sent)
         if self._metrics is not None:
             self._metrics.record(
-                cls,
-                dense_bytes=round(dense),
-                sent_bytes=round(sent),
-                numel=numel,
-                nnz=sum(part.nnz for part in stats),
-                target_density=density,
-                tau=tau,
-                refreshes=refreshes,
-                select_ms=sum(part.select_ns for part in stats) / 1e6,
-                encode_ms=sum(part.encode_ns for part in stats) / 1e6,
+                Record(
+                    cls,
+                    dense_bytes=round(dense),
+                    sent_bytes=round(sent),
+                    numel=numel,
+                    nnz=sum(part.nnz for part in stats),
+                    target_density=density,
+                    tau=tau,
+                    refreshes=refreshes,
+                    select_ms=sum(part.select_ns for part in stats) / 1e6,
+                    encode_ms=sum(part.encode_ns for part in stats) / 1e6,
+                )
             )
 
     def __enter__(self) -> _Tally:
@@ -516,16 +527,18 @@ class _Tally:
         """
         if self._metrics is not None and kind is None:
             self._metrics.record(
-                "gradient",
-                dense_bytes=0,
-                sent_bytes=self._exchange.sent_bytes - self._before - self._sent,
-                numel=0,
-                nnz=0,
-                target_density=1.0,
-                tau=0.0,
-                exchange_ms=self._milliseconds["exchange"],
-                decode_ms=self._milliseconds["decode"],
-                tensors=0,
+                Record(
+                    "gradient",
+                    dense_bytes=0,
+                    sent_bytes=self._exchange.sent_bytes - self._before - self._sent,
+                    numel=0,
+                    nnz=0,
+                    target_density=1.0,
+                    tau=0.0,
+                    exchange_ms=self._milliseconds["exchange"],
+                    decode_ms=self._milliseconds["decode"],
+                    tensors=0,
+                )
             )
 
 
@@ -621,8 +634,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     entries = [(state.name_of(p), view) for p, view in zip(parameters, views, strict=True)]
     reducer.all_reduce(entries, scale=1.0 / reducer.world_size)
     if bucket.is_last():
-        reducer.commit()
-        reducer.advance()
+        reducer.end_step()
+        state.metrics.step(reducer.step)
     devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)

@@ -33,6 +33,7 @@ __all__ = [
     "Event",
     "InterfaceCounter",
     "Metrics",
+    "Record",
     "Sink",
     "Summary",
     "format_bytes",
@@ -148,6 +149,37 @@ class Summary(ClassSummary):
     classes: dict[str, ClassSummary] = field(default_factory=dict)
 
 
+@dataclass
+class Record:
+    """One message, of one tensor or of ``tensors`` tensors.
+
+    Attributes:
+        cls: Tensor class.
+        dense_bytes: Bytes this rank would have sent without the plugin.
+        sent_bytes: Bytes it did send.
+        numel, nnz: Entries of the tensors, and how many of them were kept.
+        target_density: Wanted nnz / numel; 1 for what is sent dense.
+        tau: Threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
+        refreshes: Thresholds that were measured anew.
+        select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
+        tensors: Tensors in the message.
+    """
+
+    cls: str
+    dense_bytes: float = 0
+    sent_bytes: float = 0
+    numel: int = 0
+    nnz: int = 0
+    target_density: float = 1.0
+    tau: float = 0.0
+    refreshes: int = 0
+    select_ms: float = 0.0
+    encode_ms: float = 0.0
+    exchange_ms: float = 0.0
+    decode_ms: float = 0.0
+    tensors: int = 1
+
+
 class Metrics:
     """Accumulates records and reports them.
 
@@ -188,58 +220,31 @@ class Metrics:
         """Report to one more monitor, e.g. one that exists only after the engine does."""
         self._sinks.append(sink)
 
-    def record(
-        self,
-        cls: str,
-        *,
-        dense_bytes: float,
-        sent_bytes: float,
-        numel: int,
-        nnz: int,
-        target_density: float,
-        tau: float,
-        refreshes: int = 0,
-        select_ms: float = 0.0,
-        encode_ms: float = 0.0,
-        exchange_ms: float = 0.0,
-        decode_ms: float = 0.0,
-        tensors: int = 1,
-    ) -> None:
-        """Add one message (of one tensor, or of ``tensors`` tensors) to the current step.
-
-        Args:
-            cls: tensor class.
-            dense_bytes: bytes this rank would have sent without the plugin.
-            sent_bytes: bytes it did send.
-            numel, nnz: entries of the tensors, and how many of them were kept.
-            target_density: wanted nnz / numel; 1 for what is sent dense.
-            tau: threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
-            refreshes: thresholds that were recomputed.
-            select_ms, encode_ms, exchange_ms, decode_ms: milliseconds.
-        """
+    def record(self, record: Record) -> None:
+        """Add one message to the current step."""
         with self._lock:
-            sums = self._window.get(cls)
+            sums = self._window.get(record.cls)
             if sums is None:
-                sums = self._window[cls] = _Sums()
-            sums.dense_bytes += dense_bytes
-            sums.sent_bytes += sent_bytes
-            sums.numel += numel
-            sums.nnz += nnz
-            sums.target += target_density * numel
-            if target_density < 1:
+                sums = self._window[record.cls] = _Sums()
+            sums.dense_bytes += record.dense_bytes
+            sums.sent_bytes += record.sent_bytes
+            sums.numel += record.numel
+            sums.nnz += record.nnz
+            sums.target += record.target_density * record.numel
+            if record.target_density < 1:
                 sums.thin_open = 1
-                sums.tensors += tensors
-                sums.thin_numel += numel
-                sums.thin_nnz += nnz
-                sums.thin_target += target_density * numel
-            if 0 < tau < math.inf:
-                sums.tau += tau * numel
-                sums.tau_numel += numel
-            sums.refreshes += refreshes
-            sums.select_ms += select_ms
-            sums.encode_ms += encode_ms
-            sums.exchange_ms += exchange_ms
-            sums.decode_ms += decode_ms
+                sums.tensors += record.tensors
+                sums.thin_numel += record.numel
+                sums.thin_nnz += record.nnz
+                sums.thin_target += record.target_density * record.numel
+            if 0 < record.tau < math.inf:
+                sums.tau += record.tau * record.numel
+                sums.tau_numel += record.numel
+            sums.refreshes += record.refreshes
+            sums.select_ms += record.select_ms
+            sums.encode_ms += record.encode_ms
+            sums.exchange_ms += record.exchange_ms
+            sums.decode_ms += record.decode_ms
 
     def step(self, n: int) -> None:
         """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""

@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .codecs.index import IndexEncoding
 from .codecs.payload import HEADER_NBYTES, Header, header_bytes, parse_payload, payload_bound
-from .codecs.sparse import IndexEncoding
 from .codecs.values import ValueDtype
 from .collectives import Exchange
 from .config import ActivationConfig, KernelConfig, PipelineConfig
 from .errors import PayloadError
 from .kernels import Backend, Stats, get_backend
-from .metrics import Metrics
+from .metrics import Metrics, Record
 from .thresholds import Threshold
 
 _FLOATS = {torch.float32: ValueDtype.FP32, torch.bfloat16: ValueDtype.BF16, torch.float16: ValueDtype.FP16}
@@ -514,17 +514,19 @@ class MaskedCollectives:
         # A tensor that goes to all ranks is encoded once and counted once per receiver.
         copies = len(others) / len(stats) if stats else 1
         self.metrics.record(
-            cls,
-            dense_bytes=sum(part.numel() * part.element_size() for part in others),
-            sent_bytes=sent,
-            numel=sum(part.numel() for part in others),
-            nnz=round(copies * sum(part.nnz for part in stats)),
-            target_density=stream.density,
-            tau=tau,
-            refreshes=stream.new_refreshes(),
-            select_ms=sum(part.select_ns for part in stats) / 1e6,
-            encode_ms=sum(part.encode_ns for part in stats) / 1e6,
-            exchange_ms=1e3 * (time.perf_counter() - began),
+            Record(
+                cls,
+                dense_bytes=sum(part.numel() * part.element_size() for part in others),
+                sent_bytes=sent,
+                numel=sum(part.numel() for part in others),
+                nnz=round(copies * sum(part.nnz for part in stats)),
+                target_density=stream.density,
+                tau=tau,
+                refreshes=stream.new_refreshes(),
+                select_ms=sum(part.select_ns for part in stats) / 1e6,
+                encode_ms=sum(part.encode_ns for part in stats) / 1e6,
+                exchange_ms=1e3 * (time.perf_counter() - began),
+            )
         )
 
 

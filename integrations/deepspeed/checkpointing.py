@@ -110,6 +110,6 @@ class CheckpointHooks:
                     if not having
                     else f"{missing} of {missing + having} ranks cannot read their dct_rank_*.pt files",
                 )
-            reducer.load_state_dict(_NOTHING)
-        else:
-            reducer.load_state_dict(state)
+            state = _NOTHING
+        scaled = bool(self.engine.fp16_enabled())
+        reducer.load_state_dict(state, loss_scale=float(self.engine.optimizer.loss_scale) if scaled else None)

@@ -34,20 +34,20 @@ class StepLink:
         self.reductions = 0
 
     def before_reduction(self) -> None:
-        """Gradients that come now are multiplied by the optimizer's current loss scale."""
+        """Gradients come now."""
         self.reductions += 1
-        if self.may_roll_back:
-            self.reducer.set_loss_scale(float(self.optimizer.loss_scale))
 
     def after_step(self) -> None:
         """The optimizer stepped, or skipped the step."""
-        if self.reductions == 0 and self.reducer.step == 0 and self.reducer.rank == 0:
+        reducer = self.reducer
+        if self.reductions == 0 and reducer.step == 0 and reducer.rank == 0:
             logger.warning(
                 "dct: an optimizer step was made without passing gradients to dct; is the all-reduce of "
                 "gradients switched off, or done by the script itself?"
             )
-        if self.may_roll_back and getattr(self.optimizer, "overflow", False):
-            self.reducer.rollback()
-        else:
-            self.reducer.commit()
-        self.reducer.advance()
+        reducer.end_step(
+            skipped=self.may_roll_back and bool(getattr(self.optimizer, "overflow", False)),
+            loss_scale=float(self.optimizer.loss_scale) if self.may_roll_back else None,
+        )
+        if reducer.metrics is not None:
+            reducer.metrics.step(reducer.step)

@@ -17,7 +17,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
 
-from .sharding import TableShard
+from dct_plugin.embedding.tables import TableShard
 
 __all__ = ["Experts"]
 
@@ -28,7 +28,7 @@ _MARK = "deepspeed_moe.experts.deepspeed_experts.0."
 class Experts(MoE):
     """A model with sharded parts, for ``deepspeed.initialize``.
 
-    Parameters of :class:`~dct_plugin.integrations.dlrm.sharding.TableShard` modules, and all that are already
+    Parameters of :class:`~dct_plugin.embedding.tables.TableShard` modules, and all that are already
     marked ``allreduce = False``, become expert parameters. Of ``MoE`` nothing but the name is used.
     """
 

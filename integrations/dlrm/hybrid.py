@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import DCTConfig, EmbeddingChannelConfig, MetricsConfig
+from dct_plugin.embedding.des import ColumnShards, FieldShards, Traffic
+from dct_plugin.embedding.tables import ShardedTables, TableShard
 from dct_plugin.metrics import InterfaceCounter, Metrics
 
 from .data import ClickDataset, Rows, epoch_batches, load
-from .des import ColumnShards, FieldShards, Traffic
 from .experts import Experts
 from .models import build
 from .optimizers import HybridOptimizer, hybrid_groups
 from .settings import MODEL_SECTION, model_settings
-from .sharding import ShardedTables, TableShard
 from .train import reporter, tensors_of
 
 __all__ = ["main"]

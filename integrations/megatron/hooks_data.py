@@ -31,8 +31,8 @@ from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.errors import DCTError
 
+from ..host.post_import import when_imported
 from .hooks import Hook, Session
-from .post_import import when_imported
 
 _NAME = "_dct_name"
 #: Wrappers of fully sharded models, by module.
@@ -96,17 +96,12 @@ class DataParallelHook(Hook):
     # -- iterations -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
+        used, coming = self._scale or (None, None)
         for name, reducer in self.reducers.items():
-            if self._scale is not None and name in self._unscaled:
+            late = used if name in self._unscaled else None
+            reducer.end_step(skipped=self._overflow, loss_scale=coming, reduced_at=late)
+            if used is not None:
                 self._unscaled.discard(name)
-                reducer.loss_scale = self._scale[0]
-            if self._overflow:
-                reducer.rollback()
-            else:
-                reducer.commit()
-            if self._scale is not None:
-                reducer.set_loss_scale(self._scale[1])
-            reducer.step += 1
         self._overflow = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,13 +241,13 @@ class DataParallelHook(Hook):
             metrics=self.session.metrics,
             device=device,
             transactional=self._transactional,
+            step=self.session.step,
         )
         if (saved := self._loaded.pop(name, None)) is not None:
             ratio = self._units[name] / saved["unit"]
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], ratio))
         else:
             self._unscaled.add(name)
-        reducer.step = self.session.step
         self._names[ranks] = name
         return name
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dct_plugin.errors import DCTError
 from dct_plugin.kernels import Stats
+from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
 
 from .hooks import Hook, Session
@@ -244,16 +245,18 @@ class PipelineHook(Hook):
         self, cls: str, stream: ActivationStream, tensor: Tensor, message: Tensor, stats: Stats
     ) -> None:
         self.session.metrics.record(
-            cls if self.session.training else f"{cls}_evaluation",
-            dense_bytes=tensor.numel() * tensor.element_size(),
-            sent_bytes=message.numel(),
-            numel=tensor.numel(),
-            nnz=stats.nnz,
-            target_density=stream.density,
-            tau=stream.threshold.tau if cls == "pipeline" else 0.0,
-            refreshes=stream.new_refreshes(),
-            select_ms=stats.select_ns / 1e6,
-            encode_ms=stats.encode_ns / 1e6,
+            Record(
+                cls if self.session.training else f"{cls}_evaluation",
+                dense_bytes=tensor.numel() * tensor.element_size(),
+                sent_bytes=message.numel(),
+                numel=tensor.numel(),
+                nnz=stats.nnz,
+                target_density=stream.density,
+                tau=stream.threshold.tau if cls == "pipeline" else 0.0,
+                refreshes=stream.new_refreshes(),
+                select_ms=stats.select_ns / 1e6,
+                encode_ms=stats.encode_ns / 1e6,
+            )
         )
 
     def _record_decoding(self, began: float) -> None:
@@ -265,16 +268,18 @@ class PipelineHook(Hook):
     def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
         if self.session.training:
             self.session.metrics.record(
-                "pipeline",
-                dense_bytes=0,
-                sent_bytes=0,
-                numel=0,
-                nnz=0,
-                target_density=1.0,
-                tau=0.0,
-                tensors=0,
-                exchange_ms=exchange_ms,
-                decode_ms=decode_ms,
+                Record(
+                    "pipeline",
+                    dense_bytes=0,
+                    sent_bytes=0,
+                    numel=0,
+                    nnz=0,
+                    target_density=1.0,
+                    tau=0.0,
+                    tensors=0,
+                    exchange_ms=exchange_ms,
+                    decode_ms=decode_ms,
+                )
             )
 
 

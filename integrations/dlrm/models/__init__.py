@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+from dct_plugin.embedding.des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+
 from ..model import EmbeddingTables
 from .dcn import DCN
 from .deepfm import DeepFM
@@ -59,7 +60,7 @@ def build(
         make_tables: Gives the embeddings of the local samples, from local tables or through an all-to-all.
         group: Process group of the shards.
         compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
-        average_gradients: Of the shards; see :class:`~dct_plugin.integrations.dlrm.des.FieldShards`.
+        average_gradients: Of the shards; see :class:`~dct_plugin.embedding.des.FieldShards`.
         settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
 
     Raises:

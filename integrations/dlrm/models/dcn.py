@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings, Part
+from dct_plugin.embedding.des import Embeddings, Part
+
 from .parts import CrossNetwork, FirstLayer, evaluate
 from .wide_deep import rest_of_mlp
 
@@ -44,7 +45,7 @@ class DCN(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = (256, 128), depth: int = 6) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         parts = [Part("cross network", depth + 1, "embedding", num_fields, dim)]
         if hidden:
             parts.append(Part("deep first layer", hidden[0], "embedding", num_fields, dim))

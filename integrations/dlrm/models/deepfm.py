@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings, Part
+from dct_plugin.embedding.des import Embeddings, Part
+
 from .parts import FM, FirstLayer, Wide, evaluate
 from .wide_deep import rest_of_mlp
 
@@ -41,7 +42,7 @@ class DeepFM(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         return [
             Part("wide", 1, "wide", num_fields, 1),
             Part("FM", dim + 1, "embedding", num_fields, dim),

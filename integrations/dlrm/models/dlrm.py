@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings, FieldShards, Part
+from dct_plugin.embedding.des import Embeddings, FieldShards, Part
+
 from ..model import _mlp
 from .parts import DotLayer, evaluate
 from .wide_deep import rest_of_mlp
@@ -48,7 +49,7 @@ class DLRM(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, top: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         width = min(num_fields * (num_fields + 1) // 2, top[0])
         return [Part("dot interaction", width, "embedding", num_fields, dim, shipped=dim, layout="columns")]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings, Part
+from dct_plugin.embedding.des import Embeddings, Part
+
 from .parts import FirstLayer, Wide, evaluate
 
 __all__ = ["WideDeep"]
@@ -43,7 +44,7 @@ class WideDeep(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.integrations.dlrm.des.choose`."""
+        """For :func:`~dct_plugin.embedding.des.choose`."""
         return [
             Part("wide", 1, "wide", num_fields, 1),
             Part("deep first layer", hidden[0], "embedding", num_fields, dim),

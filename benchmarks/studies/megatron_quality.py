@@ -1,0 +1,280 @@
+"""Validation loss and bytes of a character-level GPT in megatron-core, with and without thresholds.
+
+Two ranks on the CPU (gloo): two pipeline stages, dense and at several sparsities, and two data-parallel
+ranks, dense and at 0.99. Run as root, the ranks live in two network namespaces joined by one link, and the
+bytes are what that link's interface counters saw, in each direction; else bytes are not reported.
+
+    python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --output table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from dct_plugin.integrations.dlrm.quality import paired
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.megatron_gpt import Job, train
+
+from dct_plugin.metrics import InterfaceCounter
+
+OFF = {"enabled": False}
+NAMESPACES = ("dct-quality-0", "dct-quality-1")
+DEVICE = "dct0"
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | None, dict[str, int]]]:
+    """Name -> (``dct`` section, changes of the topology)."""
+    result: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {"PP 2, dense": (None, {"pp": 2})}
+    pipelines = {f"{sparsity:g}": {"sparsity": sparsity} for sparsity in arguments.pipeline}
+    for sparsity in arguments.pipeline_int8:
+        int8 = {"value_dtype": "int8", "gradient_value_dtype": "int8"}
+        pipelines[f"{sparsity:g}, int8 values"] = {"sparsity": sparsity, **int8}
+    for text, options in pipelines.items():
+        pipeline = {**options, "warmup_steps": arguments.warmup}
+        dct = {"data_parallel": OFF, "model_parallel": {"pipeline": pipeline}}
+        result[f"PP 2, sparsity {text}"] = (dct, {"pp": 2})
+    result["DP 2, dense"] = (None, {"pp": 1})
+    for sparsity in arguments.data:
+        dct = {"data_parallel": {"sparsity": sparsity, "warmup_steps": arguments.warmup}}
+        result[f"DP 2, sparsity {sparsity:g}"] = (dct, {"pp": 1})
+    for sparsity in arguments.data_ramp:
+        tenth = arguments.steps // 10
+        ramp = {"warmup_steps": tenth, "sparsity_warmup_steps": tenth}
+        dct = {"data_parallel": {"sparsity": sparsity, **ramp}}
+        result[f"DP 2, sparsity {sparsity:g}, 10 % dense + 10 % ramp"] = (dct, {"pp": 1})
+    return result
+
+
+def read_text(path: str | None) -> str:
+    """The text, or a generated one: words of a small made-up language in random sentences."""
+    if path is not None:
+        data = Path(path).read_bytes()
+        return (gzip.decompress(data) if path.endswith(".gz") else data).decode()
+    generator = torch.Generator().manual_seed(0)
+    syllables = ["ka", "lo", "mi", "ter", "sun", "ve", "ra", "do", "pli", "an"]
+
+    def pick(count: int) -> int:
+        return int(torch.randint(0, count, (), generator=generator))
+
+    words = ["".join(syllables[pick(10)] for _ in range(1 + pick(3))) for _ in range(200)]
+    return "".join(words[min(pick(200), pick(200))] + (". " if pick(9) == 0 else " ") for _ in range(60_000))
+
+
+class Text:
+    """Batches of character windows; the last tenth of the text is held out."""
+
+    def __init__(self, text: str) -> None:
+        alphabet = sorted(set(text))
+        index = {character: number for number, character in enumerate(alphabet)}
+        tokens = torch.tensor([index[character] for character in text])
+        self.vocab = len(alphabet)
+        cut = len(tokens) * 9 // 10
+        self._parts = {"train": tokens[:cut], "held out": tokens[cut:]}
+
+    def batches(self, part: str, job: Job, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        tokens = self._parts[part]
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            starts = torch.randint(0, len(tokens) - job.seq - 1, (job.micro_batch, 1), generator=generator)
+            window = tokens[starts + torch.arange(job.seq + 1)]
+            yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank of one run, its result to a file."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(ADDRESSES[0] if arguments.link else "127.0.0.1", arguments.port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    text = Text(read_text(arguments.text))
+    base = Job(
+        layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq,
+        micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches,
+        steps=arguments.steps, vocab=text.vocab, lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
+    )  # fmt: skip
+    (seed,) = arguments.seeds
+    name, (dct, topology) = arguments.only, settings(arguments)[arguments.only]
+    job = replace(base, seed=seed, dct=dct, **topology)
+    counter = InterfaceCounter([DEVICE] if arguments.link else None)
+    at: list[tuple[int, int]] = []
+
+    def count(step: int) -> None:
+        if step == arguments.warmup:  # the step before those that are counted
+            counter.start()
+        if step == job.steps - 1:
+            counter.stop()
+            at.append((counter.tx, counter.rx))
+
+    outcome = train(
+        job,
+        batches=lambda job, place: text.batches("train", job, 1000 * seed + place),
+        held_out=lambda job, place: text.batches("held out", job, 7 + place),
+        on_step=count,
+    )
+    steps = max(1, job.steps - 1 - arguments.warmup)
+    sent, received = at[0] if at else (0, 0)
+    row = {"name": name, "seed": seed, "sent": sent / steps, "received": received / steps}
+    row["held_out"] = statistics.fmean(outcome.evaluations) if outcome.evaluations else None
+    row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
+    row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
+    Path(f"{arguments.worker}.{rank}").write_text(json.dumps(row))
+    if rank == 1:
+        print(f"{name}, seed {seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(name: str, seed: int, measured: bool) -> list[dict[str, Any]]:
+    """Both ranks of one run; returns what each of them found."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder) / "rank")
+        try:
+            for rank in range(2):
+                command = [sys.executable, *sys.argv, "--worker", place, "--only", name, "--seeds", str(seed)]
+                command += ["--link"] if measured else []
+                if measured:
+                    command = ["ip", "netns", "exec", NAMESPACES[rank], *command]
+                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+                environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
+                ranks.append(subprocess.Popen(command, env=environment))
+            codes = [process.wait() for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        # After its result a rank only takes down its connections, and gloo may abort in that.
+        if not all(Path(f"{place}.{rank}").exists() for rank in range(2)):
+            raise SystemExit(f"{name}, seed {seed}: a rank failed: exit codes {codes}")
+        return [json.loads(Path(f"{place}.{rank}").read_text()) for rank in range(2)]
+
+
+def make_link() -> bool:
+    """Two namespaces and a link between them; False without the rights to make them."""
+    if os.geteuid() != 0:
+        return False
+    commands = [
+        f"ip netns add {NAMESPACES[0]}",
+        f"ip netns add {NAMESPACES[1]}",
+        f"ip -n {NAMESPACES[0]} link add {DEVICE} type veth peer name {DEVICE} netns {NAMESPACES[1]}",
+    ]
+    for name, address in zip(NAMESPACES, ADDRESSES, strict=True):
+        commands += [f"ip -n {name} addr add {address}/24 dev {DEVICE}"]
+        commands += [f"ip -n {name} link set {device} up" for device in ("lo", DEVICE)]
+    for command in commands:
+        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"{command}: {done.stderr.strip()}; bytes are not measured", file=sys.stderr)
+            remove_link()
+            return False
+    return True
+
+
+def remove_link() -> None:
+    """Delete the namespaces of :func:`make_link`."""
+    for name in NAMESPACES:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def table(arguments: argparse.Namespace, rows: list[list[dict[str, Any]]], measured: bool) -> str:
+    """Markdown: one line per setting, means over the seeds."""
+    first, last = rows
+    names = list(dict.fromkeys(row["name"] for row in first))
+
+    def of(name: str, part: list[dict[str, Any]], key: str) -> list[float]:
+        return [row[key] for row in part if row["name"] == name and row[key] is not None]
+
+    lines = [
+        f"Held-out loss (nats per character) of {arguments.layers} layers, hidden {arguments.hidden}, after "
+        f"{arguments.steps} steps of {arguments.micro_batches} micro-batches of {arguments.micro_batch} x "
+        f"{arguments.seq}; {len(arguments.seeds)} seed(s). Differences are paired by seed, with "
+        "the 95 % interval.",
+        "",
+        "| setting | held-out loss | - dense | forward kB/step | fewer | backward kB/step | fewer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        dense = f"{name.split(',')[0]}, dense"
+        losses, base = of(name, last, "held_out"), of(dense, last, "held_out")
+        difference = paired([mine - plain for mine, plain in zip(losses, base, strict=True)])
+        cells = [name, f"{statistics.fmean(losses):.4f}", "" if name == dense else str(difference)]
+        for key in ("sent", "received"):
+            count, plain = statistics.fmean(of(name, first, key)), statistics.fmean(of(dense, first, key))
+            cells += [f"{count / 1e3:.1f}", f"{plain / count:.1f}x"] if measured and count else ["-", "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    source = (
+        "interface counters of the link" if measured else "not measured (needs root for a link of its own)"
+    )
+    lines += [
+        "",
+        f"Bytes: {source}, all protocol headers included, warm-up steps excluded. Forward is what rank 0",
+    ]
+    lines += ["sends, backward what it receives; with DP the two directions of the gradient exchange."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", help="text file, plain or .gz; generated text without it")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--warmup", type=int, default=0, help="dense steps at the start")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--pipeline", type=float, nargs="*", default=[0.5, 0.75, 0.9], metavar="SPARSITY")
+    parser.add_argument("--pipeline-int8", type=float, nargs="*", default=[0.9], metavar="SPARSITY")
+    parser.add_argument("--data-ramp", type=float, nargs="*", default=[0.99], metavar="SPARSITY")
+    parser.add_argument("--data", type=float, nargs="*", default=[0.9, 0.99], metavar="SPARSITY")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--output", help="markdown file; standard output without it")
+    parser.add_argument("--port", type=int, default=29731)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
+    measured = make_link()
+    rows: list[list[dict[str, Any]]] = [[], []]
+    try:
+        # A process for each run: gloo's connections of one would burden the next.
+        for seed in arguments.seeds:
+            for name in settings(arguments):
+                for rank, row in enumerate(run(name, seed, measured)):
+                    rows[rank].append(row)
+    finally:
+        if measured:
+            remove_link()
+    text = table(arguments, rows, measured)
+    if arguments.output:
+        Path(arguments.output).write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,497 @@
+"""DES: small partial results are aggregated, instead of moving embeddings.
+
+Source: Rong et al., SIGIR 2020, arXiv:1909.04823.
+
+An operator over the embeddings of all fields is replaced by sub-operators that run where the shards are;
+their partial results are summed over the ranks. Forward, the partial results of the global batch are
+reduce-scattered to the ranks whose samples they belong to; backward, the gradients of the results are
+all-gathered, and every rank goes on from them by itself. That is exact, and worth it when the partial results
+are fewer than the numbers that an all-to-all of embeddings would move: see :func:`choose`.
+
+Where a model's embeddings come from is an :class:`Embeddings` module: :class:`AtHome` (all fields of the
+local batch, from local tables or through an all-to-all), :class:`FieldShards` (the fields of this rank's
+tables for the global batch) or :class:`ColumnShards` (some columns of all fields for the global batch). The
+operators of :mod:`.models.parts` are written once and run on any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .tables import Table, place_tables
+
+__all__ = [
+    "AtHome",
+    "Choice",
+    "ColumnShards",
+    "Embeddings",
+    "FieldShards",
+    "Part",
+    "Traffic",
+    "choose",
+]
+
+Strategy = Literal["all_to_all", "des"]
+
+
+# -- which strategy ---
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model, as the choice of its exchange sees it.
+
+    ``width`` is K, the floats of one sample's partial result; None where no substitution exists. ``tables``
+    names the embedding tables it reads, ``num_tables`` of them, ``dim`` floats wide. ``shipped`` floats per
+    sample go from the sample's rank to the shards beforehand. Parts that read the same tables are decided
+    together: once the embeddings of a table set are at hand, every part of it is free.
+    """
+
+    name: str
+    width: int | None
+    tables: str
+    num_tables: int
+    dim: int
+    shipped: int = 0
+    layout: Literal["fields", "columns"] = "fields"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a part's embeddings are exchanged, and why. Floats are per rank, global sample and direction."""
+
+    part: str
+    tables: str
+    strategy: Strategy
+    ratio: float | None
+    """N*K / (T*m) of the part by itself; below 1 DES moves less. None where no substitution exists."""
+    all_to_all_floats: float
+    des_floats: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.part}: {'DES' if self.strategy == 'des' else 'all-to-all'} ({self.reason})"
+
+
+def choose(
+    parts: Sequence[Part],
+    *,
+    world_size: int,
+    compression: float = 1.0,
+    force: Strategy | None = None,
+) -> list[Choice]:
+    """Pick all-to-all or DES for every part by the floats a rank sends per global sample and direction.
+
+    Of T tables of width m on N ranks, an all-to-all sends (N-1)/N * T*m/N, DES (N-1)/N * K: the ratio is
+    N*K / (T*m). With column shards the vectors that are shipped to them count too.
+
+    Args:
+        parts: Of one model.
+        world_size: N.
+        compression: How many times smaller a compressed channel makes the all-to-all.
+        force: Take this strategy wherever it exists.
+    """
+    if compression <= 0:
+        raise ValueError(f"compression={compression}: must be positive")
+    share = (world_size - 1) / world_size
+    choices = []
+    for part in parts:
+        group = [other for other in parts if other.tables == part.tables]
+        dense = part.num_tables * part.dim / world_size / compression
+        each = [_substituted(other, world_size) for other in group]
+        ratio = None if part.width is None else _substituted(part, world_size) / dense
+        strategy: Strategy
+        if world_size == 1:
+            strategy, reason = "all_to_all", "one rank: nothing is exchanged"
+        elif math.inf in each:
+            without = [other.name for other in group if other.width is None]
+            who = "it has" if without == [part.name] else f"{' and '.join(without)} on the same tables has"
+            strategy, reason = "all_to_all", f"{who} no equivalent substitution"
+        elif len({other.layout for other in group}) > 1:
+            strategy, reason = "all_to_all", "the parts of these tables need different shards"
+        else:
+            total = sum(each)
+            strategy = "des" if total < dense else "all_to_all"
+            if force is not None:
+                strategy = force
+            formula = _formula(part, group, world_size, compression, total / dense)
+            chosen = "as asked" if force is not None else f"{'<' if total < dense else '>='} 1"
+            reason = f"{formula} = {total / dense:.3g}, {chosen}"
+        finite = [value for value in each if value != math.inf]
+        des = share * sum(finite) if len(finite) == len(each) else None
+        choices.append(Choice(part.name, part.tables, strategy, ratio, share * dense, des, reason))
+    return choices
+
+
+def _substituted(part: Part, world_size: int) -> float:
+    return math.inf if part.width is None else part.width + part.shipped / world_size
+
+
+def _formula(part: Part, group: Sequence[Part], world_size: int, compression: float, ratio: float) -> str:
+    widths = "+".join(str(other.width) for other in group)
+    if len(group) > 1:
+        widths = f"({widths})"
+    shipped = f" + {part.shipped}" if part.shipped else ""
+    smaller = f"/{compression:g}" if compression != 1 else ""
+    ours = f"{world_size}*{widths}{shipped}"
+    theirs = f"{part.num_tables}*{part.dim}{smaller}"
+    return f"(N*K{shipped})/(T*m{smaller}) = ({ours})/({theirs})"
+
+
+# -- communication ---
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank sent to other ranks, and the collectives that took."""
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    id_bytes: int = 0
+    collectives: int = 0
+
+    def clear(self) -> None:
+        self.forward_bytes = self.backward_bytes = self.id_bytes = self.collectives = 0
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A process group and the count of what goes over it."""
+
+    group: Any
+    rank: int
+    world_size: int
+    traffic: Traffic
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """[N, ...], block r for rank r -> [N, ...], block r from rank r."""
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        return received
+
+    def sent(self, tensor: Tensor) -> int:
+        """Bytes of an all-to-all of ``tensor`` that leave this rank."""
+        self.traffic.collectives += 1
+        return tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[b, ...] -> [N*b, ...] in rank order."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        self.traffic.collectives += 1
+        return torch.cat(parts)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Partial results [N*b, K] -> their sums for this rank's samples [b, K]; backward an all-gather.
+
+    Summed in rank order by the receiver: gloo has no reduce-scatter on all versions, and the bytes are the
+        same.
+    """
+
+    @staticmethod
+    def forward(context: Any, partial: Tensor, link: _Link) -> Tensor:
+        context.link = link
+        link.traffic.forward_bytes += link.sent(partial)
+        blocks = partial.reshape(link.world_size, -1, *partial.shape[1:])
+        return link.all_to_all(blocks).sum(0)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        link = context.link
+        link.traffic.backward_bytes += gradient.numel() * gradient.element_size() * (link.world_size - 1)
+        return link.gather(gradient), None
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum over the ranks of a few numbers that do not depend on the samples; so is the gradient's."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, link: _Link) -> Tensor:
+        context.link = link
+        link.traffic.forward_bytes += tensor.numel() * tensor.element_size() * (link.world_size - 1)
+        return link.gather(tensor.unsqueeze(0)).sum(0)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        link = context.link
+        link.traffic.backward_bytes += gradient.numel() * gradient.element_size() * (link.world_size - 1)
+        return link.gather(gradient.unsqueeze(0)).sum(0), None
+
+
+class _ToColumns(torch.autograd.Function):
+    """Vectors of the local samples [b, m] -> this rank's columns of all samples [N*b, widths[rank]]."""
+
+    @staticmethod
+    def forward(context: Any, vectors: Tensor, widths: Sequence[int], link: _Link) -> Tensor:
+        context.widths, context.link = widths, link
+        blocks = [block.contiguous() for block in vectors.split(list(widths), dim=1)]
+        received = [vectors.new_empty(len(vectors), widths[link.rank]) for _ in range(link.world_size)]
+        link.traffic.forward_bytes += _unequal_all_to_all(received, blocks, link)
+        return torch.cat(received)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        link = context.link
+        blocks = list(gradient.contiguous().chunk(link.world_size))
+        received = [gradient.new_empty(len(blocks[0]), width) for width in context.widths]
+        link.traffic.backward_bytes += _unequal_all_to_all(received, blocks, link)
+        return torch.cat(received, dim=1), None, None
+
+
+def _unequal_all_to_all(received: list[Tensor], blocks: list[Tensor], link: _Link) -> int:
+    """Fill ``received`` (allocated) from the ranks; returns the bytes that left this one."""
+    output = torch.empty(
+        sum(block.numel() for block in received), dtype=blocks[0].dtype, device=blocks[0].device
+    )
+    dist.all_to_all_single(
+        output,
+        torch.cat([block.reshape(-1) for block in blocks]),
+        [block.numel() for block in received],
+        [block.numel() for block in blocks],
+        group=link.group,
+    )
+    for block, part in zip(received, output.split([block.numel() for block in received]), strict=True):
+        block.copy_(part.view_as(block))
+    link.traffic.collectives += 1
+    return sum(b.numel() * b.element_size() for rank, b in enumerate(blocks) if rank != link.rank)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The same tensor, with its gradient multiplied by ``factor``."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, factor: float) -> Tensor:
+        context.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * context.factor, None
+
+
+# -- where embeddings come from ---
+
+
+class Embeddings(nn.Module):
+    """Gives embeddings, and says of which fields, columns and samples; base class.
+
+    Attributes:
+        fields: Numbers of the fields that come out, in their order.
+        num_fields, dim: Of the tables as a whole.
+        columns: ``(start, stop)`` of the columns that come out.
+    """
+
+    fields: Sequence[int]
+    num_fields: int
+    dim: int
+    columns: tuple[int, int]
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        """int [b, F] of the local samples -> [B, fields, columns]; B is b, or N*b in rank order."""
+        raise NotImplementedError
+
+    def aggregate(self, partial: Tensor) -> Tensor:
+        """Partial results [B, K] -> results of the local samples [b, K]."""
+        raise NotImplementedError
+
+    def total(self, scalars: Tensor) -> Tensor:
+        """Sum over the shards of numbers [K] that are the same for all samples."""
+        raise NotImplementedError
+
+    def own(self, weight: nn.Parameter) -> Tensor:
+        """A weight for its use: see :meth:`adopt`."""
+        raise NotImplementedError
+
+    def adopt(self, weight: nn.Parameter) -> nn.Parameter:
+        """Declare that a weight belongs to the fields that come out here: no other rank has a shard's."""
+        raise NotImplementedError
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        """Vectors [b, dim] of the local samples -> columns that come out here, of all samples [B,
+        columns].
+        """
+        raise NotImplementedError
+
+
+class AtHome(Embeddings):
+    """All fields of the local samples: the tables are here, or fetch what they need.
+
+    Args:
+        tables: Module int [b, F] -> [b, F, dim].
+    """
+
+    def __init__(self, tables: nn.Module, num_fields: int, dim: int) -> None:
+        super().__init__()
+        self.tables = tables
+        self.fields = range(num_fields)
+        self.num_fields, self.dim, self.columns = num_fields, dim, (0, dim)
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        return self.tables(categorical)
+
+    def aggregate(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def total(self, scalars: Tensor) -> Tensor:
+        return scalars
+
+    def own(self, weight: nn.Parameter) -> Tensor:
+        return weight
+
+    def adopt(self, weight: nn.Parameter) -> nn.Parameter:
+        return weight
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        return vectors
+
+
+class _Shards(Embeddings):
+    """What both kinds of shards have in common.
+
+    The loss is taken to be the mean over all samples, of which every rank computes its local mean. Weights
+    that only this rank has see the gradients of all samples, so theirs is divided by the number of ranks
+    here, as the host framework's average does for the replicated ones. All ranks pass batches of the same
+    size.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, average_gradients: bool) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+        self._link = _Link(group, dist.get_rank(group), dist.get_world_size(group), self.traffic)
+        self._scale = 1 / self._link.world_size if average_gradients else 1.0
+
+    def aggregate(self, partial: Tensor) -> Tensor:
+        return _ReduceScatter.apply(partial, self._link)
+
+    def total(self, scalars: Tensor) -> Tensor:
+        return _AllReduce.apply(scalars, self._link)
+
+    def own(self, weight: nn.Parameter) -> Tensor:
+        return _ScaleGradient.apply(weight, self._scale)
+
+    def adopt(self, weight: nn.Parameter) -> nn.Parameter:
+        # As DeepSpeed marks the weights of an expert: its gradient is not for the data-parallel average.
+        weight.allreduce = False  # type: ignore[attr-defined]
+        return weight
+
+    def _look_up(self, categorical: Tensor, first_rows: Tensor, weight: nn.Parameter) -> Tensor:
+        found = nn.functional.embedding(categorical + first_rows, weight)
+        # Scaled here and not in own(): the looked-up rows are fewer than the table's.
+        return _ScaleGradient.apply(found, self._scale)
+
+
+class FieldShards(_Shards):
+    """Whole tables, spread over the ranks; gives the embeddings of this rank's fields for the global batch.
+
+    Args:
+        cardinalities: Rows of each field's table.
+        dim: Embedding width.
+        group: Process group, None for the default one.
+        placement: Fields of each rank, ascending; balanced by default. A rank may have none.
+        seed: Of the initial rows, which are those of ``EmbeddingTables`` made under that seed.
+        average_gradients: Divide the gradients of what only this rank has by the number of ranks; False where
+            the host framework does that.
+    """
+
+    def __init__(
+        self,
+        cardinalities: Sequence[int],
+        dim: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        placement: Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
+        average_gradients: bool = True,
+    ) -> None:
+        super().__init__(group, average_gradients)
+        link = self._link
+        described = [Table(rows, dim) for rows in cardinalities]
+        self.placement = [list(fields) for fields in placement or place_tables(described, link.world_size)]
+        named = sorted(field for fields in self.placement for field in fields)
+        if named != list(range(len(cardinalities))) or len(self.placement) != link.world_size:
+            raise ValueError(
+                f"placement {self.placement} does not put each of {len(cardinalities)} tables on one of "
+                f"{link.world_size} ranks"
+            )
+        self.fields = self.placement[link.rank]
+        self.num_fields, self.dim, self.columns = len(cardinalities), dim, (0, dim)
+        own = [table for f, table in enumerate(_initial_tables(cardinalities, dim, seed)) if f in self.fields]
+        self.weight = self.adopt(nn.Parameter(torch.cat(own) if own else torch.empty(0, dim)))
+        self.first_rows: Tensor
+        sizes = [cardinalities[field] for field in self.fields]
+        first = torch.tensor([0, *sizes])[: len(sizes)].cumsum(0)
+        self.register_buffer("first_rows", first, persistent=False)
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        """int [b, F] -> [N*b, own fields, dim]."""
+        return self._look_up(self._ids(categorical), self.first_rows, self.weight)
+
+    def _ids(self, categorical: Tensor) -> Tensor:
+        """Ids of this rank's fields in the global batch, [N*b, own fields]."""
+        blocks = [categorical[:, fields].contiguous() for fields in self.placement]
+        received = [categorical.new_empty(len(categorical), len(self.fields)) for _ in blocks]
+        self.traffic.id_bytes += _unequal_all_to_all(received, blocks, self._link)
+        return torch.cat(received)
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        raise NotImplementedError("tables that are sharded by field have no columns of their own")
+
+
+class ColumnShards(_Shards):
+    """Some columns of every table on each rank; gives these columns of all fields for the global batch.
+
+    Arguments are those of :class:`FieldShards`; the columns are split evenly.
+    """
+
+    def __init__(
+        self,
+        cardinalities: Sequence[int],
+        dim: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        average_gradients: bool = True,
+    ) -> None:
+        super().__init__(group, average_gradients)
+        link = self._link
+        bounds = [dim * rank // link.world_size for rank in range(link.world_size + 1)]
+        self._widths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        self.columns = bounds[link.rank], bounds[link.rank + 1]
+        self.fields = range(len(cardinalities))
+        self.num_fields, self.dim = len(cardinalities), dim
+        start, stop = self.columns
+        parts = [table[:, start:stop].clone() for table in _initial_tables(cardinalities, dim, seed)]
+        self.weight = self.adopt(nn.Parameter(torch.cat(parts)))
+        self.first_rows: Tensor
+        self.register_buffer("first_rows", torch.tensor([0, *cardinalities[:-1]]).cumsum(0), persistent=False)
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        """int [b, F] -> [N*b, F, own columns]."""
+        link = self._link
+        size = categorical.numel() * categorical.element_size()
+        self.traffic.id_bytes += size * (link.world_size - 1)
+        return self._look_up(link.gather(categorical), self.first_rows, self.weight)
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        return _ToColumns.apply(vectors, self._widths, self._link)
+
+
+def _initial_tables(cardinalities: Sequence[int], dim: int, seed: int) -> Iterable[Tensor]:
+    """The tables one after the other, as ``EmbeddingTables`` initialises them under ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for rows in cardinalities:
+            bound = 1 / math.sqrt(rows)
+            yield torch.empty(rows, dim).uniform_(-bound, bound)

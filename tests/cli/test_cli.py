@@ -1,0 +1,220 @@
+"""The ``dct`` command, started as users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from support import CONFIGS
+from typer.testing import CliRunner
+
+from dct_plugin import __version__, cli
+from dct_plugin.cli import doctor as doctor_module
+from dct_plugin.cli.doctor import Finding, _satisfies, _supported
+
+runner = CliRunner()
+
+
+def dct(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dct_plugin.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_version(arguments: list[str]) -> None:
+    result = runner.invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert result.output.strip() == f"dct-plugin {__version__}"
+
+
+def test_help_lists_the_commands() -> None:
+    result = runner.invoke(cli.app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("config", "doctor", "demo", "version"):
+        assert command in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["version"],
+        ["config", "check", str(CONFIGS / "deepspeed_zero0_dct.json")],
+        ["config", "show"],
+    ],
+)
+def test_start_is_light(arguments: list[str]) -> None:
+    program = (
+        "import sys; from dct_plugin.cli import app\n"
+        f"try: app({arguments!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'numpy', 'deepspeed', 'dct_plugin.integrations'} & sys.modules.keys()\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_check_accepts_the_ready_made_files() -> None:
+    files = sorted(str(path) for path in CONFIGS.glob("*.json"))
+    result = runner.invoke(cli.app, ["config", "check", *files])
+    assert result.exit_code == 0
+    assert result.output.count(": ok (fingerprint ") == len(files)
+
+
+def test_check_reports_every_fault_of_every_file(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps({"dct": {"data_parallel": {"sparsity": 1, "mod[red]e": 2}}}))
+    good = CONFIGS / "deepspeed_zero0_dct.json"
+    result = dct("config", "check", str(bad), str(tmp_path / "absent.json"), str(good))
+    assert result.returncode == 2
+    assert f"{good}: ok" in result.stdout
+    assert f"invalid dct configuration in {bad} (2 faults):" in result.stderr
+    assert "  dct.data_parallel.sparsity = 1: must be a number in [0, 1)\n" in result.stderr
+    assert "dct.data_parallel.mod[red]e = 2: unknown key" in result.stderr
+    assert "absent.json: cannot be read" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_show_names_every_option(tmp_path: Path) -> None:
+    result = runner.invoke(cli.app, ["config", "show", str(CONFIGS / "deepspeed_conservative_adam.json")])
+    assert result.exit_code == 0
+    assert "dct.data_parallel.sparsity_warmup_steps" in result.output
+    assert "a number in [0, 1)" in result.output
+    assert "400" in result.output
+
+
+def test_show_json_is_a_section_again(tmp_path: Path) -> None:
+    result = runner.invoke(cli.app, ["config", "show", "--json"])
+    section = tmp_path / "section.json"
+    section.write_text(result.output)
+    assert runner.invoke(cli.app, ["config", "check", str(section)]).exit_code == 0
+
+
+def test_show_of_a_faulty_file_ends_with_2(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"enabled": "yes"}')
+    result = dct("config", "show", str(bad))
+    assert result.returncode == 2
+    assert 'dct.enabled = "yes": must be true or false' in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def greet(
+    rest: Annotated[list[str], typer.Argument()], name: Annotated[str, typer.Option("--name", "-n")]
+) -> None:
+    """Say hello."""
+    typer.echo(f"hello {name} {rest}")
+
+
+@pytest.fixture
+def entry(monkeypatch: pytest.MonkeyPatch) -> cli.LazyCommand:
+    app = typer.Typer()
+    monkeypatch.setattr(cli, "app", app)
+    made = cli.LazyCommand("greet", f"{__name__}:greet", "Say hello.")
+    app.callback()(lambda: None)
+    cli._register(made)
+    return made
+
+
+def test_lazy_command_gets_its_arguments_as_they_are(entry: cli.LazyCommand) -> None:
+    result = runner.invoke(cli.app, ["greet", "-n", "Ada", "x", "--", "--y"])
+    assert result.exit_code == 0, result.output
+    assert result.output.strip() == "hello Ada ['x', '--y']"
+    assert "Say hello" in runner.invoke(cli.app, ["greet", "--help"]).output
+    assert runner.invoke(cli.app, ["greet", "--nome", "Ada"]).exit_code == 2
+
+
+def test_lazy_command_without_its_extra(entry: cli.LazyCommand, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        cli._load(entry._replace(needs=("json", "no_such_module"), extra="demo"))
+    assert "dct greet needs no_such_module, not installed here: pip install 'dct-plugin[demo]'" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(typer.Exit):
+        cli._load(entry._replace(target="no_such_module.sub:f"))
+    assert "pip install no_such_module" in capsys.readouterr().err
+
+
+def test_lazy_command_of_an_incomplete_installation_is_not_hidden(entry: cli.LazyCommand) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        cli._load(entry._replace(target="dct_plugin.no_such_room:f"))
+
+
+def findings(*arguments: str, **environment: str) -> dict[str, Finding]:
+    result = dct("doctor", "--json", *arguments, **environment)
+    found = {row["subject"]: Finding(**row) for row in json.loads(result.stdout)}
+    assert result.returncode == any(finding.status == "fail" for finding in found.values())
+    return found
+
+
+def test_doctor_finds_what_is_here() -> None:
+    found = findings()
+    import torch
+
+    assert found["dct-plugin"].detail.startswith(__version__)
+    assert found["torch"].detail.startswith(torch.__version__)
+    assert found["torch"].status == "ok"
+    assert "gloo" in found["torch.distributed"].detail
+    assert found["activation"].status == "ok"
+    assert found["kernels"].status in ("ok", "warn")
+    for finding in found.values():
+        assert finding.status == "ok" or finding.advice
+
+
+def test_doctor_sees_the_environment() -> None:
+    found = findings(TORCH_DEVICE_BACKEND_AUTOLOAD="0", DCT_KERNELS="reference")
+    assert found["activation"].status == "warn"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in found["activation"].detail
+    assert found["kernels"] == Finding("ok", "kernels", "reference (DCT_KERNELS=reference)")
+
+
+def test_doctor_reports_an_unknown_kernel_backend() -> None:
+    found = findings(DCT_KERNELS="nonsense")
+    assert found["kernels"].status == "fail"
+    assert "nonsense" in found["kernels"].detail
+
+
+def test_doctor_survives_a_check_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _broken_check() -> list[Finding]:
+        raise RuntimeError("[boom]")
+
+    monkeypatch.setattr(doctor_module, "CHECKS", [_broken_check])
+    result = runner.invoke(cli.app, ["doctor"])
+    assert result.exit_code == 1
+    assert "broken check" in result.output
+    assert "[boom]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("version", "supported", "expected"),
+    [
+        ("0.19.8", ">=0.19,<0.20", True),
+        ("0.20.0", ">=0.19,<0.20", False),
+        ("0.18.9", ">=0.19,<0.20", False),
+        ("2.13.0+cpu", ">=2.4", True),
+        ("2.10.0a0", ">=2.4", True),
+        ("2.3", ">=2.4", False),
+        ("1.0", "", True),
+    ],
+)
+def test_version_ranges(version: str, supported: str, expected: bool) -> None:
+    assert _satisfies(version, supported) is expected
+
+
+def test_supported_versions_come_from_the_metadata() -> None:
+    assert _supported("torch").startswith(">=")
+    assert _supported("deepspeed").startswith(">=")
+    assert "<" in _supported("megatron-core")
+    assert _supported("no-such-package") == ""

@@ -1,0 +1,505 @@
+"""Wire format: header, index encodings, value types; what is malformed is refused and changes nothing."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dct_plugin.codecs import (
+    HEADER_NBYTES,
+    Header,
+    IndexEncoding,
+    Payload,
+    ValueDtype,
+    decode_indices,
+    decode_values,
+    encode_indices,
+    encode_values,
+    parse_payload,
+    payload_bound,
+)
+from dct_plugin.codecs.index import check_section, index_bound
+from dct_plugin.codecs.payload import checksum
+from dct_plugin.errors import PayloadError
+from dct_plugin.kernels.backend import Backend
+from dct_plugin.kernels.cpu import CpuBackend
+from dct_plugin.kernels.reference import ReferenceBackend
+
+SPARSE = [IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16, IndexEncoding.RICE]
+SIZES = [0, 1, 255, 256, 257, 65535, 65536, 65537]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: a second thread only waits
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return ReferenceBackend() if request.param == "reference" else CpuBackend()
+
+
+def supports(numel: int) -> Iterator[torch.Tensor]:
+    """Positions at every density: none, the ends, a few, every k-th, runs, all but one, all."""
+    yield torch.empty(0, dtype=torch.int64)
+    if not numel:
+        return
+    generator = torch.Generator().manual_seed(numel)
+    yield torch.tensor([0])
+    yield torch.tensor([numel - 1])
+    yield torch.tensor([0, numel - 1]).unique()
+    for part in (1000, 100, 10, 2):
+        count = max(1, numel // part)
+        yield torch.randperm(numel, generator=generator)[:count].sort().values
+    yield torch.arange(0, numel, 2)
+    yield torch.arange(numel // 3, numel // 2)
+    everything = torch.arange(numel)
+    yield everything[everything != numel // 2]
+    yield everything
+
+
+# ---- indices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("encoding", [None, *SPARSE])
+def test_indices_round_trip(backend: Backend, numel: int, encoding: IndexEncoding | None) -> None:
+    for idx in supports(numel):
+        chosen, param, data = backend.encode_indices(idx, numel, encoding)
+        assert encoding in (None, chosen)
+        assert data.numel() <= index_bound(numel, idx.numel(), encoding)
+        assert torch.equal(backend.decode_indices(chosen, param, data, idx.numel(), numel), idx)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_smallest_encoding_is_chosen(backend: Backend, numel: int) -> None:
+    for idx in supports(numel):
+        chosen, _, data = backend.encode_indices(idx, numel)
+        if idx.numel() == numel:
+            assert (chosen, data.numel()) == (IndexEncoding.DENSE, 0)
+            continue
+        sizes = {e: backend.encode_indices(idx, numel, e)[2].numel() for e in SPARSE}
+        assert data.numel() == min(sizes.values())
+        assert chosen == min(SPARSE, key=lambda e: (sizes[e], e))
+
+
+@pytest.mark.parametrize("encoding", [None, IndexEncoding.BLOCK16, IndexEncoding.RICE])
+def test_positions_beyond_two_to_the_31(backend: Backend, encoding: IndexEncoding | None) -> None:
+    numel = 2**32 - 1
+    edges = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 65536, 2**32 - 3, 2**32 - 2]
+    spread = torch.randint(0, numel, (2000,), generator=torch.Generator().manual_seed(3))
+    for idx in (
+        torch.tensor(edges),
+        torch.cat([spread, torch.tensor(edges)]).unique(),
+        torch.tensor([numel - 1]),
+    ):
+        chosen, param, data = backend.encode_indices(idx, numel, encoding)
+        assert torch.equal(backend.decode_indices(chosen, param, data, idx.numel(), numel), idx)
+
+
+def test_positions_beyond_two_to_the_31_by_gaps() -> None:
+    numel, idx = 2**32 - 1, torch.tensor([2**31 + 5, 2**32 - 2])
+    backend = CpuBackend()
+    chosen, param, data = backend.encode_indices(idx, numel, IndexEncoding.GAPS8)
+    assert torch.equal(backend.decode_indices(chosen, param, data, 2, numel), idx)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_both_implementations_write_the_same_indices(data: st.DataObject) -> None:
+    numel = data.draw(st.integers(1, 3000))
+    idx = torch.tensor(sorted(data.draw(st.sets(st.integers(0, numel - 1), max_size=300))), dtype=torch.int64)
+    encoding = data.draw(st.sampled_from([None, *SPARSE]))
+    compiled = CpuBackend()
+    expected, found = encode_indices(idx, numel, encoding), compiled.encode_indices(idx, numel, encoding)
+    assert found[:2] == expected[:2]
+    assert torch.equal(found[2], expected[2])
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_arbitrary_index_sections_are_decoded_alike_or_refused_alike(data: st.DataObject) -> None:
+    numel = data.draw(st.sampled_from([1, 9, 64, 300, 70000]))
+    encoding = data.draw(st.sampled_from(SPARSE))
+    param = data.draw(st.integers(0, 31)) if encoding is IndexEncoding.RICE else 0
+    byte = st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 128, 255]))
+    section = bytes(data.draw(st.lists(byte, max_size=40)))
+    nnz = data.draw(st.integers(0, 40))
+    results: list[list[int] | None] = []
+    for decode in (decode_indices, CpuBackend().decode_indices):
+        tensor = torch.from_numpy(np.frombuffer(section, dtype=np.uint8).copy())
+        try:
+            results.append(decode(encoding, param, tensor, nnz, numel).tolist())
+        except PayloadError:
+            results.append(None)
+    assert results[0] == results[1]
+    if results[0]:
+        assert results[0] == sorted(set(results[0]))
+        assert results[0][-1] < numel
+
+
+@pytest.mark.parametrize(
+    ("encoding", "param", "section", "nnz", "numel"),
+    [
+        (IndexEncoding.BITMAP, 0, [0x01], 2, 8),  # fewer bits than announced
+        (IndexEncoding.BITMAP, 0, [0x07], 2, 8),  # more
+        (IndexEncoding.BITMAP, 0, [0x80], 1, 7),  # past the end
+        (IndexEncoding.BITMAP, 0, [0x01, 0x00], 1, 8),  # too long
+        (IndexEncoding.GAPS8, 0, [7], 1, 7),  # out of range
+        (IndexEncoding.GAPS8, 0, [255, 255], 1, 600),  # ends in an escape
+        (IndexEncoding.GAPS8, 0, [1, 255], 1, 600),
+        (IndexEncoding.GAPS8, 0, [1, 2], 1, 600),  # more entries than announced
+        (IndexEncoding.GAPS8, 0, [0], 0, 600),
+        (IndexEncoding.BLOCK16, 0, [2, 0, 0, 0, 5, 0, 5, 0], 2, 8),  # not ascending
+        (IndexEncoding.BLOCK16, 0, [1, 0, 0, 0, 8, 0], 1, 8),  # out of range
+        (IndexEncoding.BLOCK16, 0, [2, 0, 0, 0, 5, 0], 1, 8),  # counts do not add up
+        (IndexEncoding.BLOCK16, 0, [255, 255, 255, 255, 2, 0, 0, 0, 5, 0], 1, 65537),  # counts wrap around
+        (IndexEncoding.RICE, 0, [0x01], 2, 8),  # too few codes
+        (IndexEncoding.RICE, 0, [0x03], 1, 8),  # trailing bit
+        (IndexEncoding.RICE, 3, [0x00], 1, 100),  # no terminating bit
+        (IndexEncoding.RICE, 0, [0x80], 1, 7),  # out of range
+        (IndexEncoding.RICE, 31, [0x01] * 4, 1, 100),  # parameter
+        (IndexEncoding.RICE, 30, [0xFF] * 4, 1, 100),  # a gap of nearly 2**30
+        (IndexEncoding.DENSE, 0, [], 7, 8),
+        (IndexEncoding.SHARED_MASK, 0, [], 1, 8),
+        (IndexEncoding.BITMAP, 0, [0xFF], 9, 8),  # nnz > numel
+        (IndexEncoding.GAPS8, 3, [1], 1, 8),  # parameter of another encoding
+    ],
+)
+def test_malformed_index_sections(
+    backend: Backend, encoding: IndexEncoding, param: int, section: list[int], nnz: int, numel: int
+) -> None:
+    with pytest.raises(PayloadError):
+        backend.decode_indices(encoding, param, torch.tensor(section, dtype=torch.uint8), nnz, numel)
+
+
+@pytest.mark.parametrize("bad", [[3, 3], [4, 1], [-1, 2], [0, 8]])
+def test_positions_that_cannot_be_encoded(backend: Backend, bad: list[int]) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        backend.encode_indices(torch.tensor(bad), 8)
+    with pytest.raises(ValueError, match="dense"):
+        backend.encode_indices(torch.tensor([1]), 8, IndexEncoding.DENSE)
+    with pytest.raises(ValueError, match="numel"):
+        backend.encode_indices(torch.tensor([1]), 2**32)
+
+
+def test_a_huge_count_is_refused_before_memory_is_asked_for(backend: Backend) -> None:
+    for encoding in SPARSE:
+        with pytest.raises(PayloadError):
+            backend.decode_indices(encoding, 0, torch.zeros(8, dtype=torch.uint8), 2**32 - 2, 2**32 - 1)
+
+
+# ---- values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(ValueDtype))
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000])
+def test_values_round_trip(dtype: ValueDtype, count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * 10
+    data, decoded = encode_values(values, dtype)
+    assert torch.equal(decode_values(data, count, dtype), decoded)
+    if dtype is ValueDtype.FP32:
+        assert torch.equal(decoded, values)
+    elif dtype is ValueDtype.INT8:
+        for lo in range(0, count, 256):
+            group, got = values[lo : lo + 256], decoded[lo : lo + 256]
+            assert float((group - got).abs().max()) <= float(group.abs().max()) / 127 / 2 * 1.0001
+    else:
+        torch_dtype = torch.bfloat16 if dtype is ValueDtype.BF16 else torch.float16
+        assert torch.equal(decoded, values.to(torch_dtype).float())
+
+
+@pytest.mark.parametrize("dtype", list(ValueDtype))
+def test_values_out_of_range_are_clamped_to_something_finite(dtype: ValueDtype) -> None:
+    extreme = torch.tensor([float("inf"), -float("inf"), 3.4e38, -3.4e38, 65520.0, 1e-45, -1e-45, 0.0])
+    data, decoded = encode_values(extreme, dtype)
+    assert bool(torch.isfinite(decoded).all())
+    assert torch.equal(decode_values(data, extreme.numel(), dtype), decoded)
+
+
+def test_int8_scale_that_is_subnormal() -> None:
+    values = (
+        torch.tensor([190.0, -100.0, 1.0]) * 2.0**-149
+    )  # the scale rounds to one unit, 190 / 1 passes 127
+    data, decoded = encode_values(values, ValueDtype.INT8)
+    assert torch.equal(decoded, torch.tensor([127.0, -100.0, 1.0]) * 2.0**-149)
+    assert torch.equal(decode_values(data, 3, ValueDtype.INT8), decoded)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "section"),
+    [
+        (ValueDtype.FP32, struct.pack("<f", float("inf"))),
+        (ValueDtype.FP32, struct.pack("<f", float("nan"))),
+        (ValueDtype.BF16, b"\x80\x7f"),
+        (ValueDtype.FP16, b"\x00\xfc"),
+        (ValueDtype.INT8, struct.pack("<fb", float("nan"), 1)),
+        (ValueDtype.INT8, struct.pack("<fb", -1.0, 1)),
+        (ValueDtype.INT8, struct.pack("<fb", 3e38, 1)),  # 127 * scale overflows
+        (ValueDtype.INT8, struct.pack("<fb", 1.0, -128)),
+    ],
+)
+def test_values_no_encoder_writes(backend: Backend, dtype: ValueDtype, section: bytes) -> None:
+    tensor = torch.frombuffer(bytearray(section), dtype=torch.uint8)
+    with pytest.raises(PayloadError):
+        decode_values(tensor, 1, dtype)
+    with pytest.raises(PayloadError):
+        decode_values(tensor[:-1], 1, dtype)
+    payload = assemble(Header(IndexEncoding.DENSE, dtype, False, 0, 1, 1, 0), section)
+    out = torch.zeros(1)
+    with pytest.raises(PayloadError):
+        backend.decode_add(payload, out)
+    assert float(out) == 0
+
+
+# ---- payload ---------------------------------------------------------------------------------------
+
+
+def assemble(header: Header, body: bytes) -> torch.Tensor:
+    """A payload with right checksums, whatever else is wrong with it."""
+    section = torch.from_numpy(np.frombuffer(body, dtype=np.uint8).copy())
+    return torch.frombuffer(bytearray(header.with_checks(section).pack() + body), dtype=torch.uint8)
+
+
+def resealed(data: bytes) -> bytes:
+    """The same bytes with right checksums."""
+    body = torch.from_numpy(np.frombuffer(data[HEADER_NBYTES:], dtype=np.uint8).copy())
+    return data[:32] + struct.pack("<II", *checksum(data[:32], body)) + data[40:]
+
+
+def sample_payload(
+    backend: Backend,
+    numel: int = 300,
+    kept: int = 12,
+    dtype: int = ValueDtype.BF16,
+    encoding: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A payload and what it decodes to."""
+    grad = torch.zeros(numel)
+    generator = torch.Generator().manual_seed(numel + kept)
+    where = torch.randperm(numel, generator=generator)[:kept]
+    grad[where] = torch.randn(kept, generator=generator).sign() * (1 + torch.rand(kept, generator=generator))
+    out = torch.empty(payload_bound(numel, None, dtype, encoding), dtype=torch.uint8)
+    stats = backend.compress(grad, None, 0.5, out, value_dtype=dtype, encoding=encoding)
+    assert stats.nnz == kept
+    decoded = torch.zeros(numel)
+    backend.decode_add(out[: stats.nbytes], decoded)
+    return out[: stats.nbytes].clone(), decoded
+
+
+def test_payload_attributes(backend: Backend) -> None:
+    data, _ = sample_payload(backend)
+    payload = Payload.from_tensor(data)
+    assert (payload.numel, payload.nnz, payload.nbytes) == (300, 12, data.numel())
+    assert payload.density == 12 / 300
+    assert (payload.encoding, payload.value_dtype, payload.nonfinite) == ("rice", "bf16", False)
+    again = Payload.from_bytes(payload.to_bytes())
+    assert torch.equal(again.data, data)
+    assert again.header == payload.header
+
+
+def test_a_payload_written_by_version_1_stays_readable(backend: Backend) -> None:
+    """Every byte is fixed; a change of the format needs a new version number."""
+    grad = torch.tensor([0.0, 1.5, 0.0, -2.0, 0.0, 0.25, 0.0, 0.0, 3.0])
+    out = torch.empty(payload_bound(9, None, ValueDtype.BF16), dtype=torch.uint8)
+    nbytes = backend.compress(grad, None, 1.0, out, value_dtype=ValueDtype.BF16).nbytes
+    expected = (
+        "7adc01040100010009000000000000000300000000000000010000000000000097dd8204f426c4084fc03f00c04040"
+    )
+    assert bytes(out[:nbytes].tolist()).hex() == expected
+    decoded = torch.zeros(9)
+    assert backend.decode_add(torch.frombuffer(bytearray.fromhex(expected), dtype=torch.uint8), decoded) == 3
+    assert decoded.tolist() == [0.0, 1.5, 0.0, -2.0, 0.0, 0.0, 0.0, 0.0, 3.0]
+
+
+def test_message_is_split_into_its_payloads(backend: Backend) -> None:
+    parts = [sample_payload(backend, numel, kept)[0] for numel, kept in [(300, 12), (7, 0), (65, 65), (9, 1)]]
+    message = torch.cat(parts)
+    payloads = Payload.split(message)
+    assert [p.numel for p in payloads] == [300, 7, 65, 9]
+    for payload, part in zip(payloads, parts, strict=True):
+        assert torch.equal(payload.data, part)
+        direct, within = torch.zeros(payload.numel), torch.zeros(payload.numel)
+        backend.decode_add(part, direct)
+        backend.decode_add(payload.data, within)  # at whatever alignment the message gives it
+        assert torch.equal(direct, within)
+    assert Payload.split(message[:0]) == []
+    with pytest.raises(PayloadError):
+        Payload.split(message[:-1])
+    with pytest.raises(PayloadError):
+        Payload.split(torch.cat([message, torch.zeros(3, dtype=torch.uint8)]))
+
+
+@pytest.mark.parametrize("numel", [10**6, 3 * 10**6])
+def test_size_at_99_percent_sparsity(backend: Backend, numel: int) -> None:
+    """At most 25 bits per kept entry with bf16 values, header included."""
+    kept = numel // 100
+    grad = torch.zeros(numel)
+    grad[torch.randperm(numel, generator=torch.Generator().manual_seed(1))[:kept]] = 1.0
+    out = torch.empty(payload_bound(numel, kept, ValueDtype.BF16), dtype=torch.uint8)
+    stats = backend.compress(grad, None, 0.5, out, value_dtype=ValueDtype.BF16, capacity=kept)
+    assert stats.nnz == kept
+    assert 8 * stats.nbytes / kept <= 25
+    decoded = torch.zeros(numel)
+    backend.decode_add(out[: stats.nbytes], decoded)
+    assert torch.equal(decoded, grad)
+
+
+CASES = [(encoding, dtype) for encoding in [*SPARSE, IndexEncoding.DENSE] for dtype in ValueDtype]
+
+
+def refuse(backend: Backend, data: torch.Tensor, numel: int) -> None:
+    """Assert that a payload is refused everywhere and that the output is untouched."""
+    out = torch.full((numel,), 1.25)
+    with pytest.raises(PayloadError):
+        backend.decode_add(data, out)
+    assert bool((out == 1.25).all())
+    with pytest.raises(PayloadError):
+        backend.decode_mask(data, numel)
+    with pytest.raises(PayloadError):
+        backend.decode_shared_add(data, data, out)
+    assert bool((out == 1.25).all())
+
+
+@pytest.mark.parametrize(("encoding", "dtype"), CASES)
+def test_every_truncation_is_refused(backend: Backend, encoding: IndexEncoding, dtype: ValueDtype) -> None:
+    numel, kept = (40, 40) if encoding is IndexEncoding.DENSE else (300, 12)
+    data, _ = sample_payload(backend, numel, kept, dtype, None if kept == numel else encoding)
+    assert Payload.from_tensor(data).header.encoding is encoding
+    for length in range(data.numel()):
+        refuse(backend, data[:length].clone(), numel)
+        with pytest.raises(PayloadError):
+            Payload.from_tensor(data[:length])
+    refuse(backend, torch.cat([data, data[:1]]), numel)
+
+
+@pytest.mark.parametrize(("encoding", "dtype"), CASES)
+def test_every_changed_byte_is_refused(backend: Backend, encoding: IndexEncoding, dtype: ValueDtype) -> None:
+    numel, kept = (40, 40) if encoding is IndexEncoding.DENSE else (300, 12)
+    data, _ = sample_payload(backend, numel, kept, dtype, None if kept == numel else encoding)
+    for at in range(data.numel()):
+        for flip in (0x01, 0x80, 0xFF):
+            changed = data.clone()
+            changed[at] ^= flip
+            refuse(backend, changed, numel)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
+    """Past the checksum: both implementations take the same payloads, and these decode to finite values."""
+    reference, compiled = ReferenceBackend(), CpuBackend()
+    numel = 300
+    encoding = data.draw(st.sampled_from(SPARSE))
+    original, _ = sample_payload(compiled, numel, 12, data.draw(st.sampled_from(list(ValueDtype))), encoding)
+    changed = bytearray(original.tolist())
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
+    sealed = torch.frombuffer(bytearray(resealed(bytes(changed))), dtype=torch.uint8)
+    outcomes: list[list[int] | None] = []
+    for backend in (reference, compiled):
+        out = torch.zeros(numel)
+        try:
+            backend.decode_add(sealed, out)
+            assert Payload.from_tensor(sealed).nonfinite or bool(torch.isfinite(out).all())
+            outcomes.append(out.view(torch.int32).tolist())
+        except PayloadError:
+            assert not bool(out.any())
+            outcomes.append(None)
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "replacement", "message"),
+    [
+        (0, b"\x7a\xdd", "magic"),
+        (2, b"\x02", "version 2"),
+        (3, b"\x06", "index encoding 6"),
+        (4, b"\x04", "value dtype 4"),
+        (5, b"\x02", "flags"),
+        (6, b"\x1f", "parameter 31"),
+        (7, b"\x01", "reserved"),
+        (8, struct.pack("<Q", 299), "299"),
+        (8, struct.pack("<Q", 2**32), "impossible"),
+        (8, struct.pack("<Q", 2**64 - 1), "impossible"),
+        (16, struct.pack("<Q", 301), "impossible"),
+        (16, struct.pack("<Q", 2**63), "impossible"),
+        (16, struct.pack("<Q", 11), "impossible|bytes"),
+        (24, struct.pack("<Q", 2**64 - 1), "impossible"),
+        (24, struct.pack("<Q", 11), "impossible|bytes"),
+    ],
+)
+def test_wrong_header_fields_are_named(
+    backend: Backend, offset: int, replacement: bytes, message: str
+) -> None:
+    data, _ = sample_payload(backend)
+    changed = bytearray(data.tolist())
+    changed[offset : offset + len(replacement)] = replacement
+    tensor = torch.frombuffer(bytearray(resealed(bytes(changed))), dtype=torch.uint8)
+    out = torch.zeros(300)
+    with pytest.raises(PayloadError, match=message):
+        backend.decode_add(tensor, out)
+    assert not bool(out.any())
+
+
+def test_payload_of_another_tensor(backend: Backend) -> None:
+    data, _ = sample_payload(backend)
+    for numel in (0, 299, 301):
+        out = torch.zeros(numel)
+        with pytest.raises(PayloadError, match="300"):
+            backend.decode_add(data, out)
+        assert not bool(out.any())
+    with pytest.raises(PayloadError, match="uint8"):
+        parse_payload(torch.zeros(50))
+    with pytest.raises(PayloadError, match="uint8"):
+        Payload.split(torch.zeros(2, 50, dtype=torch.uint8))
+
+
+def test_nonfinite_payload(backend: Backend) -> None:
+    grad = torch.ones(40)
+    grad[7] = float("nan")
+    out = torch.empty(payload_bound(40, None, ValueDtype.BF16), dtype=torch.uint8)
+    stats = backend.compress(grad, None, 0.5, out, value_dtype=ValueDtype.BF16)
+    payload = Payload.from_tensor(out[: stats.nbytes])
+    assert stats.nonfinite
+    assert payload.nonfinite
+    assert (payload.nbytes, payload.nnz) == (HEADER_NBYTES, 0)
+    decoded = torch.zeros(40)
+    backend.decode_add(payload.data, decoded)
+    assert bool(decoded.isnan().all())
+    assert not bool(backend.decode_mask(payload.data, 40).any())
+    for at in range(HEADER_NBYTES):
+        changed = payload.data.clone()
+        changed[at] ^= 0x01
+        refuse(backend, changed, 40)
+
+
+def test_bounds_hold_for_every_choice(backend: Backend) -> None:
+    for numel in (1, 300, 65537):
+        for kept in {0, 1, numel // 100, numel // 3, numel}:
+            for dtype in ValueDtype:
+                data, _ = sample_payload(backend, numel, kept, dtype)
+                assert data.numel() <= payload_bound(numel, kept, dtype)
+
+
+@pytest.mark.parametrize("name", ["fp64", "BF17", 9])
+def test_unknown_names_list_the_allowed_ones(name: str | int) -> None:
+    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8"):
+        ValueDtype.parse(name)
+    with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice, shared_mask"):
+        IndexEncoding.parse(name)
+
+
+def test_section_sizes_are_checked_for_every_encoding() -> None:
+    assert check_section(IndexEncoding.GAPS8, 0, 3, 2, 600) is IndexEncoding.GAPS8
+    with pytest.raises(PayloadError):
+        check_section(IndexEncoding.GAPS8, 0, 5, 2, 600)

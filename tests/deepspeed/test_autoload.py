@@ -1,0 +1,266 @@
+"""Activation: what happens at ``import torch``, and that the engine is found in any order of imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+STUB = [
+    "dct_plugin", "dct_plugin._version", "dct_plugin.integrations", "dct_plugin.integrations.autoload",
+    "dct_plugin.integrations.host", "dct_plugin.integrations.host.post_import",
+]  # fmt: skip
+
+#: A package that fails, changes and is subclassed at will, as the installed DeepSpeed cannot: for the import
+#: machinery alone. What needs DeepSpeed itself uses DeepSpeed itself, here and in test_deepspeed.py.
+ENGINE = """
+class DeepSpeedEngine:
+    def __init__(self, config=None):
+        self._config = type("Config", (), {"_param_dict": config or {}})()
+        self.base_ready = True
+
+    def method(self):
+        return "original"
+
+
+class PipelineEngine(DeepSpeedEngine):
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.ready = True
+"""
+
+#: Only notes which engines are ready, so that the stub can be looked at by itself.
+NOTE = """
+import sys
+import dct_plugin.integrations.autoload as stub
+seen = []
+stub.engine_ready = lambda engine: seen.append((type(engine).__name__, getattr(engine, "ready", None)))
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with an importable ``deepspeed.runtime.engine``."""
+    runtime = tmp_path / "deepspeed" / "runtime"
+    runtime.mkdir(parents=True)
+    (tmp_path / "deepspeed" / "__init__.py").write_text("")
+    (runtime / "__init__.py").write_text("")
+    (runtime / "engine.py").write_text(ENGINE)
+    return tmp_path
+
+
+def python(*code: str, path: Path | None = None, **environment: str) -> str:
+    """Run pieces of code in a new interpreter and return what they printed."""
+    variables = {**os.environ, **environment}
+    if path is not None:
+        variables["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(map(dedent, code))],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_torch_loads_the_stub_and_nothing_more() -> None:
+    loaded = python(
+        """
+        import json, sys, torch
+        print(json.dumps(sorted(name for name in sys.modules if name.startswith("dct_plugin"))))
+        """
+    )
+    assert json.loads(loaded) == STUB
+
+
+def test_cost_without_a_section() -> None:
+    """Processor time; under 5 ms is the aim, twice that is left for odd machines."""
+    code = """
+        import sys, time, torch  # what torch has loaded anyway is no cost of ours
+        assert "dct_plugin.integrations" not in sys.modules
+        start = time.process_time()
+        from dct_plugin.integrations.autoload import autoload
+        autoload()
+        print(1e3 * (time.process_time() - start))
+        """
+    milliseconds = [float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in range(2)]
+    assert min(milliseconds) < 10
+
+
+def test_switched_off() -> None:
+    out = python(
+        """
+        import sys, torch
+        print([name for name in sys.modules if name.startswith("dct_plugin.")])
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert out.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("order", "automatic"),
+    [
+        ("import deepspeed", "1"),
+        ("import deepspeed; import dct_plugin.integrations.deepspeed", "0"),
+        ("import dct_plugin.integrations.deepspeed; import deepspeed.runtime.engine", "0"),
+    ],
+)
+def test_start_orders_with_deepspeed(order: str, automatic: str) -> None:
+    pytest.importorskip("deepspeed")
+    out = python(
+        order,
+        """
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+        from deepspeed.runtime.pipe.engine import PipelineEngine
+        engines = DeepSpeedEngine, DeepSpeedHybridEngine, PipelineEngine
+        print([hasattr(engine.__init__, "_dct_wrapped") for engine in engines])
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD=automatic,
+        DS_ACCELERATOR="cpu",
+    )
+    assert out.strip().split("\n")[-1] == "[True, True, True]"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import dct_plugin.integrations.deepspeed, deepspeed.runtime.engine",
+        "import deepspeed.runtime.engine, dct_plugin.integrations.deepspeed",
+        "autoload(); autoload(); import deepspeed.runtime.engine; autoload()",
+        "from deepspeed.runtime import engine; autoload(); import deepspeed.runtime.engine",
+        "autoload(); import importlib; importlib.import_module('deepspeed.runtime.engine')",
+    ],
+)
+def test_start_orders(package: Path, order: str) -> None:
+    out = python(
+        "from dct_plugin.integrations.autoload import autoload",
+        order,
+        NOTE,
+        """
+        module = sys.modules["deepspeed.runtime.engine"]
+        assert not any(type(finder).__module__.startswith("dct_plugin") for finder in sys.meta_path)
+        class Own(module.PipelineEngine):
+            def __init__(self):
+                super().__init__()
+                self.ready = "own"
+        class Plain(module.DeepSpeedEngine):
+            pass
+        for cls in (module.DeepSpeedEngine, module.PipelineEngine, Own, Plain):
+            assert cls().method() == "original"
+        print(seen)
+        """,
+        path=package,
+    )
+    # Once per engine, when its outermost __init__ is through.
+    expected = [("DeepSpeedEngine", None), ("PipelineEngine", True), ("Own", "own"), ("Plain", None)]
+    assert out.strip() == str(expected)
+
+
+HOOKED = "import sys, dct_plugin.integrations.deepspeed, deepspeed.runtime.engine as engine"
+
+
+def test_the_module_keeps_its_own_loader(package: Path) -> None:
+    out = python(
+        HOOKED,
+        """
+        import inspect
+        print(type(engine.__spec__.loader).__name__, type(engine.__loader__).__name__)
+        print(inspect.signature(engine.DeepSpeedEngine), bool(inspect.getsource(engine)))
+        """,
+        path=package,
+    )
+    assert out.split("\n")[:2] == ["SourceFileLoader SourceFileLoader", "(config=None) True"]
+
+
+def test_a_failed_import_can_be_tried_again(package: Path) -> None:
+    engine = package / "deepspeed" / "runtime" / "engine.py"
+    engine.write_text("import os\nif 'BROKEN' in os.environ: raise ImportError('not now')\n" + ENGINE)
+    out = python(
+        "import os, dct_plugin.integrations.deepspeed",
+        NOTE,
+        """
+        try:
+            import deepspeed.runtime.engine
+        except ImportError:
+            del os.environ["BROKEN"]
+        import deepspeed.runtime.engine as engine
+        engine.DeepSpeedEngine()
+        print(seen)
+        """,
+        path=package,
+        BROKEN="1",
+    )
+    assert out.strip() == "[('DeepSpeedEngine', None)]"
+
+
+def test_a_failing_init_is_not_attached_to(package: Path) -> None:
+    out = python(
+        HOOKED,
+        NOTE,
+        """
+        class Failing(engine.DeepSpeedEngine):
+            def __init__(self):
+                super().__init__()
+                raise OSError("no")
+        try:
+            Failing()
+        except OSError:
+            print(seen)
+        """,
+        path=package,
+    )
+    assert out.strip() == "[]"
+
+
+def test_an_engine_without_a_section_is_left_alone(package: Path) -> None:
+    out = python(
+        HOOKED,
+        """
+        made = engine.DeepSpeedEngine({"train_batch_size": 1})
+        print(sorted(made.__dict__), "dct_plugin.integrations.deepspeed.attach" in sys.modules)
+        """,
+        path=package,
+    )
+    assert out.strip() == "['_config', 'base_ready'] False"
+
+
+def test_a_section_with_an_incomplete_installation_is_an_error(package: Path) -> None:
+    out = python(
+        HOOKED,
+        """
+        sys.modules["dct_plugin.integrations.deepspeed.attach"] = None  # as if the file were missing
+        try:
+            engine.DeepSpeedEngine({"dct": {"enabled": True}})
+        except ImportError as error:
+            print(error)
+        """,
+        path=package,
+    )
+    assert "not completely installed" in out
+    assert "pip install 'dct-plugin[deepspeed]'" in out
+
+
+def test_never_raises_at_import(package: Path) -> None:
+    """An engine module without the class: a warning, and the import goes on."""
+    (package / "deepspeed" / "runtime" / "engine.py").write_text("value = 1\n")
+    out = python(
+        """
+        import warnings, dct_plugin.integrations.deepspeed
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import deepspeed.runtime.engine as engine
+        print(engine.value, [str(w.message) for w in caught])
+        """,
+        path=package,
+    )
+    assert out.startswith("1 [")
+    assert "could not hook deepspeed.runtime.engine" in out

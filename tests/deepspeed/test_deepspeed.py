@@ -1,0 +1,380 @@
+"""The DeepSpeed integration with real engines in real processes.
+
+Importing DeepSpeed takes longer than a training run of this size, so all runs of a world size share one
+launch; every test then looks at its part of the results.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import CONFIGS
+from support.deepspeed_launch import Results, Run, config, launch
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+#: Everything crosses, in full precision: the run must be DeepSpeed's own. Small tensors and large ones take
+#: part.
+EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100}}
+SPARSE = {"data_parallel": {"sparsity": 0.99, "min_numel": 100}}
+FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
+ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+
+#: Those of hybrid jobs are run by test_dlrm_command.py.
+READY = sorted(CONFIGS.glob("deepspeed_*.json"))
+
+
+def _cases() -> dict[str, Run]:
+    """Runs by name: every combination that is supported."""
+    cases: dict[str, Any] = {}
+    for precision, more in itertools.product(("fp32", "bf16"), ({}, ACCUMULATE)):
+        cases["-".join(["zero0", precision, *(["accumulate"] if more else [])])] = config(
+            0, precision, **more
+        )
+    for stage, precision, scatter, contiguous, overlap, more in itertools.product(
+        (1, 2), ("fp32", "bf16"), (True, False), (True, False), (True, False), ({}, ACCUMULATE)
+    ):
+        words = {"scatter": scatter, "contiguous": contiguous, "overlap": overlap, "accumulate": bool(more)}
+        name = "-".join([f"zero{stage}", precision, *(word for word, used in words.items() if used)])
+        keys = {"reduce_scatter": scatter, "contiguous_gradients": contiguous, "overlap_comm": overlap}
+        cases[name] = config(stage, precision, zero=keys, **more)
+    for more in ({}, ACCUMULATE):
+        word = "-accumulate" if more else ""
+        cases[f"zero1-bf16-fp32accumulation{word}"] = config(1, "bf16", **FP32_ACCUMULATION, **more)
+    cases["zero1-bf16-fp32accumulation-immediate"] = config(
+        1, bf16={"enabled": True, "immediate_grad_update": True}, **FP32_ACCUMULATION
+    )
+    for scatter, contiguous in itertools.product((True, False), (True, False)):
+        cases[f"zero2-bf16-fp32accumulation-{scatter}-{contiguous}"] = config(
+            2,
+            "bf16",
+            zero={"reduce_scatter": scatter, "contiguous_gradients": contiguous},
+            **FP32_ACCUMULATION,
+            **ACCUMULATE,
+        )
+    for stage, precision, wire in (
+        (0, "bf16", "fp32"),
+        (1, "bf16", "fp32"),
+        (2, "bf16", "fp32"),
+        (2, "fp32", "bf16"),
+    ):
+        cases[f"zero{stage}-{precision}-communicate-{wire}"] = config(
+            stage, precision, communication_data_type=wire
+        )
+    cases["zero1-fp32-communicate-bf16-separate"] = config(
+        1, communication_data_type="bf16", zero={"contiguous_gradients": False}
+    )
+    cases["zero0-fp32-communicate-bf16"] = config(0, communication_data_type="bf16")
+    cases["zero0-prescale"] = config(0, prescale_gradients=True)
+    cases["zero0-predivide2"] = config(0, gradient_predivide_factor=2.0)
+    cases["zero0-predivide3"] = config(0, gradient_predivide_factor=3.0)
+    full = {"reduce_scatter": False}
+    cases["zero1-predivide3"] = config(1, gradient_predivide_factor=3.0, zero=full)
+    cases["zero1-prescale"] = config(1, prescale_gradients=True, zero=full)
+    for name, stage, zero in (
+        ("zero0-sum", 0, {}),
+        ("zero2-sum", 2, {}),
+        ("zero1-sum-allreduce", 1, full),
+        ("zero2-sum-separate", 2, {"contiguous_gradients": False}),
+    ):
+        cases[name] = config(stage, gradient_allreduce_op="sum", zero=zero)
+    cases["zero2-round-robin"] = config(2, zero={"round_robin_gradients": True})
+    cases["zero2-one-bucket-per-owner"] = config(2, zero={"use_multi_rank_bucket_allreduce": False})
+    cases["zero2-autocast"] = config(2, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    for stage, optimizer in itertools.product((0, 1, 2), ("Adam", "AdamW")):
+        cases[f"zero{stage}-{optimizer}"] = config(stage, optimizer=optimizer)
+    runs = {name: {"config": settings} for name, settings in cases.items()}
+    client = config(1)
+    del client["optimizer"]
+    runs["zero1-client-AdamW"] = {"config": client, "client_optimizer": "AdamW"}
+    for stage in (0, 1, 2):
+        runs[f"zero{stage}-experts"] = {"config": config(stage, optimizer="AdamW"), "model": "experts"}
+    runs["zero0-sparse-gradients"] = {"config": config(0), "model": "sparse"}
+    return runs
+
+
+CASES = _cases()
+#: Trained for long enough to see the loss fall at 99 % sparsity.
+LEARNING = [
+    "zero0-fp32", "zero0-bf16-accumulate", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
+    "zero2-bf16-scatter-contiguous-overlap", "zero2-fp32-contiguous", "zero1-AdamW", "zero0-Adam",
+    "zero2-experts",
+]  # fmt: skip
+#: The others at 99 % sparsity: enough that the ranks stay in step.
+IN_STEP = [name for name in CASES if name not in LEARNING and not name.endswith(("accumulate", "overlap"))]
+FOUR = [
+    "zero0-fp32", "zero0-bf16", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
+    "zero2-bf16-scatter-contiguous", "zero2-fp32-scatter-contiguous-accumulate", "zero2-fp32",
+]  # fmt: skip
+ONE = ["zero0-fp32", "zero1-bf16-scatter-contiguous", "zero2-fp32-scatter"]
+
+
+def run(name: str, dct: dict[str, Any] | None, steps: int, prefix: str = "", **more: Any) -> Run:
+    case = CASES[name]
+    settings = {**case["config"], **({} if dct is None else {"dct": dct})}
+    return {**case, "id": prefix + name, "config": settings, "steps": steps, **more}
+
+
+def compared(names: list[str], dct: dict[str, Any], steps: int) -> list[Run]:
+    """Each run without the plugin and with it."""
+    return [r for name in names for r in (run(name, None, steps, "plain/"), run(name, dct, steps, "exact/"))]
+
+
+def checkpointed(name: str, folder: Path) -> list[Run]:
+    """Six steps at a stretch, and in two halves with a checkpoint between them."""
+    dct = {"data_parallel": {"sparsity": 0.95, "value_dtype": "fp32", "min_numel": 100, "warmup_steps": 1}}
+    save = str(folder / name)
+    return [
+        run(name, dct, 6, "whole/"),
+        run(name, dct, 3, "half/", save=save),
+        run(name, dct, 6, "rest/", load=save, seed=2),
+    ]
+
+
+CHECKPOINTED = [
+    "zero0-fp32", "zero1-fp32-scatter-contiguous", "zero2-fp32-scatter-contiguous-accumulate",
+    "zero1-bf16-fp32accumulation",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="session")
+def two(folder: Path) -> Results:
+    plan = compared(list(CASES), EXACT, 3)
+    plan += [run(name, SPARSE, 40, "sparse/") for name in LEARNING]
+    plan += [run(name, SPARSE, 4, "sparse/") for name in IN_STEP]
+    plan += [r for name in CHECKPOINTED for r in checkpointed(name, folder)]
+    plain = str(folder / "plain")
+    plan += [
+        run("zero0-fp32", None, 2, "without-residuals/", save=plain),
+        run("zero0-fp32", SPARSE, 4, "with-residuals/", load=plain),
+        run("zero0-fp32", {"data_parallel": {**SPARSE["data_parallel"], "warmup_steps": 9}}, 3, "warmup/"),
+        run("zero0-fp32", {"enabled": False}, 3, "disabled/"),
+        run("zero0-fp32", {"data_parallel": {"enabled": False}}, 3, "no-gradients/"),
+        run("zero2-fp32-scatter-contiguous", SPARSE, 6, "poison/", poison=[2]),
+        run("zero0-bf16", SPARSE, 6, "poison/", poison=[2]),
+        run("zero0-fp32", SPARSE, 2, "switched-off/", switch_off=True),
+    ]
+    reported = run(
+        "zero2-fp32-scatter-contiguous",
+        {**SPARSE, "metrics": {"every": 2, "path": str(folder / "m.jsonl")}},
+        6,
+    )
+    reported["id"] = "reported"
+    for monitor in ("csv_monitor", "tensorboard"):
+        reported["config"][monitor] = {
+            "enabled": True,
+            "output_path": str(folder / monitor),
+            "job_name": "job",
+        }
+    plan.append(reported)
+    plan += [
+        {"id": path.name, "config": json.loads(path.read_text()), "steps": 3, "size": 8}
+        for path in READY
+        if not path.stem.endswith("_gpu")
+    ]
+    return launch(2, plan, folder / "two")
+
+
+@pytest.fixture(scope="session")
+def four(folder: Path, two: Results) -> Results:
+    plan = compared(FOUR, EXACT, 3) + [run(name, SPARSE, 8, "sparse/") for name in FOUR]
+    direct = {"data_parallel": {**SPARSE["data_parallel"], "exchange": "direct"}}
+    plan.append(run("zero0-fp32", direct, 4, "direct/"))
+    plan.append(
+        run(
+            "zero0-fp32", SPARSE, 5, "more-ranks/", load=str(folder / "zero0-fp32"), save=str(folder / "four")
+        )
+    )
+    return launch(4, plan, folder / "four-ranks")
+
+
+@pytest.fixture(scope="session")
+def one(folder: Path, four: Results) -> Results:
+    plan = compared(ONE, SPARSE, 3)
+    plan.append(run("zero0-fp32", SPARSE, 6, "fewer-ranks/", load=str(folder / "four")))
+    return launch(1, plan, folder / "one")
+
+
+def same(plain: Run, exact: Run) -> None:
+    assert exact["losses"] == plain["losses"]
+    assert exact["norms"] == plain["norms"]
+    assert exact["hash"] == plain["hash"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sparsity_0_is_deepspeed_on_two_ranks(two: Results, name: str) -> None:
+    """Losses, gradient norms and parameters, bitwise."""
+    for rank in two:
+        assert rank[f"exact/{name}"]["attached"]
+        assert not rank[f"plain/{name}"]["attached"]
+        assert rank[f"exact/{name}"]["streams"]
+        same(rank[f"plain/{name}"], rank[f"exact/{name}"])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_sparsity_0_is_deepspeed_on_four_ranks(four: Results, name: str) -> None:
+    """The order of summation differs from gloo's ring: equal within the precision of the gradients."""
+    tolerance = 2e-2 if "bf16" in name else 1e-5
+    for rank in four:
+        plain, exact = rank[f"plain/{name}"], rank[f"exact/{name}"]
+        assert exact["losses"] == pytest.approx(plain["losses"], rel=tolerance)
+        assert exact["sums"] == pytest.approx(plain["sums"], rel=tolerance, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_rank_has_nothing_to_exchange(one: Results, name: str) -> None:
+    """Whatever the sparsity."""
+    assert one[0][f"exact/{name}"]["attached"]
+    same(one[0][f"plain/{name}"], one[0][f"exact/{name}"])
+
+
+def in_step(results: Results, key: str) -> Run:
+    first = results[0][key]
+    for rank in results:
+        assert rank[key]["attached"]
+        assert rank[key]["finite"]
+        assert rank[key]["hash"] == first["hash"]
+        assert rank[key]["losses"] == first["losses"]
+    return first
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_ranks_in_step_and_loss_falling_at_99(two: Results, name: str) -> None:
+    found = in_step(two, f"sparse/{name}")
+    assert found["after"] < 0.85 * found["before"]
+    assert found["sent"] < found["dense"] / 8
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_ranks_in_step_at_99(two: Results, name: str) -> None:
+    found = in_step(two, f"sparse/{name}")
+    assert found["sent"] < found["dense"]
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_in_step_at_99(four: Results, name: str) -> None:
+    in_step(four, f"sparse/{name}")
+
+
+def test_direct_exchange_between_four_ranks(four: Results) -> None:
+    in_step(four, "direct/zero0-fp32")
+
+
+def test_streams_are_parameters(two: Results) -> None:
+    streams = two[0]["exact/zero0-fp32"]["streams"]
+    assert {"embedding.weight", "hidden.weight", "hidden.bias", "middle.weight", "unused.weight"} <= set(
+        streams
+    )
+    assert two[0]["exact/zero2-bf16-scatter-contiguous"]["streams"]
+
+
+def test_expert_parameters_and_sparse_gradients_stay_dense(two: Results) -> None:
+    for stage in (0, 1, 2):
+        streams = two[0][f"sparse/zero{stage}-experts"]["streams"]
+        assert "hidden.weight" in streams
+        assert not [name for name in streams if "deepspeed_experts" in name]
+    assert "embedding.weight" not in two[0]["sparse/zero0-sparse-gradients"]["streams"]
+
+
+def test_disabled_changes_nothing(two: Results) -> None:
+    for key in ("disabled/zero0-fp32", "no-gradients/zero0-fp32"):
+        assert not two[0][key]["attached"]
+        same(two[0]["plain/zero0-fp32"], two[0][key])
+    assert "nothing to do" in two[0]["no-gradients/zero0-fp32"]["log"][0]
+
+
+def test_gradients_that_never_arrive_are_warned_about(two: Results) -> None:
+    lines = [line for line in two[0]["switched-off/zero0-fp32"]["log"] if "without passing gradients" in line]
+    assert len(lines) == 1
+
+
+def test_warmup_steps_are_deepspeed(two: Results) -> None:
+    assert two[0]["warmup/zero0-fp32"]["attached"]
+    same(two[0]["plain/zero0-fp32"], two[0]["warmup/zero0-fp32"])
+
+
+@pytest.mark.parametrize("name", ["zero2-fp32-scatter-contiguous", "zero0-bf16"])
+def test_non_finite_gradients_never_enter_a_residual(two: Results, name: str) -> None:
+    for rank in two:
+        assert rank[f"poison/{name}"]["finite"]
+    if "bf16" in name:
+        # DeepSpeed skips the step; the run goes on.
+        assert two[0][f"poison/{name}"]["skipped"] == 1
+        in_step(two, f"poison/{name}")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_resumed_run_goes_on_bitwise(two: Results, name: str) -> None:
+    for rank in two:
+        whole, half, rest = (rank[f"{part}/{name}"] for part in ("whole", "half", "rest"))
+        assert rest["loaded"]
+        assert half["losses"] + rest["losses"] == whole["losses"]
+        assert rest["hash"] == whole["hash"]
+        assert rest["residual"] == whole["residual"]
+        assert rest["restored"] == half["residual"]
+        assert whole["steps"] == rest["steps"] == 6
+
+
+def test_a_checkpoint_without_residuals_is_loaded_with_one_warning(two: Results) -> None:
+    for number, rank in enumerate(two):
+        found = rank["with-residuals/zero0-fp32"]
+        warnings = [line for line in found["log"] if "dct_rank" in line]
+        assert found["loaded"]
+        assert len(warnings) == (number == 0)
+        assert found["steps"] == 2
+        assert not found["restored"]
+
+
+def test_residuals_are_shared_out_to_other_ranks(two: Results, four: Results, one: Results) -> None:
+    """Two ranks, then four, then one: what is owed to the model on average stays the same."""
+    saved = [rank["half/zero0-fp32"]["residual"] for rank in two]
+    assert set(saved[0]) == set(four[0]["more-ranks/zero0-fp32"]["restored"])
+    for name in saved[0]:
+        mean = sum(residual[name] for residual in saved) / 2
+        for rank in four:
+            assert rank["more-ranks/zero0-fp32"]["restored"][name] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+    in_step(four, "more-ranks/zero0-fp32")
+    # Four ranks have owners with residuals of their own (of the sum): they are owed, too.
+    left = [rank["more-ranks/zero0-fp32"]["residual"] for rank in four]
+    restored = one[0]["fewer-ranks/zero0-fp32"]["restored"]
+    owed: dict[str, float] = {}
+    for residual in left:
+        for name, value in residual.items():
+            parameter = re.sub(r"\[\d+:\d+\]$", "", name)
+            owed[parameter] = owed.get(parameter, 0.0) + value / 4
+    assert any("[" in name for residual in left for name in residual)
+    assert restored == pytest.approx(owed, rel=1e-4, abs=1e-6)
+
+
+def test_metrics_reach_file_monitor_and_summary(two: Results, folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {2, 4, 6}
+    assert {"gradient", "gradient_small"} <= {line["class"] for line in lines}
+    tables = {path.name: path for path in (folder / "csv_monitor").rglob("*.csv")}
+    (name,) = [name for name in tables if re.fullmatch(r"dct_gradient_sent_bytes\.csv", name)]
+    rows = list(csv.reader(tables[name].open()))
+    assert [int(row[0]) for row in rows[1:]] == [2, 4, 6]
+    assert list((folder / "tensorboard").rglob("events*"))
+    log = (folder / "two" / "log").read_text()
+    attached = sum(result["attached"] for result in two[0].values())
+    assert len(re.findall(r"^dct: \d+ steps?, ", log, re.MULTILINE)) == attached
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_made_configurations(two: Results, path: Path) -> None:
+    if path.stem.endswith("_gpu"):
+        pytest.skip("needs a GPU: see test_deepspeed_fp16.py")
+    found = in_step(two, path.name)
+    assert found["steps"] == 3

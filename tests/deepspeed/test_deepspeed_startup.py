@@ -1,0 +1,215 @@
+"""How a DeepSpeed job starts: launchers, ways to activate, and everything that stops it with a message."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def section(**keys: Any) -> dict[str, Any]:
+    return {"data_parallel": {"sparsity": 0.9, "min_numel": 100, **keys}}
+
+
+def start(name: str, first: Any, second: Any, **more: Any) -> Run:
+    """A run that rank 0 starts with one ``dct`` section and rank 1 with another; nothing is trained."""
+    run = {"id": name, "config": config(0, dct=first), "steps": 0, "expect_error": True, **more}
+    return {**run, "ranks": {"1": {"config": config(0, dct=second)}}}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Failing starts, one after the other; a good one at the end shows that nothing is left of them."""
+    good = section()
+    everywhere = {"expect_error": True, "steps": 1}
+    offload = {"device": "cpu"}
+    client = config(2, dct=good, zero={"offload_optimizer": offload}, zero_force_ds_cpu_optimizer=False)
+    del client["optimizer"]
+    plan = [
+        start("sparsity", good, section(sparsity=0.8)),
+        start("two-keys", good, {**section(value_dtype="fp32"), "metrics": {"every": 7}}),
+        start("absent", good, None),
+        start("absent-on-0", None, good),
+        start("disabled", good, {"enabled": False}),
+        start("invalid", good, section(sparsety=0.5)),
+        start("both-invalid", section(sparsity=2), section(sparsity=2)),
+        {"id": "stage3", "config": config(3, dct=good), **everywhere},
+        {"id": "offload", "config": client, "client_optimizer": "SGD", **everywhere},
+        {"id": "good", "config": config(1, dct=good), "steps": 2},
+    ]
+    return launch(2, plan, tmp_path_factory.mktemp("started"))
+
+
+def errors(started: Results, name: str) -> list[str]:
+    for rank in started:
+        assert rank[name]["seconds"] < 20
+    return [rank[name].get("error", "") for rank in started]
+
+
+def test_other_configurations_stop_every_rank(started: Results) -> None:
+    for number, error in enumerate(errors(started, "sparsity")):
+        assert error.startswith(f"DesyncError: rank {number}: ")
+        assert "dct.data_parallel.sparsity differs: 0.9 on rank 0; 0.8 on rank 1" in error
+
+
+def test_every_differing_key_is_named(started: Results) -> None:
+    for error in errors(started, "two-keys"):
+        assert 'dct.data_parallel.value_dtype differs: "bf16" on rank 0; "fp32" on rank 1' in error
+        assert "dct.metrics.every differs: 50 on rank 0; 7 on rank 1" in error
+
+
+@pytest.mark.parametrize(("name", "without"), [("absent", 1), ("absent-on-0", 0), ("disabled", 1)])
+def test_a_rank_without_the_section_is_named_at_once(started: Results, name: str, without: int) -> None:
+    found = errors(started, name)
+    assert found[without] == ""
+    assert not started[without][name]["attached"]
+    assert f"rank {without} has no dct section" in found[1 - without]
+
+
+def test_a_fault_on_one_rank_stops_the_others(started: Results) -> None:
+    first, second = errors(started, "invalid")
+    assert second.startswith("ConfigError: invalid dct configuration on rank 1")
+    assert "did you mean dct.data_parallel.sparsity?" in second
+    assert first.startswith("DesyncError: rank 0: rank 1 failed at start-up: ConfigError")
+
+
+def test_a_fault_on_all_ranks_is_each_ones_own(started: Results) -> None:
+    for error in errors(started, "both-invalid"):
+        assert error.startswith("ConfigError: invalid dct configuration on rank")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stage3", "dct does not support ZeRO stage 3 (zero_optimization.stage = 3)"),
+        ("offload", "dct does not support offloading (zero_optimization.offload_optimizer.device = cpu)"),
+    ],
+)
+def test_unsupported_combinations(started: Results, name: str, words: str) -> None:
+    for number, error in enumerate(errors(started, name)):
+        assert error.startswith(f"ConfigError: rank {number}: {words}")
+        assert "ZeRO stage 0, 1 or 2" in error
+
+
+def test_nothing_is_left_of_failed_starts(started: Results) -> None:
+    first, second = (rank["good"] for rank in started)
+    assert first["attached"]
+    assert first["hash"] == second["hash"]
+    assert "active on ZeRO stage 1, fp32, reduce-scatter" in first["log"][0]
+
+
+def job(folder: Path, *, dct: Any, **more: Any) -> tuple[str, str]:
+    """Arguments of the training script for one short run."""
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps([{"id": "job", "config": config(0, dct=dct), "steps": 2, **more}]))
+    return str(plan), str(folder)
+
+
+def results(folder: Path) -> list[Run]:
+    return [json.loads((folder / f"{rank}.json").read_text())["job"] for rank in (0, 1)]
+
+
+def test_the_whole_job_stops_quickly(tmp_path: Path) -> None:
+    arguments = job(tmp_path, dct=section(), ranks={"1": {"config": config(0, dct=section(sparsity=0.5))}})
+    begin = time.monotonic()
+    done = execute(torchrun(2, str(WORKER), *arguments), tmp_path)
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 90  # mostly imports
+    assert "dct.data_parallel.sparsity differs: 0.9 on rank 0; 0.5 on rank 1" in done.stderr
+    assert "DesyncError: rank 0" in done.stderr
+    assert "DesyncError: rank 1" in done.stderr
+
+
+def test_the_deepspeed_launcher(tmp_path: Path) -> None:
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [
+        sys.executable,
+        str(launcher),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(20000 + os.getpid() % 20000),
+    ]
+    done = execute([*command, str(WORKER), *job(tmp_path, dct=section())], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = results(tmp_path)
+    assert first["attached"]
+    assert first["hash"] == second["hash"]
+
+
+def test_the_module_form_where_autoload_is_off(tmp_path: Path) -> None:
+    """``python -m dct_plugin.integrations.deepspeed train.py``; without it, such a script cannot be seen."""
+    module = torchrun(
+        2, "-m", "dct_plugin.integrations.deepspeed", str(WORKER), *job(tmp_path, dct=section())
+    )
+    done = execute(module, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [rank["attached"] for rank in results(tmp_path)] == [True, True]
+
+
+def test_module_form_runs_scripts_and_modules(tmp_path: Path) -> None:
+    """Arguments, name and path are what the program would have had without us."""
+    report = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0]]))\n"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "script.py").write_text(report)
+    (tmp_path / "module.py").write_text(report)
+    prefix = [sys.executable, "-m", "dct_plugin.integrations.deepspeed"]
+    script = json.loads(execute([*prefix, "folder/script.py", "--a", "b"], tmp_path).stdout)
+    assert script == ["__main__", ["folder/script.py", "--a", "b"], str(tmp_path / "folder")]
+    module = json.loads(execute([*prefix, "-m", "module", "--a"], tmp_path).stdout)
+    assert module[0] == "__main__"
+    assert module[1] == [str(tmp_path / "module.py"), "--a"]
+    assert execute(prefix, tmp_path).returncode != 0
+
+
+@pytest.fixture
+def support(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from dct_plugin.integrations.deepspeed import support
+
+    return support
+
+
+def test_this_deepspeed_is_supported(support: Any) -> None:
+    import deepspeed
+
+    support.check_version(deepspeed.__version__)
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "1.0", "0.16.4+cu12", "unknown"])
+def test_other_versions_are_refused(support: Any, version: str) -> None:
+    from dct_plugin import VersionError
+
+    with pytest.raises(
+        VersionError, match=r"is not supported; supported is >= 0\.19\.\d+, < 0\.20\.0"
+    ) as caught:
+        support.check_version(version)
+    assert version in str(caught.value)
+    assert "Install a supported DeepSpeed" in str(caught.value)
+
+
+def test_a_changed_signature_is_refused(support: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    from dct_plugin import VersionError
+
+    name = deepspeed.runtime.engine.DeepSpeedEngine.allreduce_and_copy
+    monkeypatch.setattr(
+        deepspeed.runtime.engine.DeepSpeedEngine,
+        "allreduce_and_copy",
+        lambda self, tensors, group: name(self, tensors, group),
+    )
+    monkeypatch.delattr(deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, "average_tensor")
+    with pytest.raises(VersionError) as caught:
+        support.check_version(deepspeed.__version__)
+    assert "allreduce_and_copy takes (tensors, group), expected (small_bucket, dp_group" in str(caught.value)
+    assert "average_tensor is missing" in str(caught.value)

@@ -1,0 +1,214 @@
+"""``dct dlrm``: the job under DeepSpeed, its statistics and its report."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dct_plugin.integrations.dlrm.command import complete, job
+from dct_plugin.integrations.dlrm.quality import BASELINE, markdown, outcomes, paired, tables
+from rich.console import Console
+from support import CONFIGS, SUPPORT
+from support.deepspeed_launch import environment, torchrun
+
+from dct_plugin.errors import ConfigError
+
+WORKER = SUPPORT / "dlrm_worker.py"
+READY = sorted(CONFIGS.glob("hybrid_*.json"))
+
+
+@pytest.mark.slow
+def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
+    """Uncompressed, whatever the exchange and the ZeRO stage: only the order of sums differs."""
+    results = tmp_path / "results.json"
+    done = subprocess.run(
+        torchrun(2, str(WORKER), str(results)), env=environment(), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    for result in json.loads(results.read_text()):
+        # It did learn, and the difference is nothing beside what it learned.
+        assert result["spread"] > 0.1, result["case"]
+        assert result["auc"] > 0.7, result["case"]
+        assert result["difference"] < 1e-5, result["case"]
+        assert result["events"] == ["run"] + (["step"] * 5 + ["epoch"]) * 4 + ["trained"]
+        moved = {name for name, amount in result["bytes"].items() if amount["sent"]}
+        if "des" in result["exchange"]:
+            assert {"des_forward", "des_backward", "embedding_ids", "gradient"} <= moved
+        if "all_to_all" in result["exchange"]:
+            # 2 ranks, half of the vectors cross in each direction
+            assert {"embedding_forward", "embedding_backward"} <= moved
+
+
+@pytest.mark.slow
+def test_command_compares_ready_configurations(tmp_path: Path) -> None:
+    """All of them in one launch: three in JSON and a plot, and what the screen shows at 80 columns."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
+    command += ["--max-rows", "2000", "--epochs", "1", "--report", str(report)]
+    done = subprocess.run(
+        command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=500, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(report.read_text())
+    found = figures["outcomes"]
+    assert list(found) == [BASELINE, *(file.stem for file in READY)]
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    layers = {name: set(outcome["layers"]) for name, outcome in found.items()}
+    assert layers == {
+        BASELINE: set(),
+        "hybrid_dct": {"lossless", "bounded"},
+        "hybrid_lossless": {"lossless"},
+        "hybrid_threshold": {"lossless", "threshold"},
+        "hybrid_zero1": {"lossless", "bounded"},
+    }
+    lossless, best = found["hybrid_lossless"], found["hybrid_dct"]
+    assert 2 < lossless["embedding_reduction"] < best["embedding_reduction"]
+    assert lossless["gradient_reduction"] == pytest.approx(1.0)
+    for name, outcome in found.items():
+        amounts = outcome["bytes_per_step"]
+        moved = sum(amounts[f"embedding_{part}"]["sent"] for part in ("forward", "backward", "ids"))
+        assert outcome["crossing_bytes_per_step"] == pytest.approx(moved)
+        assert 0.3 < outcome["auc"]["0"] < 1
+        # Every layer of both directions: they multiply to the whole.
+        whole = outcome["embedding_reduction"] or 1.0
+        assert math.prod(outcome["layers"].values()) == pytest.approx(whole, rel=0.02)
+        if name != BASELINE:
+            assert outcome["crossing_reduction"] > 2  # de-duplicated rows need fewer ids, too
+            assert outcome["auc_difference"]["pairs"] == 1
+            assert f"{name}, seed 0, epoch 1: AUC" in done.stdout
+        if name not in (BASELINE, "hybrid_lossless"):
+            assert outcome["gradient_reduction"] > 2
+    # De-duplication is exact, so only the order of sums differs from the dense run.
+    assert abs(lossless["auc_difference"]["mean"]) < 1e-3
+    assert "\u2026" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_paired_interval_is_students() -> None:
+    # Textbook: mean 0.75, sd 1.7078, t(0.975, 3) = 3.1824
+    interval = paired([1.0, 2.0, 1.5, -1.5])
+    assert interval.mean == pytest.approx(0.75)
+    assert interval.half == pytest.approx(3.1824463 * 1.5545632 / 2, rel=1e-6)
+    assert interval.inside(4.0) is True
+    assert interval.inside(1.0) is False
+    assert paired([0.5]).half is None
+    assert str(paired([0.5])) == "+0.5000"
+    with pytest.raises(ValueError, match="no differences"):
+        paired([])
+
+
+def events(name: str, aucs: list[float], sent: float) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for seed, auc in enumerate(aucs):
+        common = {"config": name, "seed": seed}
+        made += [
+            {"event": "run", **common, "exchange": []},
+            {"event": "epoch", **common, "epoch": 0, "auc": 0.1, "log_loss": 0.9},
+            {"event": "epoch", **common, "epoch": 1, "auc": auc, "log_loss": 1 - auc},
+            {
+                "event": "trained",
+                **common,
+                "step_ms": 2.0,
+                "interface_bytes": None,
+                "bytes": {
+                    "embedding_forward": {"dense": 800.0, "sent": sent},
+                    "embedding_forward/lossless": {"dense": 800.0, "sent": 200.0},
+                    "embedding_forward/bounded": {"dense": 200.0, "sent": sent},
+                    "embedding_ids": {"dense": 100.0, "sent": 100.0},
+                    "gradient": {"dense": 100.0, "sent": 50.0},
+                },
+            },
+        ]
+    return made
+
+
+def test_outcomes_are_paired_by_seed_and_layers_multiply() -> None:
+    found = outcomes(events("b", [0.71, 0.73], 40.0) + events(BASELINE, [0.70, 0.74], 800.0))
+    assert [outcome.name for outcome in found] == [BASELINE, "b"]
+    b = found[1]
+    assert b.auc == {0: 0.71, 1: 0.73}  # of the last epoch
+    assert len(b.epochs) == 4
+    assert b.auc_difference is not None
+    assert b.auc_difference.mean == pytest.approx(0.0)
+    assert b.embedding_reduction == pytest.approx(20)
+    assert b.layers() == {"lossless": 4.0, "bounded": 5.0}
+    text = markdown(found, command="dct dlrm", data="made up")
+    assert "| b | 0.7200 | +0.0000 ±" in text
+    assert "20x" in text
+    assert b.crossing_bytes == 140
+    assert b.crossing_reduction == pytest.approx(900 / 140)
+    console = Console(width=80, file=io.StringIO())
+    for table in tables(found):
+        console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("difference", "with ids", "lossless", "threshold", "MLP gradients"):
+        assert word in shown
+    assert "\u2026" not in shown
+
+
+def make_job(files: list[Path], **options: Any) -> dict[str, Any]:
+    return job(
+        files,
+        **{
+            "format": "diabetes",
+            "data": None,
+            "model": None,
+            "exchange": None,
+            "ranks": 2,
+            "epochs": 1,
+            "seeds": 2,
+            "max_rows": None,
+            "baseline": True,
+            **options,
+        },
+    )
+
+
+def test_baseline_is_the_first_configuration_without_compression(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"train_batch_size": 64, "dct": {}, "dlrm": {"exchange": "des"}}))
+    made = make_job([file], model="dcn")
+    assert list(made["configs"]) == [BASELINE, "mine"]
+    assert "dct" not in made["configs"][BASELINE]
+    assert made["configs"][BASELINE]["train_batch_size"] == 64
+    assert made["configs"][BASELINE]["dlrm"] == {"exchange": "all_to_all", "model": "dcn"}
+    assert made["configs"]["mine"]["dlrm"] == {"exchange": "des", "model": "dcn"}
+    assert made["seeds"] == [0, 1]
+    assert list(make_job([])["configs"]) == [BASELINE]
+
+
+def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"dct": {"embedding": {"error_bund": 1}}}')
+    with pytest.raises(ConfigError, match=r"did you mean dct\.embedding\.error_bound"):
+        make_job([file])
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="'mine' is used twice"):
+        make_job([file, file])
+    for content, message in (
+        ({"dlrm": {"modl": 1}}, r"dlrm\.modl = 1: unknown key; did you mean dlrm\.model\?"),
+        ({"dlrm": {"model": "fm"}}, r'dlrm\.model = "fm": must be one of "dlrm", "deepfm"'),
+        ({"dlrm": {"top": [8, 0]}}, r"dlrm\.top = \[8, 0\]: must be a list of integers >= 1"),
+        ({"dlrm": {"hidden": [8]}}, "dlrm.hidden is no setting of model 'dlrm'; it has bottom, top"),
+        ({"train_batch_size": "a"}, r'train_batch_size = "a": must be an integer >= 1'),
+        ({"zero_optimization": 1}, "zero_optimization = 1: must be a JSON object"),
+        ({"dlrm": []}, "dlrm must be a JSON object"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: sharded tables need ZeRO"),
+        ({"zero_optimization": {"stage": 1}, "dlrm": {"sparse_gradients": True}}, "needs ZeRO stage 0"),
+        ({"optimizer": {"type": "Lamb"}, "dlrm": {"table_optimizer": {}}}, "optimizer.type = 'Lamb'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            complete(content, ranks=2)
+    with pytest.raises(ConfigError, match="train_batch_size = 7: must be a multiple of 2 ranks"):
+        complete({"train_batch_size": 7}, ranks=2)
+
+
+@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
+def test_ready_configurations_are_valid(file: Path) -> None:
+    assert file.stem in make_job([file])["configs"]

@@ -1,0 +1,434 @@
+"""Sharded tables against the same model on one rank: forward, gradients, layers, state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.processes import launch, run
+from torch import Tensor
+from torch.nn import functional
+
+from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
+from dct_plugin.embedding.tables import Bags, ShardedTables, Table, load_tables, place_tables
+from dct_plugin.errors import ConfigError
+from dct_plugin.metrics import Metrics
+
+CARDINALITIES = (3, 500, 40, 7, 120, 2)
+DIM = 8
+BATCH = 24
+
+
+# -- placement ---
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 64), st.floats(1, 20)), max_size=40),
+    st.integers(1, 9),
+)
+@settings(max_examples=100, deadline=None)
+def test_placement_is_complete_and_balanced(sizes: list[tuple[int, int, float]], ranks: int) -> None:
+    tables = [Table(*size) for size in sizes]
+    placed = place_tables(tables, ranks)
+    assert len(placed) == ranks
+    assert sorted(t for part in placed for t in part) == list(range(len(tables)))
+    loads = [sum(tables[t].cost for t in part) for part in placed]
+    total = sum(loads)
+    largest = max((t.cost for t in tables), default=0.0)
+    # Graham: the last table to come to the fullest rank found it the emptiest.
+    assert max(loads) <= total / ranks + largest * (1 - 1 / ranks) + 1e-6 * total
+
+
+def test_tables_are_spread_even_if_they_cost_nothing_yet() -> None:
+    assert [len(part) for part in place_tables([Table(1, 1)] * 7, 4)] == [2, 2, 2, 1]
+    with pytest.raises(ValueError, match="world_size"):
+        place_tables([], 0)
+
+
+# -- the model on one rank ---
+
+
+def make(world_size: int, **options: Any) -> ShardedTables:
+    torch.manual_seed(3)
+    config = EmbeddingChannelConfig.of(options.pop("config", {}))
+    return ShardedTables(CARDINALITIES, DIM, config=config, **options)
+
+
+def whole_tables() -> list[Tensor]:
+    """The tables every rank draws."""
+    torch.manual_seed(3)
+    return [
+        torch.empty(rows, DIM).uniform_(-1 / math.sqrt(rows), 1 / math.sqrt(rows)).requires_grad_()
+        for rows in CARDINALITIES
+    ]
+
+
+def draw(kind: str, step: int, batch: int = BATCH) -> list[Bags]:
+    """The global batch as bags, skewed so that rows repeat."""
+    generator = torch.Generator().manual_seed(step)
+    bags = []
+    for rows in CARDINALITIES:
+        if kind == "one_hot":
+            lengths = torch.ones(batch, dtype=torch.int64)
+        elif kind == "fixed":
+            lengths = torch.full((batch,), 3)
+        else:
+            lengths = torch.randint(0, 5, (batch,), generator=generator)
+        skewed = torch.rand(int(lengths.sum()), generator=generator) ** 3
+        bags.append(Bags((skewed * rows).to(torch.int64), lengths))
+    return bags
+
+
+def part(bags: list[Bags], start: int, stop: int, kind: str) -> Any:
+    """Samples ``start`` to ``stop`` in the form a rank would pass."""
+    cut = []
+    for ids, lengths in bags:
+        ends = torch.cumsum(lengths, 0)
+        first = int(ends[start - 1]) if start else 0
+        cut.append(Bags(ids[first : int(ends[stop - 1])], lengths[start:stop]))
+    if kind == "one_hot":
+        return torch.stack([bag.ids for bag in cut], dim=1).to(torch.int32)
+    if kind == "fixed":
+        return torch.stack([bag.ids.view(-1, 3) for bag in cut], dim=1)
+    return cut
+
+
+def pooled(tables: list[Tensor], bags: list[Bags], pooling: str) -> Tensor:
+    columns = []
+    for table, (ids, lengths) in zip(tables, bags, strict=True):
+        offsets = torch.cumsum(lengths, 0) - lengths
+        columns.append(functional.embedding_bag(ids, table, offsets, mode=pooling))
+    return torch.stack(columns, dim=1)
+
+
+def loss_of(vectors: Tensor) -> Tensor:
+    """Mean over the samples of something that treats every entry differently."""
+    weights = torch.linspace(-1, 1, vectors[0].numel()).view(vectors[0].shape)
+    return torch.tanh((vectors * weights).sum(dim=(1, 2)) + vectors.square().sum(dim=(1, 2))).mean()
+
+
+def bounds_of_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Samples of a rank."""
+    return BATCH * rank // world_size, BATCH * (rank + 1) // world_size
+
+
+def _against_one_rank(
+    rank: int, world_size: int, kind: str, pooling: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    module = make(world_size, pooling=pooling, **options)
+    tables = whole_tables()
+    bags = draw(kind, 0)
+    start, stop = bounds_of_rank(rank, world_size)
+    vectors = module(part(bags, start, stop, kind))
+    expected = pooled(tables, bags, pooling)
+    loss_of(vectors).backward()
+    loss_of(expected).backward()
+    gradient = module.shard.weight.grad
+    assert gradient is not None
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    own = module.placement[rank]
+    wanted = torch.cat([tables[t].grad for t in own]) if own else torch.zeros(1, DIM)  # type: ignore[misc]
+    return {
+        "forward": torch.equal(vectors, expected[start:stop]),
+        "forward_error": float((vectors - expected[start:stop]).abs().max()),
+        "error": float((gradient - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30),
+        "vectors": vectors.detach(),
+        "gradient": gradient,
+        "placement": module.placement,
+    }
+
+
+@pytest.mark.parametrize("kind", ["one_hot", "fixed", "ragged"])
+@pytest.mark.parametrize(("world_size", "pooling"), [(2, "sum"), (4, "mean")])
+def test_same_as_one_rank(world_size: int, pooling: str, kind: str) -> None:
+    plain = run(world_size, _against_one_rank, kind, pooling, {"config": {"enabled": False}})
+    through = run(world_size, _against_one_rank, kind, pooling, {"config": {"deduplicate": False}})
+    distinct = run(world_size, _against_one_rank, kind, pooling, {})
+    for a, b, c in zip(plain, through, distinct, strict=True):
+        assert a["forward"]
+        assert a["error"] < 1e-6
+        # Through payloads: the same bits. De-duplicated: sums in another order.
+        assert torch.equal(a["vectors"], b["vectors"])
+        assert torch.equal(a["gradient"], b["gradient"])
+        assert c["forward_error"] < 1e-6
+        assert c["error"] < 1e-6
+        if kind == "one_hot":
+            assert torch.equal(a["vectors"], c["vectors"])
+
+
+def test_uneven_shards_ranks_without_tables_and_sparse_gradients() -> None:
+    everything = [[], [0, 1, 2, 3, 4, 5], [], []]
+    for config in ({}, {"deduplicate": False}, {"enabled": False}):
+        options = {"placement": everything, "config": config, "sparse": True}
+        for result in run(4, _against_one_rank, "one_hot", "sum", options):
+            assert result["forward"]
+            assert result["error"] < 1e-6
+    for result in run(
+        2, _against_one_rank, "ragged", "sum", {"placement": [[5, 0], [1, 2, 3, 4]], "sparse": True}
+    ):
+        assert result["forward_error"] < 1e-6
+        assert result["error"] < 1e-6
+
+
+# -- lossy layers ---
+
+
+def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_hot") -> dict[str, Any]:
+    """Three steps; at the last one forward and gradients are compared with what the layers mean."""
+    module = make(world_size, config={"gradient_value_dtype": "fp32", "value_dtype": "fp32", **config})
+    start, stop = bounds_of_rank(rank, world_size)
+    for step in range(2):
+        module(part(draw(kind, step), start, stop, kind))
+    module.eval()  # what has been found stays
+    bags = draw(kind, 2)
+    vectors = module(part(bags, start, stop, kind))
+    vectors.retain_grad()
+    loss_of(vectors).backward()
+    state: list[Any] = [module.gather_tables()]
+    dist.broadcast_object_list(state, src=0)
+    tables = whole_tables()
+    exact = pooled(tables, bags, "sum")
+    shown, mask = exact.detach().clone(), torch.ones_like(exact, dtype=torch.bool)
+    cfg = module.config
+    if cfg.sparsity and cfg.granularity == "table":
+        mask = shown.abs() >= state[0]["tau"].view(1, -1, 1)
+    elif cfg.sparsity and cfg.granularity == "vector":
+        keep = round((1 - cfg.sparsity) * DIM)
+        mask = shown.abs() >= shown.abs().topk(keep, dim=2).values[:, :, -1:]
+    shown = torch.where(mask, shown, torch.zeros_like(shown))
+    bounds = None
+    if cfg.error_bound is not None:
+        factors = torch.tensor(cfg.bound_classes, dtype=torch.float64)[state[0]["bound_class"]]
+        bounds = (cfg.error_bound * factors).view(1, -1, 1)
+        error = (vectors.detach() - shown[start:stop]).abs()
+        within = bool((error.double() <= bounds).all())
+        everyones: list[Any] = [None] * world_size
+        dist.all_gather_object(everyones, vectors.detach())
+        shown = torch.cat(everyones)
+        if cfg.sparsity:
+            mask = mask & (shown != 0)
+    else:
+        within = torch.equal(vectors.detach(), shown[start:stop])
+    masked = exact * mask if not cfg.dense_gradient else exact
+    loss_of(masked + (shown - masked).detach()).backward()
+    own = module.placement[rank]
+    wanted = torch.cat([tables[t].grad for t in own]) if own else torch.zeros(1, DIM)  # type: ignore[misc]
+    gradient = module.shard.weight.grad
+    assert gradient is not None
+    return {
+        "within": within,
+        "error": float((gradient - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30),
+        "kept": float(mask.float().mean()),
+        "classes": state[0]["bound_class"].tolist(),
+        "gradient": gradient,
+        "wanted": wanted,
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("deduplicate", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sparsity": 0.7},
+        {"sparsity": 0.7, "dense_gradient": True},
+        {"sparsity": 0.5, "granularity": "vector"},
+        {"error_bound": 0.02},
+        {"error_bound": 0.02, "bound_classes": [0.5, 1.0, 2.0]},
+        {"sparsity": 0.6, "error_bound": 0.02},
+        {"sparsity": 0.6, "error_bound": 0.02, "dense_gradient": True},
+    ],
+    ids=lambda config: "-".join(f"{k}={v}" for k, v in config.items()),
+)
+def test_layers_mean_what_they_say(world_size: int, deduplicate: bool, config: dict[str, Any]) -> None:
+    for result in run(world_size, _lossy, {"deduplicate": deduplicate, **config}):
+        assert result["within"]
+        assert result["error"] < 2e-6
+        if config.get("granularity") == "vector":
+            assert 0.45 < result["kept"] < 0.55
+        elif config.get("sparsity"):
+            assert result["kept"] == pytest.approx(1 - config["sparsity"], abs=0.1)
+        else:
+            assert result["kept"] == 1.0
+
+
+def test_layers_apply_to_pooled_vectors_too() -> None:
+    for config in ({"sparsity": 0.7}, {"error_bound": 0.02}):
+        for deduplicate in (True, False):
+            for result in run(2, _lossy, {"deduplicate": deduplicate, **config}, "ragged"):
+                assert result["within"]
+                assert result["error"] < 2e-6
+
+
+def _coarse(rank: int, world_size: int, granularity: str) -> tuple[float, bool]:
+    module = make(world_size, config={"sparsity": 0.75, "granularity": granularity, "deduplicate": False})
+    start, stop = bounds_of_rank(rank, world_size)
+    vectors = module(part(draw("one_hot", 0), start, stop, "one_hot"))
+    loss_of(vectors).backward()
+    gradient = module.shard.weight.grad
+    assert gradient is not None
+    return float((vectors != 0).float().mean()), bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("granularity", ["sample", "tensor"])
+def test_thresholds_over_tables(granularity: str) -> None:
+    for density, finite in run(2, _coarse, granularity):
+        assert 0.2 < density < 0.3
+        assert finite
+
+
+def _gradient_bound(rank: int, world_size: int) -> dict[str, Any]:
+    exact = _lossy(rank, world_size, {})
+    rounded = _lossy(rank, world_size, {"gradient_bound": 0.1})
+    error = (rounded["gradient"] - exact["gradient"]).abs()
+    return {
+        "largest": float(error.max()),
+        "scale": float(exact["gradient"].abs().max()),
+        "any": bool(error.any()),
+    }
+
+
+def test_gradient_bound_is_relative() -> None:
+    for result in run(2, _gradient_bound):
+        assert result["any"]
+        # A row's gradient is the sum of one exact and one rounded part; rms <= max.
+        assert result["largest"] <= 0.1 * result["scale"] * 2
+
+
+def _evaluation(rank: int, world_size: int) -> dict[str, bool]:
+    found = {}
+    start, stop = bounds_of_rank(rank, world_size)
+    ids = part(draw("one_hot", 0), start, stop, "one_hot")
+    exact = pooled(whole_tables(), draw("one_hot", 0), "sum")[start:stop]
+    for evaluation in (True, False):
+        module = make(world_size, config={"sparsity": 0.8, "evaluation": evaluation, "warmup_steps": 1})
+        found[f"warm {evaluation}"] = torch.equal(module(ids), exact)
+        sparse = module(ids)
+        module.eval()
+        with torch.no_grad():
+            again = module(ids)
+        found[f"thresholded {evaluation}"] = bool((sparse == 0).float().mean() > 0.5)
+        found[f"same {evaluation}"] = bool(((again == 0) == (sparse == 0)).all())
+        found[f"dense {evaluation}"] = torch.equal(again, exact)
+    decaying = make(world_size, config={"error_bound": 0.01, "bound_start": 4.0, "bound_decay_steps": 10})
+    bounds = []
+    for _ in range(12):
+        bounds.append(decaying.channel.bound())
+        decaying(ids)
+    found["decay"] = bounds[0] == 0.04 and bounds[-1] == 0.01 and bounds == sorted(bounds, reverse=True)
+    return found
+
+
+def test_evaluation_warm_up_and_decay() -> None:
+    for found in run(2, _evaluation):
+        assert found == {
+            "warm True": True,
+            "thresholded True": True,
+            "same True": True,
+            "dense True": False,
+            "warm False": True,
+            "thresholded False": True,
+            "same False": False,
+            "dense False": True,
+            "decay": True,
+        }
+
+
+# -- metrics, state, failures ---
+
+
+def _reported(rank: int, world_size: int, config: dict[str, Any]) -> Any:
+    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+    module = make(world_size, config=config, metrics=metrics)
+    start, stop = bounds_of_rank(rank, world_size)
+    for step in range(3):
+        loss_of(module(part(draw("one_hot", step), start, stop, "one_hot"))).backward()
+        metrics.step(step)
+    return metrics.summary(), len(module.placement[rank])
+
+
+def test_every_layer_is_reported() -> None:
+    config = {"sparsity": 0.5, "error_bound": 0.01, "gradient_bound": 0.1}
+    for summary, tables in run(2, _reported, config):
+        for direction, there in (("forward", tables), ("backward", len(CARDINALITIES) - tables)):
+            whole = summary.classes[f"embedding_{direction}"]
+            layers = [
+                summary.classes[f"embedding_{direction}/{x}"] for x in ("lossless", "threshold", "bounded")
+            ]
+            assert whole.dense_bytes == 3 * (BATCH // 2) * there * DIM * 4 == layers[0].dense_bytes
+            assert layers[0].sent_bytes == layers[1].dense_bytes < layers[0].dense_bytes
+            assert layers[1].sent_bytes == layers[2].dense_bytes < layers[1].dense_bytes
+            assert layers[2].sent_bytes == whole.sent_bytes
+        flat = [c for name, c in summary.classes.items() if "/" not in name]
+        assert summary.sent_bytes == sum(c.sent_bytes for c in flat)
+        assert summary.classes["embedding_ids"].sent_bytes > 0
+
+
+def _resharded(rank: int, world_size: int, saved: Any) -> Any:
+    module = make(world_size, config={"sparsity": 0.6, "error_bound": 0.02})
+    start, stop = bounds_of_rank(rank, world_size)
+    if saved is None:
+        for step in range(2):
+            module(part(draw("one_hot", step), start, stop, "one_hot"))
+        with torch.no_grad():
+            module.shard.weight += 0.01
+    else:
+        load_tables(module, saved)
+        with pytest.raises(ValueError, match="shapes"):
+            load_tables(module, {**saved, "tables": saved["tables"][1:]})
+    module.eval()
+    with torch.no_grad():
+        vectors = module(part(draw("one_hot", 7), start, stop, "one_hot"))
+    return vectors, module.gather_tables()
+
+
+def test_tables_move_to_another_number_of_ranks() -> None:
+    before = run(2, _resharded, None)
+    assert before[1][1] is None
+    after = run(4, _resharded, before[0][1])
+    assert torch.equal(torch.cat([v for v, _ in before]), torch.cat([v for v, _ in after]))
+    assert torch.equal(before[0][1]["tau"], after[0][1]["tau"])
+
+
+def _bad_id(rank: int, world_size: int) -> None:
+    ids = part(draw("one_hot", 0), 0, 4, "one_hot")
+    if rank == 1:
+        ids[2, 4] = 120
+    make(world_size)(ids)
+
+
+def test_an_id_out_of_range_stops_every_rank_with_a_reason() -> None:
+    outcomes = launch(2, _bad_id)
+    assert [kind for kind, _ in outcomes] == ["error", "error"]
+    assert "IndexError: tables: rank 1: id 120 is outside table 4, which has 120 rows" in outcomes[1][1]
+    assert "DesyncError" in outcomes[0][1]
+    assert "[1]" in outcomes[0][1]
+
+
+def _poisoned(rank: int, world_size: int) -> bool:
+    module = make(world_size, config={"sparsity": 0.5, "error_bound": 0.01, "gradient_bound": 0.1})
+    if rank == 0:
+        with torch.no_grad():
+            module.shard.weight[0, 0] = float("nan")
+    vectors = module(part(draw("one_hot", 0), 0, 12, "one_hot"))
+    loss = loss_of(vectors)
+    loss.backward()
+    gradient = module.shard.weight.grad
+    assert gradient is not None
+    return not bool(loss.isfinite()) and not bool(gradient.isfinite().all())
+
+
+def test_non_finite_rows_reach_every_rank() -> None:
+    assert run(2, _poisoned) == [True, True]
+
+
+def test_faults_are_named() -> None:
+    with pytest.raises(ConfigError, match="needs deduplicate = false"):
+        EmbeddingChannelConfig.of({"granularity": "sample", "sparsity": 0.5})
+    with pytest.raises(ConfigError, match=r"dct.embedding.bound_classes.*three numbers"):
+        EmbeddingChannelConfig.of({"bound_classes": [0, 1, 1]})

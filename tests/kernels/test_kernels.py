@@ -1,0 +1,591 @@
+"""Kernels: compiled ones equal the reference bit for bit; nothing is lost between sent and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dct_plugin.codecs import IndexEncoding, Payload, ValueDtype, payload_bound
+from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import Stats, build, get_backend
+from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
+from dct_plugin.kernels.cpu import CpuBackend
+from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
+
+GRAD_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [0, 1, 7, 16, 33, 255, 256, 257, 4095, 4097, 12345, 65535, 65536, 65537]
+REFERENCE = ReferenceBackend()
+CPU = CpuBackend()
+
+
+@pytest.fixture(params=["reference", "portable", "avx2", "avx512"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "reference":
+        return REFERENCE
+    if CPU.set_isa(request.param) != request.param:
+        pytest.skip(f"this machine has no {request.param}")
+    return CPU
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_and_instruction_set_restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: a second thread only waits
+    yield
+    torch.set_num_threads(threads)
+    CPU.set_isa("avx512")  # or the best there is
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@dataclass
+class Case:
+    """Arguments of one compression."""
+
+    grad: Tensor
+    residual: Tensor | None
+    in_place: bool
+    tau: float
+    capacity: int | None
+    start: int
+    value_dtype: ValueDtype
+    encoding: IndexEncoding | None
+
+    def run(self, backend: Backend) -> tuple[Stats, Tensor, Tensor | None]:
+        """Stats, payload, residual afterwards; checks that inputs are left alone."""
+        grad, residual = self.grad.clone(), None if self.residual is None else self.residual.clone()
+        left = residual if self.in_place else torch.full_like(self.grad, 5.0, dtype=torch.float32)
+        bound = payload_bound(
+            grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype, self.encoding
+        )
+        guard = 64
+        out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8)
+        stats = backend.compress(
+            grad,
+            residual,
+            self.tau,
+            out[:bound],
+            residual_out=None if self.in_place else left,
+            capacity=self.capacity,
+            start=self.start,
+            value_dtype=self.value_dtype,
+            encoding=self.encoding,
+        )
+        assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
+        assert same_bits(grad, self.grad)
+        if not self.in_place and residual is not None:
+            assert self.residual is not None
+            assert same_bits(residual, self.residual)
+        return stats, out[: stats.nbytes].clone(), left
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    numel = draw(st.sampled_from(SIZES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    exponent = draw(st.sampled_from([0, 0, 0, -44, -38, -7, 4, 30, 37]))
+    grad = torch.randn(numel, generator=generator) * 10.0**exponent
+    if draw(st.integers(0, 3)) == 0:
+        grad[torch.rand(numel, generator=generator) < 0.8] = draw(st.sampled_from([0.0, -0.0]))
+    grad = grad.to(draw(st.sampled_from(GRAD_DTYPES)))
+    grad = torch.where(torch.isfinite(grad), grad, torch.ones_like(grad))
+    residual = None
+    if draw(st.integers(0, 4)):
+        residual = torch.randn(numel, generator=generator) * 10.0 ** draw(st.sampled_from([0, 0, -44, 5, 37]))
+        if draw(st.integers(0, 5)) == 0:
+            residual = -grad.float()
+    if numel and draw(st.integers(0, 9)) == 0:
+        bad = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        grad[draw(st.integers(0, numel - 1))] = bad
+    density = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 0.95, 1.0]))
+    kept = int(density * numel)
+    tau = REFERENCE.exact_threshold(grad, residual, kept) if kept else math.inf
+    if density == 1.0 and draw(st.booleans()):
+        tau = 0.0
+    return Case(
+        grad,
+        residual,
+        in_place=draw(st.booleans()),
+        tau=tau,
+        capacity=draw(st.sampled_from([None, None, 0, 1, kept // 2, 2 * kept + 1])),
+        start=draw(st.integers(0, numel + 3)),
+        value_dtype=draw(st.sampled_from(list(ValueDtype))),
+        encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
+    )
+
+
+# ---- reference against compiled -----------------------------------------------------------------------
+
+
+@given(
+    case=cases(), isa=st.sampled_from(["portable", "avx2", "avx512"]), threads=st.sampled_from([1, 2, 3, 9])
+)
+@settings(max_examples=300, deadline=None)
+def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int) -> None:
+    compiled = CpuBackend(threads)
+    compiled.set_isa(isa)
+    expected, found = case.run(REFERENCE), case.run(compiled)
+    assert found[0].counts == expected[0].counts
+    assert same_bits(found[1], expected[1])
+    if expected[2] is not None:
+        assert found[2] is not None
+        assert same_bits(found[2], expected[2])
+
+    numel = case.grad.numel()
+    payload = expected[1]
+    outs = [torch.linspace(-1, 1, numel), torch.linspace(-1, 1, numel)]
+    assert REFERENCE.decode_add(payload, outs[0]) == compiled.decode_add(payload, outs[1])
+    assert same_bits(*outs)
+    assert torch.equal(REFERENCE.decode_mask(payload, numel), compiled.decode_mask(payload, numel))
+
+    source = case.grad.flip(0)
+    bound = payload_bound(numel, expected[0].nnz, case.value_dtype, IndexEncoding.SHARED_MASK)
+    shared = []
+    for backend in (REFERENCE, compiled):
+        out = torch.empty(bound, dtype=torch.uint8)
+        stats = backend.encode_shared(source, payload, case.value_dtype, out)
+        shared.append((stats.counts, out[: stats.nbytes]))
+    assert shared[0][0] == shared[1][0]
+    assert same_bits(shared[0][1], shared[1][1])
+    both: list[Backend] = [REFERENCE, compiled]
+    for kernels, out in zip(both, outs, strict=True):
+        kernels.decode_shared_add(shared[0][1], payload, out)
+    assert same_bits(*outs)
+
+
+@given(case=cases(), data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_compiled_thresholds_equal_the_reference(case: Case, data: st.DataObject) -> None:
+    numel = case.grad.numel()
+    arguments = (
+        data.draw(st.floats(1e-6, 1.0)),
+        data.draw(st.sampled_from([1, 10, 1000, max(1, numel), 2 * numel + 1])),
+        data.draw(st.integers(-(2**63), 2**64)),
+    )
+    expected = REFERENCE.sample_threshold(case.grad, case.residual, *arguments)
+    assert CPU.sample_threshold(case.grad, case.residual, *arguments) == expected
+    k = data.draw(st.integers(1, numel + 2))
+    assert CPU.exact_threshold(case.grad, case.residual, k) == REFERENCE.exact_threshold(
+        case.grad, case.residual, k
+    )
+
+
+@pytest.mark.parametrize("kind", ["normal", "mostly zero", "one value", "few values", "with nan"])
+@pytest.mark.parametrize("fraction", [1e-5, 0.01, 0.3, 0.999])
+def test_exact_threshold_of_a_large_tensor(kind: str, fraction: float) -> None:
+    """Large enough for the way by a sample and a bracket."""
+    numel = 300_001
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    if kind == "mostly zero":
+        grad[torch.rand(numel, generator=torch.Generator().manual_seed(2)) < 0.99] = 0
+    elif kind == "one value":
+        grad[:] = -3.0
+    elif kind == "few values":
+        grad = (grad * 2).round()
+    elif kind == "with nan":
+        grad[::3] = math.nan
+        grad[1::3] = math.inf
+    k = max(1, int(fraction * numel))
+    assert CPU.exact_threshold(grad, None, k) == REFERENCE.exact_threshold(grad, None, k)
+
+
+@pytest.fixture(scope="module")
+def plainest(tmp_path_factory: pytest.TempPathFactory) -> CpuBackend:
+    """The library as built for another architecture, with its own threads instead of torch's."""
+    path = tmp_path_factory.mktemp("plain") / "kernels.so"
+    flags = ["-O1", "-DDCT_PORTABLE", "-DDCT_NO_OPENMP", '-DDCT_BUILD_ID="test"']
+    command = [*build.compilers()[0], *build.FLAGS, *flags, str(build.SOURCE), "-o", str(path)]
+    subprocess.run(command, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load", lambda: (ctypes.CDLL(str(path)), path))
+        return CpuBackend(threads=3)
+
+
+@given(case=cases())
+@settings(max_examples=100, deadline=None)
+def test_without_intrinsics_and_openmp(plainest: CpuBackend, case: Case) -> None:
+    assert plainest.set_isa("avx512") == "portable"
+    expected, found = case.run(REFERENCE), case.run(plainest)
+    assert found[0].counts == expected[0].counts
+    assert same_bits(found[1], expected[1])
+    if expected[2] is not None:
+        assert found[2] is not None
+        assert same_bits(found[2], expected[2])
+
+
+# ---- what one compression does, for each implementation -----------------------------------------------
+
+
+def decoded(backend: Backend, payload: Tensor, numel: int) -> Tensor:
+    out = torch.zeros(numel)
+    backend.decode_add(payload, out)
+    return out
+
+
+def compress(
+    backend: Backend, grad: Tensor, residual: Tensor | None, tau: float, **options: object
+) -> tuple[Stats, Tensor]:
+    capacity, dtype = options.get("capacity"), options.get("value_dtype", ValueDtype.FP32)
+    bound = payload_bound(grad.numel(), None if tau == 0 else capacity, dtype)  # type: ignore[arg-type]
+    out = torch.empty(bound, dtype=torch.uint8)
+    stats = backend.compress(grad, residual, tau, out, **options)  # type: ignore[arg-type]
+    return stats, out[: stats.nbytes]
+
+
+@pytest.mark.parametrize("value_dtype", list(ValueDtype))
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("tau", [0.0, 0.8, 2.3, math.inf])
+def test_sent_and_kept_add_up_exactly(
+    backend: Backend, value_dtype: ValueDtype, grad_dtype: torch.dtype, tau: float
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    grad = torch.randn(20_011, generator=generator).to(grad_dtype)
+    residual = torch.randn(20_011, generator=generator) * 0.5
+    whole = grad.float() + residual
+    for capacity in (None, 100):
+        left = residual.clone()
+        stats, payload = compress(
+            backend, grad, left, tau, capacity=capacity, value_dtype=value_dtype, start=9000
+        )
+        sent = decoded(backend, payload, grad.numel())
+        assert torch.equal(sent + left, whole)
+        kept = backend.decode_mask(payload, grad.numel())
+        assert int(kept.sum()) == stats.nnz
+        assert same_bits(left[~kept], whole[~kept])
+        if value_dtype is ValueDtype.FP32:
+            assert same_bits(sent[kept], whole[kept])
+            assert not bool(left[kept].any())
+
+
+def test_error_feedback_loses_nothing_over_many_steps(backend: Backend) -> None:
+    """The sum of what was sent plus the last residual is the sum of the gradients, up to fp32 rounding."""
+    generator = torch.Generator().manual_seed(11)
+    residual, total, sent = torch.zeros(5000), torch.zeros(5000, dtype=torch.float64), torch.zeros(5000)
+    exact_sent = torch.zeros(5000, dtype=torch.float64)
+    for step in range(20):
+        grad = torch.randn(5000, generator=generator).bfloat16()
+        total += grad
+        tau = backend.sample_threshold(grad, residual, 0.02, 1000, step)
+        sent.zero_()
+        _, payload = compress(
+            backend, grad, residual, tau, value_dtype=ValueDtype.BF16, capacity=150, start=step * 997
+        )
+        backend.decode_add(payload, sent)
+        exact_sent += sent
+    assert torch.allclose(exact_sent + residual, total, atol=1e-4)
+
+
+@pytest.mark.parametrize("start", [0, 1, 500, 999, 1000, 12345])
+def test_capacity_takes_entries_from_start_on_and_wraps(backend: Backend, start: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    grad = torch.randn(1000, generator=generator)
+    above = (grad.abs() >= 1.0).nonzero().reshape(-1)
+    capacity = 100
+    cyclic = sorted(above.tolist(), key=lambda i: (i - start) % 1000)[:capacity]
+    residual = torch.zeros(1000)
+    stats, payload = compress(backend, grad, residual, 1.0, capacity=capacity, start=start)
+    assert (stats.nnz, stats.above) == (capacity, above.numel())
+    kept = backend.decode_mask(payload, 1000)
+    assert kept.nonzero().reshape(-1).tolist() == sorted(cyclic)
+    assert same_bits(residual, torch.where(kept, torch.zeros(()), grad))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**126, -(2.0**126)])
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("where", [0, 4096, 9999])
+def test_overflow_leaves_the_residual_bitwise_alone(
+    backend: Backend, bad: float, grad_dtype: torch.dtype, where: int
+) -> None:
+    grad = torch.randn(10_000, generator=torch.Generator().manual_seed(2)).to(grad_dtype)
+    grad[where] = bad  # 2**126 becomes inf in fp16
+    residual = torch.randn(10_000, generator=torch.Generator().manual_seed(3))
+    for tau in (0.0, 1.0, math.inf):
+        for threads in (1, 3):
+            if isinstance(backend, CpuBackend):
+                backend.threads = threads
+            in_place, apart = residual.clone(), torch.ones(10_000)
+            stats, payload = compress(backend, grad, in_place, tau)
+            assert same_bits(in_place, residual)
+            compress(backend, grad, residual, tau, residual_out=apart)
+            assert same_bits(apart, residual)
+            assert stats.counts == (40, 0, 0, True)
+            assert bool(decoded(backend, payload, 10_000).isnan().all())
+    CPU.threads = None
+
+
+def test_largest_magnitude_that_is_no_overflow(backend: Backend) -> None:
+    grad = torch.tensor([math.nextafter(2.0**126, 0.0), -(2.0**125)])
+    grad = torch.minimum(grad, torch.tensor(2.0**126).nextafter(torch.tensor(0.0)))
+    stats, payload = compress(backend, grad, torch.zeros(2), 1.0)
+    assert not stats.nonfinite
+    assert same_bits(decoded(backend, payload, 2), grad)
+
+
+def test_residual_that_has_grown_to_infinity_is_sent_as_the_largest_finite_value(backend: Backend) -> None:
+    top = torch.finfo(torch.float32).max
+    residual = torch.tensor([top, -top, 1.0])
+    grad = torch.tensor([2.0**125, -(2.0**125), 0.5])
+    for value_dtype in ValueDtype:
+        left = residual.clone()
+        _, payload = compress(backend, grad, left, 1e30, value_dtype=value_dtype)
+        assert bool(torch.isfinite(decoded(backend, payload, 3)).all())
+        assert bool(torch.isfinite(left).all())
+
+
+def test_threshold_is_inclusive_and_infinity_keeps_nothing(backend: Backend) -> None:
+    grad = torch.tensor([1.0, -1.0, math.nextafter(1.0, 0.0) - 1e-7, 0.0])
+    stats, payload = compress(backend, grad, None, 1.0)
+    assert stats.nnz == 2
+    assert decoded(backend, payload, 4).tolist() == [1.0, -1.0, 0.0, 0.0]
+    stats, payload = compress(backend, grad, None, math.inf)
+    assert (stats.nnz, stats.nbytes) == (0, 40)
+
+
+def test_a_positive_tau_never_selects_zeros(backend: Backend) -> None:
+    """1e-60 is 0 in fp32."""
+    stats, _ = compress(backend, torch.tensor([0.0, -0.0, 1.0]), None, 1e-60)
+    assert stats.nnz == 1
+
+
+def test_tau_zero_sends_everything_dense(backend: Backend) -> None:
+    grad = torch.tensor([0.0, -0.0, 1.0, 1e-45])
+    stats, payload = compress(backend, grad, None, 0.0, capacity=1)
+    assert (stats.nnz, stats.above) == (4, 4)
+    assert Payload.from_tensor(payload).encoding == "dense"
+    assert torch.equal(decoded(backend, payload, 4), grad)
+
+
+def test_decoding_adds(backend: Backend) -> None:
+    _, payload = compress(backend, torch.tensor([0.0, 2.0, 0.0]), None, 1.0)
+    out = torch.tensor([1.0, 1.0, -0.0])
+    assert backend.decode_add(payload, out) == 1
+    assert same_bits(out, torch.tensor([1.0, 3.0, -0.0]))
+
+
+def test_slices_at_any_offset(backend: Backend) -> None:
+    """Gradients and residuals are views into buckets, payloads views into messages."""
+    bucket, residuals = torch.randn(1003), torch.randn(1003)
+    message = torch.zeros(5000, dtype=torch.uint8)
+    for offset in (1, 2, 3):
+        grad, residual = bucket[offset : offset + 900], residuals[offset : offset + 900]
+        whole = grad + residual
+        stats = backend.compress(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16)
+        out = torch.zeros(903)
+        backend.decode_add(message[offset : offset + stats.nbytes], out[3:])
+        assert torch.equal(out[3:] + residual, whole)
+
+
+# ---- shared masks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_dtype", list(ValueDtype))
+@pytest.mark.parametrize("source_dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("tau", [0.0, 1.0, math.inf])
+def test_shared_mask_sends_values_only(
+    backend: Backend, value_dtype: ValueDtype, source_dtype: torch.dtype, tau: float
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    _, forward = compress(backend, torch.randn(3000, generator=generator), None, tau)
+    mask = backend.decode_mask(forward, 3000)
+    source = torch.randn(3000, generator=generator).to(source_dtype)
+    nnz = int(mask.sum())
+    out = torch.empty(payload_bound(3000, nnz, value_dtype, IndexEncoding.SHARED_MASK), dtype=torch.uint8)
+    stats = backend.encode_shared(source, forward, value_dtype, out)
+    assert (stats.nbytes, stats.nnz) == (out.numel(), nnz)
+    received = torch.zeros(3000)
+    assert backend.decode_shared_add(out, forward, received) == nnz
+    assert not bool(received[~mask].any())
+    tolerance = {ValueDtype.FP32: 0.0, ValueDtype.BF16: 2**-8, ValueDtype.FP16: 2**-11, ValueDtype.INT8: 0.02}
+    assert torch.allclose(
+        received[mask], source.float()[mask], rtol=tolerance[value_dtype], atol=tolerance[value_dtype]
+    )
+    with pytest.raises(PayloadError, match="positions"):
+        backend.decode_add(out, received)
+    with pytest.raises(PayloadError, match="positions"):
+        backend.encode_shared(source, out, value_dtype, out)
+
+
+def test_shared_mask_overflow(backend: Backend) -> None:
+    forward_source = torch.tensor([3.0, 0.0, 3.0])
+    _, forward = compress(backend, forward_source, None, 1.0)
+    out = torch.empty(200, dtype=torch.uint8)
+    for source, flagged in [
+        ([1.0, math.nan, 1.0], False),
+        ([math.inf, 0.0, 0.0], True),
+        ([0, 0, 2.0**126], True),
+    ]:
+        stats = backend.encode_shared(torch.tensor(source), forward, ValueDtype.FP16, out)
+        assert stats.nonfinite is flagged
+        received = torch.zeros(3)
+        backend.decode_shared_add(out[: stats.nbytes], forward, received)
+        assert bool(received.isnan().all()) is flagged
+    _, overflowed = compress(backend, torch.tensor([math.nan, 0.0, 0.0]), None, 1.0)
+    stats = backend.encode_shared(torch.ones(3), overflowed, ValueDtype.FP16, out)
+    assert stats.nonfinite
+
+
+def test_shared_mask_that_does_not_fit(backend: Backend) -> None:
+    _, forward = compress(backend, torch.tensor([3.0, 0.0, 3.0]), None, 1.0)
+    _, other = compress(backend, torch.tensor([3.0, 0.0, 0.0]), None, 1.0)
+    out = torch.empty(200, dtype=torch.uint8)
+    stats = backend.encode_shared(torch.ones(3), forward, ValueDtype.FP32, out)
+    received = torch.zeros(3)
+    for mask in (other, forward[:-1], out[: stats.nbytes]):
+        with pytest.raises(PayloadError):
+            backend.decode_shared_add(out[: stats.nbytes], mask, received)
+    assert not bool(received.any())
+
+
+# ---- thresholds ---------------------------------------------------------------------------------------
+
+
+def test_sampled_threshold_hits_the_density(backend: Backend) -> None:
+    grad = torch.randn(400_000, generator=torch.Generator().manual_seed(8))
+    tau = backend.sample_threshold(grad, None, 0.01, 100_000, seed=1)
+    density = float((grad.abs() >= tau).float().mean())
+    assert 0.0085 < density < 0.0115
+    assert backend.sample_threshold(grad, None, 0.01, 100_000, seed=1) == tau
+    assert backend.sample_threshold(grad, None, 0.01, 100_000, seed=2) != tau
+
+
+def test_sampling_everything_is_exact(backend: Backend) -> None:
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(8))
+    residual = torch.randn(1000, generator=torch.Generator().manual_seed(9))
+    tau = backend.sample_threshold(grad, residual, 0.05, 1000, seed=0)
+    assert int(((grad + residual).abs() >= tau).sum()) == 50
+    assert tau == backend.exact_threshold(grad, residual, 50)
+
+
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+def test_threshold_is_positive_and_ignores_non_finite_entries(
+    backend: Backend, grad_dtype: torch.dtype
+) -> None:
+    assert backend.exact_threshold(torch.zeros(100, dtype=grad_dtype), None, 5) == SMALLEST_TAU
+    assert backend.sample_threshold(torch.zeros(100, dtype=grad_dtype), None, 0.1, 10, 0) == SMALLEST_TAU
+    assert backend.sample_threshold(torch.zeros(0, dtype=grad_dtype), None, 0.1, 10, 0) == SMALLEST_TAU
+    grad = torch.tensor([math.nan, math.inf, 4.0, -8.0, 2.0], dtype=grad_dtype)
+    assert [backend.exact_threshold(grad, None, k) for k in (1, 2, 3, 4)] == [8.0, 4.0, 2.0, 2.0]
+    assert backend.sample_threshold(grad, None, 0.34, 5, 0) == 8.0
+
+
+def test_sample_positions_cover_the_tensor_evenly() -> None:
+    where = sample_positions(10, 100_000, seed=123, device=torch.device("cpu"))
+    counts = torch.bincount(where, minlength=10)
+    assert counts.numel() == 10
+    assert float(counts.max() - counts.min()) < 800
+    huge = sample_positions(2**32 - 1, 1000, seed=5, device=torch.device("cpu"))
+    assert int(huge.min()) >= 0
+    assert 2**31 < int(huge.max()) < 2**32 - 1
+    assert (rank_of(0.001, 10), rank_of(1.0, 10), rank_of(0.25, 10)) == (1, 10, 3)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"grad": torch.zeros(10, dtype=torch.float64)}, TypeError),
+        ({"grad": torch.zeros(20)[::2]}, ValueError),
+        ({"grad": torch.zeros(2, 5)}, ValueError),
+        ({"residual": torch.zeros(9)}, ValueError),
+        ({"residual": torch.zeros(10, dtype=torch.bfloat16)}, TypeError),
+        ({"residual_out": torch.zeros(11)}, ValueError),
+        ({"tau": -1.0}, ValueError),
+        ({"tau": math.nan}, ValueError),
+        ({"out": torch.zeros(payload_bound(10, None, 0) - 1, dtype=torch.uint8)}, ValueError),
+        ({"out": torch.zeros(1000)}, TypeError),
+        ({"capacity": -1}, ValueError),
+        ({"value_dtype": 4}, ValueError),
+        ({"encoding": 6}, ValueError),
+        ({"encoding": IndexEncoding.DENSE}, ValueError),
+        ({"encoding": IndexEncoding.SHARED_MASK}, ValueError),
+    ],
+)
+def test_arguments_that_do_not_fit_change_nothing(
+    backend: Backend, change: dict[str, object], error: type[Exception]
+) -> None:
+    arguments: dict[str, object] = {
+        "grad": torch.ones(10),
+        "residual": torch.ones(10),
+        "tau": 0.5,
+        "out": torch.zeros(1000, dtype=torch.uint8),
+    } | change
+    before = arguments["residual"].clone()  # type: ignore[attr-defined]
+    with pytest.raises(error):
+        backend.compress(**arguments)  # type: ignore[arg-type]
+    assert torch.equal(arguments["residual"], before)  # type: ignore[arg-type]
+
+
+def test_other_arguments(backend: Backend) -> None:
+    grad = torch.ones(10)
+    for fraction in (0.0, -0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="keep_fraction"):
+            backend.sample_threshold(grad, None, fraction, 10, 0)
+    with pytest.raises(ValueError, match="num_samples"):
+        backend.sample_threshold(grad, None, 0.1, 0, 0)
+    with pytest.raises(ValueError, match="k is 0"):
+        backend.exact_threshold(grad, None, 0)
+    with pytest.raises(TypeError, match="int32"):
+        backend.decode_add(torch.zeros(40, dtype=torch.uint8), torch.zeros(10, dtype=torch.int32))
+    _, forward = compress(backend, grad, None, 0.5)
+    with pytest.raises(ValueError, match="out has"):
+        backend.encode_shared(grad, forward, ValueDtype.FP32, torch.zeros(79, dtype=torch.uint8))
+
+
+# ---- other devices ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("value_dtype", list(ValueDtype))
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+def test_reference_on_cuda_writes_the_same_bytes(value_dtype: ValueDtype, grad_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    grad = torch.randn(70_001, generator=generator).to(grad_dtype)
+    residual = torch.randn(70_001, generator=generator) * 0.3
+    kernels = get_backend("cuda")
+    for encoding in (None, 1, 2, 3, 4):
+        for keep in (0.001, 0.01, 0.2):
+            tau = CPU.sample_threshold(grad, residual, keep, 5000, 3)
+            assert kernels.sample_threshold(grad.cuda(), residual.cuda(), keep, 5000, 3) == tau
+            bound = payload_bound(70_001, 8000, value_dtype, encoding)
+            results = []
+            for backend, device in ((CPU, "cpu"), (kernels, "cuda")):
+                left = residual.to(device, copy=True)
+                out = torch.empty(bound, dtype=torch.uint8, device=device)
+                stats = backend.compress(
+                    grad.to(device),
+                    left,
+                    tau,
+                    out,
+                    capacity=8000,
+                    start=5,
+                    value_dtype=value_dtype,
+                    encoding=encoding,
+                )
+                received = torch.zeros(70_001, device=device)
+                backend.decode_add(out[: stats.nbytes], received)
+                results.append((stats.counts, out[: stats.nbytes].cpu(), left.cpu(), received.cpu()))
+            assert results[0][0] == results[1][0]
+            for a, b in zip(results[0][1:], results[1][1:], strict=True):
+                assert same_bits(a, b)
+
+
+def test_threads_of_the_configuration_reach_the_backend() -> None:
+    shared = get_backend("cpu")
+    own = get_backend("cpu", threads=3)
+    if hasattr(shared, "threads"):
+        assert own.threads == 3  # type: ignore[attr-defined]
+        assert shared.threads is None
+    assert get_backend("cpu", "reference", threads=3).name == "reference"

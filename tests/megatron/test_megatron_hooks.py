@@ -1,0 +1,450 @@
+"""The hooks in the real megatron-core, on CPU with gloo: a small GPT in every topology.
+
+One launch per topology runs Megatron alone, the hooks at sparsity 0 (everything through the codec: losses and
+parameters must be bitwise the same), and the hooks at work (losses must fall).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from support.megatron_gpt import Job, Outcome, train_all
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+OFF = {"enabled": False}
+
+
+def section(
+    pipeline: float | None = None, tensor: float | None = None, data: float | None = None, **options: Any
+) -> dict[str, Any]:
+    """A ``dct`` section that switches on what is given; lossless values where the sparsity is 0."""
+    exact = {"value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+    parts: dict[str, Any] = {"pipeline": OFF, "tensor": OFF}
+    for name, sparsity in (("pipeline", pipeline), ("tensor", tensor)):
+        if sparsity is not None:
+            parts[name] = {"sparsity": sparsity, **({} if sparsity else exact), **options}
+    result: dict[str, Any] = {"model_parallel": parts, "data_parallel": OFF}
+    if data is not None:
+        result["data_parallel"] = {"sparsity": data, "min_numel": 256}
+        result["data_parallel"]["value_dtype"] = "bf16" if data else "fp32"
+    return result
+
+
+def run(world_size: int, *jobs: Job) -> list[list[Outcome]]:
+    """Outcomes by job, then rank."""
+    by_rank = processes.run(world_size, train_all, list(jobs))
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def losses(outcomes: list[Outcome]) -> list[float]:
+    return next(outcome.losses for outcome in outcomes if outcome.losses)
+
+
+def assert_same(plain: list[Outcome], hooked: list[Outcome], hooks: set[str]) -> None:
+    """Bitwise the same training, and the hooks did run."""
+    assert losses(plain) == losses(hooked)
+    for ours, theirs in zip(hooked, plain, strict=True):
+        assert ours.losses == theirs.losses
+        assert ours.evaluations == theirs.evaluations
+        assert ours.parameters == theirs.parameters
+        assert hooks <= set(ours.active)
+    assert any(outcome.classes for outcome in hooked)
+
+
+def assert_learns(outcomes: list[Outcome], by: float = 0.3) -> None:
+    values = losses(outcomes)
+    assert values[-1] < values[0] - by, values
+
+
+def ratio(outcomes: list[Outcome], cls: str) -> float:
+    """Dense over sent bytes of a class, all ranks together."""
+    parts = [outcome.classes[cls] for outcome in outcomes if cls in outcome.classes]
+    return sum(p["dense_bytes"] for p in parts) / sum(p["sent_bytes"] for p in parts)
+
+
+def test_pipeline_1f1b() -> None:
+    job = Job(pp=2, evaluate=True)
+    plain, same, left, sparse, unlike, recomputed, bf16, bf16_same = run(
+        2,
+        job,
+        job.with_dct(section(pipeline=0.0), through_codec=True),
+        job.with_dct(section(pipeline=0.5, boundary_sparsity=[0.0])),
+        job.with_dct(section(pipeline=0.9), steps=10),
+        job.with_dct(section(pipeline=0.9, evaluation=False, warmup_steps=2), steps=10),
+        job.with_dct(section(pipeline=0.9), steps=10, recompute="full"),
+        job.with_dct(None, bf16=True),
+        job.with_dct(section(pipeline=0.0), through_codec=True, bf16=True),
+    )
+    assert_same(plain, same, {"pipeline"})
+    assert losses(left) == losses(plain)  # a boundary of sparsity 0 is left to Megatron
+    assert not any(outcome.classes for outcome in left)
+    assert_same(bf16, bf16_same, {"pipeline"})
+    for outcomes in (sparse, unlike, recomputed):
+        assert_learns(outcomes)
+    assert losses(recomputed) == losses(sparse)
+    assert ratio(sparse, "pipeline") >= 8
+    assert ratio(sparse, "pipeline_gradient") >= 20
+    assert "pipeline_evaluation" in sparse[0].classes
+    assert "pipeline_evaluation" not in unlike[0].classes
+    assert losses(unlike)[:2] == losses(plain)[:2]  # warm-up
+    assert losses(unlike)[3] != losses(plain)[3]
+
+
+def test_pipeline_interleaved_with_overlap() -> None:
+    job = Job(pp=2, vpp=2, overlap_p2p=True, evaluate=True)
+    plain, same, sparse = run(
+        2,
+        job,
+        job.with_dct(section(pipeline=0.0), through_codec=True),
+        job.with_dct(section(pipeline=0.75), steps=10),
+    )
+    assert_same(plain, same, {"pipeline"})
+    assert_learns(sparse)
+
+
+def test_pipeline_interleaved_four_stages() -> None:
+    job = Job(pp=4, vpp=2, layers=8, steps=3)
+    plain, same, sparse = run(
+        4,
+        job,
+        job.with_dct(section(pipeline=0.0), through_codec=True),
+        job.with_dct(section(pipeline=0.9, boundary_sparsity=[0.0, 0.5]), steps=10),
+    )
+    assert_same(plain, same, {"pipeline"})
+    assert_learns(sparse)
+    # The first boundary is left to Megatron, the second is half dense, the others follow the common value.
+    sent = [outcome.classes["pipeline"]["density_target"] for outcome in sparse]
+    assert sent == [None, pytest.approx(0.5), pytest.approx(0.1), pytest.approx(0.1)]
+
+
+def test_data_parallel() -> None:
+    job = Job()
+    plain, same, sparse, overlapped, bf16, bf16_overlapped = run(
+        2,
+        job,
+        job.with_dct(section(data=0.0), through_codec=True),
+        job.with_dct(section(data=0.9), steps=10),
+        job.with_dct(section(data=0.9), steps=10, overlap_grad_reduce=True),
+        job.with_dct(section(data=0.9), steps=10, bf16=True),
+        job.with_dct(section(data=0.9), steps=10, bf16=True, overlap_grad_reduce=True),
+    )
+    assert_same(plain, same, {"data_parallel"})
+    for outcomes in (sparse, overlapped, bf16, bf16_overlapped):
+        assert_learns(outcomes)
+        assert outcomes[0].parameters == outcomes[1].parameters
+        assert ratio(outcomes, "gradient") > 10
+    assert losses(overlapped) == losses(sparse)
+    assert losses(bf16_overlapped) == losses(bf16)
+    for one, other in ((overlapped, sparse), (bf16_overlapped, bf16)):
+        assert one[0].parameters == other[0].parameters
+        assert "dct gradients dense" in one[0].threads  # that is where they were reduced
+        assert "dct gradients dense" not in other[0].threads
+
+
+def test_distributed_optimizer() -> None:
+    job = Job(distributed_optimizer=True)
+    plain, same, overlap, overlap_same, sparse, bf16 = run(
+        2,
+        job,
+        job.with_dct(section(data=0.0), through_codec=True),
+        job.with_dct(None, overlap_grad_reduce=True),
+        job.with_dct(section(data=0.0), through_codec=True, overlap_grad_reduce=True),
+        job.with_dct(section(data=0.9), steps=10, overlap_grad_reduce=True),
+        job.with_dct(section(data=0.9), steps=10, bf16=True),
+    )
+    assert_same(plain, same, {"data_parallel"})
+    assert_same(overlap, overlap_same, {"data_parallel"})
+    for outcomes in (sparse, bf16):
+        assert_learns(outcomes)
+        assert ratio(outcomes, "gradient") > 10
+
+
+def test_fp16_overflow_is_rolled_back() -> None:
+    """Megatron skips steps until its loss scale fits; residuals are then what they were, in the new unit."""
+    # The scale doubles after every second good step, until one overflows again.
+    job = Job(fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=24, watch=True)
+    late = section(data=0.9)
+    late["data_parallel"]["warmup_steps"] = 14
+    sparse, sharded, warm = run(
+        2,
+        job.with_dct(section(data=0.9)),
+        job.with_dct(section(data=0.9), distributed_optimizer=True),
+        job.with_dct(late, steps=18),
+    )
+    for outcomes in (sparse, sharded):
+        assert_learns(outcomes, by=0.2)
+        assert torch.tensor(losses(outcomes)).isfinite().all()
+        assert outcomes[0].skipped > 1
+    for outcome in (*sparse, *sharded):
+        overflows = 0
+        for (_, scale, before), (success, new_scale, after) in itertools.pairwise(outcome.history):
+            old, new = _streams(before), _streams(after)
+            if success or not any(part["residual"].any() for part in old.values()):
+                continue
+            overflows += 1
+            assert new_scale == scale / 2
+            for name, part in old.items():
+                assert torch.equal(new[name]["residual"], part["residual"] / 2), name
+                halved = {**part["threshold"], "tau": part["threshold"]["tau"] / 2}
+                assert new[name]["threshold"] == halved, name
+        assert overflows
+    # The first residuals after warm-up are in the loss scale's unit from the start.
+    sizes = [
+        max((float(part["residual"].abs().max()) for part in _streams(state).values()), default=0.0) / scale
+        for _, scale, state in warm[0].history
+    ]
+    assert not any(sizes[:14])
+    assert any(sizes)
+    assert max(sizes) < 1
+
+
+def _streams(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Streams of the gradients that have a residual."""
+    reducers = state["reducers"]
+    streams = reducers["dense"]["state"]["streams"] if reducers else {}
+    return {name: part for name, part in streams.items() if part["residual"] is not None}
+
+
+def test_checkpoints_keep_residuals_and_thresholds(tmp_path: Path) -> None:
+    """Saved half-way and loaded by new processes: bitwise the training that was not interrupted."""
+    data = Job(distributed_optimizer=True, steps=6).with_dct(section(data=0.9))
+    stages = Job(pp=2, steps=6).with_dct(section(pipeline=0.9))
+    places = [(str(tmp_path / "data"), 3), (str(tmp_path / "stages"), 3)]
+    whole = run(2, *(replace(job, save=place) for job, place in zip((data, stages), places, strict=True)))
+    processes._stop()
+    resumed = run(2, *(replace(job, load=place) for job, place in zip((data, stages), places, strict=True)))
+    for one, other in zip(whole, resumed, strict=True):
+        assert losses(one)[3:] == losses(other)
+        assert [o.parameters for o in one] == [o.parameters for o in other]
+
+
+def test_experts_are_left_alone_unless_asked() -> None:
+    job = Job(layers=2, experts=2, ep=2, steps=3, distributed_optimizer=True)
+    asked, asked_sparse = section(data=0.0), section(data=0.9)
+    asked["model_parallel"]["expert_gradients"] = asked_sparse["model_parallel"]["expert_gradients"] = True
+    plain, same, sparse, all_sparse = run(
+        4,
+        job,
+        job.with_dct(asked, through_codec=True, watch=True),
+        job.with_dct(section(data=0.9), watch=True),
+        job.with_dct(asked_sparse, steps=10, watch=True),
+    )
+    # Four ranks' gradients are added up in another order than gloo's: equal but for rounding.
+    assert losses(same) == pytest.approx(losses(plain), rel=1e-5)
+    assert_learns(all_sparse)
+    assert set(same[0].history[-1][2]["reducers"]) == {"dense", "expert"}
+    assert set(sparse[0].history[-1][2]["reducers"]) == {"dense"}
+    assert set(all_sparse[0].history[-1][2]["reducers"]) == {"dense", "expert"}
+
+
+def test_tensor_parallel() -> None:
+    job = Job(tp=2)
+    plain, same, sparse, skipping, skipping_all = run(
+        2,
+        job,
+        job.with_dct(section(tensor=0.0), through_codec=True),
+        job.with_dct(section(tensor=0.9), steps=10),
+        job.with_dct(section(tensor=0.9, skip_first_layers=1, skip_last_layers=2)),
+        job.with_dct(section(tensor=0.9, skip_first_layers=2, skip_last_layers=2)),
+    )
+    assert_same(plain, same, {"tensor"})
+    assert_learns(sparse)
+    assert losses(skipping_all) == losses(plain)
+    assert not skipping_all[0].classes
+    once, whole = skipping[0].classes["tensor"], same[0].classes["tensor"]
+    assert 4 * once["dense_bytes"] == whole["dense_bytes"]
+    assert ratio(sparse, "tensor") > 8
+
+
+def test_tensor_and_sequence_parallel() -> None:
+    job = Job(tp=2, sequence_parallel=True)
+    plain, same, sparse, gathered, recomputed = run(
+        2,
+        job,
+        job.with_dct(section(tensor=0.0, gather=True), through_codec=True),
+        job.with_dct(section(tensor=0.9), steps=10),
+        job.with_dct(section(tensor=0.9, gather=True), steps=10),
+        job.with_dct(section(tensor=0.9), steps=10, recompute="full"),
+    )
+    assert_same(plain, same, {"tensor"})
+    assert_learns(sparse)
+    assert_learns(gathered)
+    assert losses(recomputed) == losses(sparse)
+    assert ratio(sparse, "tensor") > 8
+    assert ratio(sparse, "tensor_gradient") > 12
+
+
+def test_pipeline_with_data_parallel() -> None:
+    job = Job(pp=2, distributed_optimizer=True)
+    plain, same, sparse = run(
+        4,
+        job,
+        job.with_dct(section(pipeline=0.0, data=0.0), through_codec=True),
+        job.with_dct(section(pipeline=0.9, data=0.9), steps=10),
+    )
+    assert_same(plain, same, {"pipeline", "data_parallel"})
+    assert_learns(sparse)
+
+
+def test_tensor_with_pipeline_parallel() -> None:
+    job = Job(tp=2, pp=2, sequence_parallel=True, steps=3)
+    plain, same, sparse = run(
+        4,
+        job,
+        job.with_dct(section(pipeline=0.0, tensor=0.0), through_codec=True),
+        job.with_dct(section(pipeline=0.75, tensor=0.75), steps=10),
+    )
+    assert_same(plain, same, {"pipeline", "tensor"})
+    assert_learns(sparse, by=0.2)
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, str]:
+    from support import megatron_cpu
+
+    megatron_cpu.install()
+    from types import SimpleNamespace
+
+    from dct_plugin.integrations.megatron import hooks, hooks_pipeline, hooks_tensor
+
+    from dct_plugin.config import DCTConfig
+    from dct_plugin.errors import DCTError
+
+    found_early: dict[str, str] = {}
+    config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
+    engine = type("TEColumnParallelLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
+    cases = {
+        "variable": lambda: hooks_pipeline._check(SimpleNamespace(**vars(config), variable_seq_lengths=True)),
+        "ring": lambda: hooks_pipeline._check(SimpleNamespace(**vars(config), use_ring_exchange_p2p=True)),
+        "dtype": lambda: hooks_pipeline._check(SimpleNamespace(pipeline_dtype=torch.float64)),
+    }
+
+    def layer(linear: torch.nn.Module, **settings: Any) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.mlp, module.layer_number = linear, 2
+        module.config = SimpleNamespace(**vars(config), **settings)
+        return module
+
+    cases["engine"] = lambda: hooks_tensor._check(layer(engine(2, 2)))
+    cases["fp8"] = lambda: hooks_tensor._check(layer(torch.nn.Linear(2, 2), fp8="hybrid"))
+    from dct_plugin.integrations.megatron import hooks_data
+
+    hooks.install(DCTConfig.parse(section(data=0.9)))
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    (data,) = (hook for hook in hooks.current().hooks if isinstance(hook, hooks_data.DataParallelHook))
+    two = SimpleNamespace(size=lambda: 2)
+    for name, case in {
+        "torch fsdp": lambda: TorchFullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
+        "megatron fsdp": lambda: FullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
+        "instances": lambda: data._left_alone(SimpleNamespace(ddp_config=ddp, buckets=[]), two),
+    }.items():
+        with pytest.raises(DCTError) as refusal:
+            case()
+        found_early[name] = str(refusal.value)
+    hooks.uninstall()
+    cases["graphs"] = lambda: hooks_tensor._check(layer(torch.nn.Linear(2, 2), cuda_graph_impl="local"))
+    found = found_early
+    for name, case in cases.items():
+        try:
+            case()
+        except DCTError as error:
+            found[name] = str(error)
+    first = DCTConfig.parse(section(pipeline=0.5))
+    assert [item.name for item in hooks.install(first)] == ["pipeline"]
+    assert [item.name for item in hooks.install(first)] == ["pipeline"]
+    try:
+        hooks.install(DCTConfig.parse(section(pipeline=0.6)))
+    except DCTError as error:
+        found["twice"] = str(error)
+    hooks.uninstall()
+    assert hooks.install(DCTConfig(enabled=False)) == []
+    hooks.uninstall()
+    return found
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    (found,) = processes.run(1, _refusals)
+    assert "variable_seq_lengths" in found["variable"]
+    assert "use_ring_exchange_p2p" in found["ring"]
+    assert "float64" in found["dtype"]
+    assert "layer 2: mlp is Transformer Engine's TEColumnParallelLinear" in found["engine"]
+    assert "fp8 = hybrid" in found["fp8"]
+    assert "CUDA graphs" in found["graphs"]
+    assert "another configuration" in found["twice"]
+    assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
+    assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
+    assert "num_distributed_optimizer_instances > 1" in found["instances"]
+
+
+def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
+    """megatron-core 0.17 accumulates some gradients in fp32 beside a bf16 bucket."""
+    from types import SimpleNamespace
+
+    from dct_plugin.integrations.megatron import hooks_data
+
+    data = torch.zeros(12, dtype=torch.bfloat16)
+    beside = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    beside.main_grad = torch.arange(8, dtype=torch.float32)
+    beside.main_grad_copy_in_grad_buffer = data[4:]
+    inside = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    inside.main_grad = data[:4]
+    bucket = SimpleNamespace(
+        grad_data=data, params_list=[inside, beside], params_with_extra_main_grads=[beside]
+    )
+    hooks_data._fill_buffers(SimpleNamespace(buckets=[bucket]))
+    assert data.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+    views = hooks_data.DataParallelHook._views(SimpleNamespace(_unnamed=0), bucket)
+    assert [(start, view.numel()) for _, start, view in views] == [(0, 4), (4, 8)]
+
+
+def _monitored(rank: int, world_size: int, folder: str) -> str:
+    import contextlib
+    import io
+    import sys
+    from types import ModuleType, SimpleNamespace
+
+    from torch.utils.tensorboard import SummaryWriter
+
+    # megatron.training is in no wheel: two of its global variables are all that the hooks look at.
+    module: Any = ModuleType("megatron.training.global_vars")
+    module._GLOBAL_ARGS = SimpleNamespace(log_interval=2)
+    module._GLOBAL_TENSORBOARD_WRITER = SummaryWriter(folder) if rank == world_size - 1 else None
+    sys.modules["megatron.training"] = ModuleType("megatron.training")
+    sys.modules[module.__name__] = module
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            train_all(rank, world_size, [Job(pp=2, steps=5, dct=section(pipeline=0.9))])
+        if rank == world_size - 1:
+            module._GLOBAL_TENSORBOARD_WRITER.close()
+    finally:
+        del sys.modules[module.__name__], sys.modules["megatron.training"]
+    return output.getvalue()
+
+
+def test_metrics_reach_tensorboard_and_the_log(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first, last = processes.run(2, _monitored, str(tmp_path))
+    lines = [line for line in last.splitlines() if line.startswith(" dct iteration")]
+    assert [int(line.split()[2]) for line in lines] == [2, 4, 5]  # Megatron's --log-interval, and the rest
+    assert all("pipeline_gradient: " in line for line in lines)  # what the last stage sends
+    assert " dct iteration" not in first
+    assert first.count("dct: 5 steps, sent") == 1
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in ("sent_bytes", "dense_bytes", "ratio", "density", "exchange_ms"):
+        assert [event.step for event in events.Scalars(f"dct/pipeline_gradient/{name}")] == [2, 4, 5]
+    assert events.Scalars("dct/pipeline_gradient/ratio")[-1].value > 15

@@ -1,0 +1,353 @@
+"""Gradient reduction between real gloo processes, and the DDP hook."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import launch, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel import DCTState, GradientReducer, Shard, dct_hook
+from dct_plugin.metrics import Metrics
+
+SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
+
+
+def tensors(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in SIZES.items()}
+
+
+def reducer(**settings: Any) -> GradientReducer:
+    return GradientReducer(DCTConfig.parse({"data_parallel": settings}))
+
+
+# -- all_reduce ----------------------------------------------------------
+
+
+def _sum_of_everything(rank: int, world_size: int, exchange: str, dtype: torch.dtype) -> dict[str, Any]:
+    """At any sparsity: what arrived plus what all ranks (and owners) kept is what was put in."""
+    engine = reducer(sparsity=0.95, exchange=exchange, value_dtype="fp32")
+    put_in = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    arrived = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    for step in range(4):
+        mine = tensors(rank, step, dtype)
+        for other in range(world_size):
+            for name, tensor in tensors(other, step, dtype).items():
+                put_in[name] += tensor.double()
+        engine.all_reduce(list(mine.items()))
+        for name, tensor in mine.items():
+            arrived[name] += tensor.double()
+        engine.end_step()
+    kept = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    for key, stream in engine.streams.items():
+        name, _, part = key.partition("[")
+        residual = stream.residual.current.double() if stream.residual is not None else None
+        if residual is None:
+            continue
+        start = int(part.split(":")[0]) if part else 0
+        kept[name][start : start + residual.numel()] += residual
+    for tensor in kept.values():
+        dist.all_reduce(tensor)
+    return {
+        "error": {n: float((put_in[n] - arrived[n] - kept[n]).abs().max()) for n in SIZES if SIZES[n]},
+        "arrived": arrived,
+    }
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_lost_and_ranks_agree(world_size: int, exchange: str) -> None:
+    results = run(world_size, _sum_of_everything, exchange, torch.float32)
+    for result in results:
+        assert max(result["error"].values()) < 1e-4
+        for name in SIZES:
+            assert torch.equal(result["arrived"][name], results[0]["arrived"][name])
+
+
+def _dense(rank: int, world_size: int, exchange: str, dtype: torch.dtype) -> bool:
+    engine = reducer(sparsity=0.0, exchange=exchange, value_dtype="fp32")
+    for step in range(2):
+        mine = tensors(rank, step, dtype)
+        expected = {name: tensor.clone() for name, tensor in mine.items()}
+        engine.all_reduce(list(mine.items()), scale=1.0 / world_size)
+        for name, tensor in expected.items():
+            dist.all_reduce(tensor)
+            tensor.mul_(1.0 / world_size)
+            if world_size == 2:
+                assert torch.equal(mine[name], tensor), name
+            else:
+                assert mine[name].allclose(
+                    tensor, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6
+                ), name
+    return True
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparsity_zero_is_the_dense_all_reduce_bitwise_on_two_ranks(
+    exchange: str, dtype: torch.dtype
+) -> None:
+    assert all(run(2, _dense, exchange, dtype))
+
+
+def test_sparsity_zero_is_the_dense_all_reduce_on_four_ranks() -> None:
+    assert all(run(4, _dense, "auto", torch.float32))
+
+
+def _reduce_scatter(rank: int, world_size: int) -> bool:
+    engine = reducer(sparsity=0.0, value_dtype="fp32", min_numel=100)
+    size = 10_001
+    shards = [
+        Shard(r, size * r // world_size, size * (r + 1) // world_size) for r in reversed(range(world_size))
+    ]
+    mine = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+    expected = mine.clone()
+    dist.all_reduce(expected)
+    engine.reduce_scatter([("w", mine, shards)], scale=0.5)
+    own = next(s for s in shards if s.owner == rank)
+    assert mine[own.start : own.stop].allclose(expected[own.start : own.stop] * 0.5, rtol=1e-6, atol=1e-6)
+
+    thresholded = reducer(sparsity=0.9, value_dtype="fp32", min_numel=100)
+    total = torch.zeros(size)
+    for step in range(3):
+        mine = torch.randn(size, generator=torch.Generator().manual_seed(10 * step + rank))
+        total += mine
+        thresholded.reduce_scatter([("w", mine, shards)])
+        total_arrived = torch.zeros(size)
+        total_arrived[own.start : own.stop] = mine[own.start : own.stop]
+        dist.all_reduce(total_arrived)
+        total -= total_arrived / world_size  # every rank subtracts its share of what arrived anywhere
+    kept = thresholded.streams["w"].residual.current.clone()  # type: ignore[union-attr]
+    dist.all_reduce(total)
+    dist.all_reduce(kept)
+    assert total.allclose(kept, atol=1e-4)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reduce_scatter_gives_owners_their_sums(world_size: int) -> None:
+    assert all(run(world_size, _reduce_scatter))
+
+
+def _poisoned(rank: int, world_size: int, exchange: str) -> dict[str, Any]:
+    engine = GradientReducer(
+        DCTConfig.parse({"data_parallel": {"sparsity": 0.9, "exchange": exchange}}), transactional=True
+    )
+    engine.all_reduce(list(tensors(rank, 0).items()))
+    engine.end_step()
+    before = {name: s.residual.current.clone() for name, s in engine.streams.items()}  # type: ignore[union-attr]
+    mine = tensors(rank, 1)
+    if rank == world_size - 1:
+        mine["layer"][7] = float("inf")
+    engine.all_reduce(list(mine.items()))
+    overflow = not all(bool(t.isfinite().all()) for t in mine.values())
+    engine.end_step(skipped=True)
+    same = all(torch.equal(before[name], engine.streams[name].residual.current) for name in before)  # type: ignore[union-attr]
+    finite = all(bool(s.residual.current.isfinite().all()) for s in engine.streams.values())  # type: ignore[union-attr]
+    engine.end_step(loss_scale=0.5)
+    halved = all(torch.equal(before[name] / 2, engine.streams[name].residual.current) for name in before)  # type: ignore[union-attr]
+    return {"overflow": overflow, "same": same, "finite": finite, "halved": halved}
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+def test_overflow_reaches_every_rank_and_leaves_residuals(exchange: str) -> None:
+    for result in run(2, _poisoned, exchange):
+        assert result == {"overflow": True, "same": True, "finite": True, "halved": True}
+
+
+def _warm_up(rank: int, world_size: int) -> list[float]:
+    engine = reducer(sparsity=0.99, warmup_steps=2)
+    shares = []
+    for step in range(4):
+        mine = tensors(rank, step)
+        expected = mine["layer"].clone()
+        engine.all_reduce(list(mine.items()))
+        dist.all_reduce(expected)
+        if step < 2:
+            assert torch.equal(mine["layer"], expected)
+        shares.append(float((mine["layer"] != 0).float().mean()))
+        engine.end_step()
+    return shares
+
+
+def test_warm_up_is_dense() -> None:
+    for shares in run(2, _warm_up):
+        assert shares[0] > 0.99
+        assert shares[1] > 0.99
+        assert shares[2] < 0.05
+        assert shares[3] < 0.05
+
+
+# -- failures ---
+
+
+def _one_fails(rank: int, world_size: int, exchange: str) -> None:
+    engine = reducer(sparsity=0.9, exchange=exchange)
+    mine = tensors(rank, 0)
+    engine.all_reduce(list(mine.items()))
+    if rank == 1:
+        mine["layer"] = torch.randn(SIZES["layer"] + 1)  # its stream refuses another size
+        engine.streams["layer"].name = "layer"
+    engine.all_reduce(list(mine.items()))
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+def test_a_failing_rank_stops_the_others_with_its_name(exchange: str) -> None:
+    outcomes = launch(3, _one_fails, exchange)
+    assert [kind for kind, _ in outcomes] == ["error"] * 3
+    assert "40001" in outcomes[1][1]
+    for rank in (0, 2):
+        assert "DesyncError" in outcomes[rank][1]
+        assert "[1]" in outcomes[rank][1]
+
+
+def _other_order(rank: int, world_size: int) -> None:
+    entries = list(tensors(rank, 0).items())
+    reducer(sparsity=0.9).all_reduce(entries[::-1] if rank == 2 else entries)
+
+
+def test_ranks_out_of_step_are_told_apart() -> None:
+    for rank, (kind, text) in enumerate(launch(3, _other_order)):
+        assert kind == "error"
+        assert "DesyncError" in text
+        assert "[2]" in text if rank != 2 else "[0, 1]" in text
+
+
+# -- torch DDP ---
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
+
+
+def _train(
+    rank: int, world_size: int, section: dict[str, Any] | None, steps: int, bucket_mb: float
+) -> dict[str, Any]:
+    model = DistributedDataParallel(_model(), bucket_cap_mb=bucket_mb)
+    state = None
+    if section is not None:
+        state = DCTState(section, named_parameters=model.module.named_parameters())
+        model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    weights = torch.randn(100, generator=torch.Generator().manual_seed(99))
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(64, 100, generator=generator)
+        loss = (model(x).squeeze(1) - torch.tanh(x @ weights / 5)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    names = sorted(state.reducer(flat.device).streams) if state is not None else []
+    return {"losses": losses, "parameters": flat, "streams": names}
+
+
+def test_ddp_hook_at_sparsity_zero_is_plain_ddp_bitwise() -> None:
+    section = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
+    plain = run(2, _train, None, 4, 0.1)
+    hooked = run(2, _train, section, 4, 0.1)
+    assert torch.equal(plain[0]["parameters"], hooked[0]["parameters"])
+    assert plain[1]["losses"] == hooked[1]["losses"]
+
+
+def test_ddp_hook_trains_in_step_and_streams_follow_parameters() -> None:
+    """Small buckets: the layout changes after the first step, the streams (and their residuals) stay."""
+    section = {"data_parallel": {"sparsity": 0.95, "min_numel": 1000}}
+    results = run(2, _train, section, 60, 0.1)
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+    assert sum(results[0]["losses"][-10:]) < 0.5 * sum(results[0]["losses"][:10])
+    assert results[0]["streams"] == ["0.weight", "2.weight"]
+
+
+def _resume(rank: int, world_size: int) -> bool:
+    """Five steps, or two, save, load into new objects, and three more: the same parameters bitwise."""
+
+    def hooked(model: nn.Module, saved: dict[str, Any] | None) -> tuple[DistributedDataParallel, DCTState]:
+        ddp = DistributedDataParallel(model)
+        state = DCTState({"data_parallel": {"sparsity": 0.95, "min_numel": 1000}})
+        if saved is not None:
+            state.load_state_dict(saved)
+        ddp.register_comm_hook(state, dct_hook)
+        return ddp, state
+
+    def train(ddp: DistributedDataParallel, steps: range) -> torch.Tensor:
+        for step in steps:
+            x = torch.randn(32, 100, generator=torch.Generator().manual_seed(100 * rank + step))
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+        return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
+
+    whole, _ = hooked(_model(), None)
+    expected = train(whole, range(5))
+    first, state = hooked(_model(), None)
+    train(first, range(2))
+    model = _model()
+    model.load_state_dict(first.module.state_dict())
+    second, _ = hooked(model, state.state_dict())
+    return torch.equal(train(second, range(2, 5)), expected)
+
+
+def test_ddp_hook_resumes_bitwise() -> None:
+    assert all(run(2, _resume))
+
+
+def _ddp_failure(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(_model())
+    state = DCTState({"data_parallel": {"min_numel": 1000}}, named_parameters=model.module.named_parameters())
+    model.register_comm_hook(state, dct_hook)
+    model(torch.randn(4, 100)).sum().backward()
+    if rank == 0:
+        state.reducer(torch.device("cpu")).schedule = None  # type: ignore[assignment]
+    model(torch.randn(4, 100)).sum().backward()
+
+
+def test_a_failure_inside_the_hook_reaches_every_rank() -> None:
+    outcomes = launch(2, _ddp_failure)
+    assert [kind for kind, _ in outcomes] == ["error", "error"]
+    assert "rank(s) [0] failed" in outcomes[1][1]
+
+
+def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
+    section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": {"path": path, "every": 1}}
+    config = DCTConfig.parse(section)
+    engine = GradientReducer(config, metrics=Metrics(config.metrics, rank=rank, world_size=world_size))
+    before = []
+    for step in range(3):
+        engine.all_reduce(list(tensors(rank, step).items()))
+        engine.end_step()
+        engine.metrics.step(engine.step)  # type: ignore[union-attr]
+        before.append(engine.exchange.sent_bytes)
+    engine.metrics.close()  # type: ignore[union-attr]
+
+
+def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run(2, _warm_up_then_metrics, str(path))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first = [row for row in rows if row["step"] == 1]
+    later = [row for row in rows if row["step"] == 3]
+    assert {row["class"] for row in first} == {"gradient_warmup", "gradient"}
+    by_class = {row["class"]: row for row in later}
+    gradient = by_class["gradient"]
+    assert gradient["density"] == pytest.approx(0.1, rel=0.2)
+    assert gradient["dense_bytes"] == 4 * (60_000 + 40_001 + 5_000)
+    assert gradient["dense_bytes"] / gradient["sent_bytes"] == pytest.approx(
+        4 / (0.1 * (16 + 4.8) / 8), rel=0.2
+    )
+    assert by_class["gradient_small"]["density"] is None or by_class["gradient_small"]["density"] == 1.0
+    for key in ("tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms"):
+        assert gradient[key] >= 0

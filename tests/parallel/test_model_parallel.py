@@ -1,0 +1,297 @@
+"""DCT-MP against plain torch: masks, gradients at the mask only, sparsity 0, messages of known size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from torch import Tensor
+
+from dct_plugin.config import PipelineConfig, TensorConfig
+from dct_plugin.errors import PayloadError
+from dct_plugin.model_parallel import ActivationStream, FixedMessages, MaskedCollectives, MaskedLink
+
+EXACT = {"threshold": "exact", "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+
+
+def activation(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def top(tensor: Tensor, density: float) -> Tensor:
+    """Mask of the round(density * n) largest magnitudes."""
+    flat = tensor.detach().abs().reshape(-1)
+    kept = torch.zeros_like(flat, dtype=torch.bool)
+    kept[flat.topk(round(density * flat.numel())).indices] = True
+    return kept.view(tensor.shape)
+
+
+# -- messages of known size -----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(7, 2, 64), (1,), (3,), (64, 2, 128)])
+def test_sparsity_zero_is_bitwise_both_ways(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig()))
+    x, g = activation(1, *shape, dtype=dtype), activation(2, *shape, dtype=dtype)
+    message, mask, stats = messages.encode(x, 3)
+    assert message.numel() == messages.nbytes(x.numel(), dtype)
+    assert stats.nnz == x.numel()
+    out = torch.full_like(x, 9)
+    received = messages.decode(message, out)
+    assert torch.equal(out, x)
+    answer, _ = messages.encode_gradient(g, received)
+    assert answer.numel() == messages.nbytes(x.numel(), dtype, gradient=True)
+    back = torch.full_like(g, 9)
+    masks = {3: mask}
+    messages.decode_gradient(answer, masks, back)
+    assert torch.equal(back, g)
+    assert not masks
+
+
+def test_both_ends_have_the_same_mask_and_only_it_gets_gradients() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9, capacity=2.0, **EXACT)))
+    x, g = activation(1, 16, 2, 64), activation(2, 16, 2, 64)
+    message, mask, _ = messages.encode(x, 0)
+    kept = top(x, 0.1)
+    out = torch.empty_like(x)
+    received = messages.decode(message, out)
+    assert torch.equal(out, x * kept)
+    assert torch.equal(mask.payload, received.payload)
+    answer, stats = messages.encode_gradient(g, received)
+    assert stats.nnz == int(kept.sum())
+    back = torch.empty_like(g)
+    messages.decode_gradient(answer, {0: mask}, back)
+    assert torch.equal(back, g * kept)
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
+def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: float) -> None:
+    config = PipelineConfig(sparsity=0.9, capacity=capacity, **EXACT)
+    messages = FixedMessages(ActivationStream(config))
+    x = activation(1, 64, 2, 128)
+    message, _, stats = messages.encode(x, 0)
+    assert stats.nnz <= messages.entries(x.numel(), messages.stream.value_dtype(x.dtype))
+    assert message.numel() <= capacity * 0.1 * x.numel() * 4 + x.numel() // 8 + 64
+    out = torch.empty_like(x)
+    messages.decode(message, out)
+    sent = out != 0
+    assert int(sent.sum()) == stats.nnz
+    assert torch.equal(out, x * sent)
+    assert not (sent & ~top(x, 0.1)).any()
+
+
+def test_bytes_at_sparsity_09_against_fp32() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9)))
+    numel = 128 * 4 * 256
+    assert 4 * numel / messages.nbytes(numel, torch.float32) >= 8
+    assert 4 * numel / messages.nbytes(numel, torch.float32, gradient=True) >= 20
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("forward", "back"), [("auto", "int8"), ("int8", "int8"), ("bf16", "bf16")])
+@pytest.mark.parametrize("exact", [False, True])
+def test_values_of_each_type_fit_the_messages(
+    capacity: float, dtype: torch.dtype, forward: str, back: str, exact: bool
+) -> None:
+    config = PipelineConfig(sparsity=0.9, capacity=capacity, value_dtype=forward, gradient_value_dtype=back)
+    messages = FixedMessages(ActivationStream(config))
+    x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
+    message, mask, stats = messages.encode(x, 5)
+    assert mask.entries == stats.nnz > 0
+    received = messages.decode(message, torch.empty_like(x))
+    assert received.entries == mask.entries
+    answer, _ = messages.encode_gradient(g, received, exact=exact)
+    size = messages.nbytes(x.numel(), dtype, gradient=True, mask=mask if exact else None)
+    assert answer.numel() == size
+    if exact:  # 48 bytes of number and header, a scale per block of int8 values
+        assert size <= 48 + mask.entries * (1.05 if back == "int8" else 2) + 8
+    out = torch.empty_like(g)
+    messages.decode_gradient(answer, {5: mask}, out)
+    there = out != 0
+    assert int(there.sum()) >= 0.9 * mask.entries
+    tolerance = float(g.abs().max()) / 100
+    torch.testing.assert_close(out[there], g[there], atol=tolerance, rtol=0.01)
+
+
+def test_bytes_of_int8_gradients_against_fp32() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9, gradient_value_dtype="int8")))
+    numel = 128 * 4 * 256
+    assert 4 * numel / messages.nbytes(numel, torch.float32, gradient=True) >= 38
+
+
+def test_several_messages_in_flight_are_told_apart() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, capacity=9.0, **EXACT)))
+    xs = [activation(seed, 8, 8) for seed in range(4)]
+    sent = {n: messages.encode(x, n) for n, x in enumerate(xs)}
+    masks = {n: mask for n, (_, mask, _) in sent.items()}
+    received = {n: messages.decode(message, torch.empty(8, 8)) for n, (message, _, _) in sent.items()}
+    for n in (2, 0, 3, 1):
+        answer, _ = messages.encode_gradient(torch.ones(8, 8), received[n])
+        back = torch.empty(8, 8)
+        messages.decode_gradient(answer, masks, back)
+        assert torch.equal(back != 0, xs[n].abs() >= messages.stream.threshold.tau)  # that of the step
+    with pytest.raises(PayloadError, match="gradient of message 1; awaited are none"):
+        messages.decode_gradient(answer, masks, back)
+
+
+def test_damaged_and_foreign_messages_are_refused() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, **EXACT)))
+    message, _, _ = messages.encode(activation(1, 8, 8), 0)
+    for place in (8, 20, 60):
+        bad = message.clone()
+        bad[place] ^= 0x55
+        with pytest.raises(PayloadError):
+            messages.decode(bad, torch.empty(8, 8))
+    with pytest.raises(PayloadError):
+        messages.decode(message, torch.empty(9, 8))
+
+
+def test_non_finite_entries_arrive_as_nan_forward_and_backward() -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, **EXACT)))
+    x = activation(1, 8, 8)
+    x[0, 0] = float("inf")
+    message, mask, _ = messages.encode(x, 0)
+    out = torch.zeros(8, 8)
+    received = messages.decode(message, out)
+    assert out.isnan().all()
+    for exact in (False, True):
+        answer, _ = messages.encode_gradient(torch.ones(8, 8), received, exact=exact)
+        messages.decode_gradient(answer, {0: mask}, out.zero_())
+        assert out.isnan().all()
+
+
+def test_threshold_changes_between_steps_only() -> None:
+    stream = ActivationStream(TensorConfig(sparsity=0.9, **EXACT))
+    first, second = activation(1, 4096), 3 * activation(2, 4096)
+    tau = stream.tau(first)
+    assert stream.tau(second) == tau
+    stream.training = False
+    stream.advance()
+    assert stream.tau(second) == tau
+    stream.training = True
+    assert stream.tau(second) > 2 * tau
+
+
+def test_warmup_steps_are_dense() -> None:
+    stream = ActivationStream(TensorConfig(sparsity=0.9, warmup_steps=2))
+    densities = []
+    for _ in range(3):
+        densities.append(stream.density)
+        stream.advance()
+    assert densities == [1.0, 1.0, pytest.approx(0.1)]
+
+
+# -- between processes -----
+
+
+def _collectives(rank: int, world_size: int) -> dict[str, Any]:
+    """Every collective against its definition in plain torch, all ranks' tensors rebuilt from their seeds."""
+    comm = MaskedCollectives()
+    report: dict[str, Any] = {}
+    for density in (1.0, 0.25):
+        config = TensorConfig(sparsity=1.0 - density, **EXACT)
+        shape = (2 * world_size, 5, 4)
+        xs = [activation(10 + r, *shape).requires_grad_() for r in range(world_size)]
+        chunk = [slice(2 * r, 2 * r + 2) for r in range(world_size)]
+        by_whole = [top(x, density) for x in xs]
+        # Where chunks go to their ranks, the one that stays at home takes no part in finding the threshold.
+        by_others = []
+        for me, x in enumerate(xs):
+            kept = torch.ones_like(x, dtype=torch.bool)
+            away = torch.cat([torch.arange(2 * r, 2 * r + 2) for r in range(world_size) if r != me])
+            kept[away] = top(x[away], density)
+            by_others.append(kept)
+
+        def define(
+            kind: str,
+            me: int,
+            xs: Any = xs,
+            chunk: Any = chunk,
+            whole: Any = by_whole,
+            others: Any = by_others,
+        ) -> Any:
+            chunked = kind in ("reduce_scatter", "all_to_all")
+            part = chunk[me] if chunked else slice(0, 2 * world_size)
+            kept = others if chunked else whole
+            arriving = [
+                xs[r][part] if r == me and kind != "all_reduce" else xs[r][part] * kept[r][part]
+                for r in range(world_size)
+            ]
+            return torch.cat(arriving) if kind in ("all_gather", "all_to_all") else sum(arriving)
+
+        for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
+            mine = xs[rank].detach().clone().requires_grad_()
+            stream = ActivationStream(config, name=kind, rank=rank)
+            out = getattr(comm, kind)(mine, stream)
+            with torch.no_grad():
+                torch.testing.assert_close(out, define(kind, rank), rtol=0, atol=1e-6)
+            replicated = kind == "all_reduce"
+            weights = [activation(50 + (0 if replicated else r), *out.shape) for r in range(world_size)]
+            (out * weights[rank]).sum().backward()
+            for x in xs:
+                x.grad = None
+            if replicated:  # the gradient of the sum is replicated, not summed
+                (define(kind, rank) * weights[rank]).sum().backward()
+            else:
+                sum((define(kind, r) * weights[r]).sum() for r in range(world_size)).backward()
+            torch.testing.assert_close(mine.grad, xs[rank].grad, rtol=0, atol=1e-6)
+            report[f"{kind}@{density}"] = out.detach()
+    return report
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_and_their_gradients(world_size: int) -> None:
+    reports = processes.run(world_size, _collectives)
+    for density in (1.0, 0.25):
+        for report in reports[1:]:
+            assert torch.equal(report[f"all_reduce@{density}"], reports[0][f"all_reduce@{density}"])
+
+
+def _uneven(rank: int, world_size: int) -> None:
+    comm = MaskedCollectives()
+    stream = ActivationStream(TensorConfig(sparsity=0.5, **EXACT), rank=rank)
+    rows = [[1, 2], [3, 0]]
+    x = activation(rank, sum(rows[rank]), 6).requires_grad_()
+    out = comm.all_to_all(x, stream, rows[rank], [rows[r][rank] for r in range(world_size)])
+    assert out.shape[0] == sum(rows[r][rank] for r in range(world_size))
+    out.sum().backward()
+    ones = torch.ones_like(x)
+    away = slice(1, 3) if rank == 0 else slice(0, 3)
+    ones[away] = top(x[away], 0.5).float()
+    assert torch.equal(x.grad, ones)
+    with pytest.raises(ValueError, match="do not add up"):
+        comm.all_to_all(x, stream, [1, 1])
+
+
+def test_all_to_all_with_uneven_splits() -> None:
+    processes.run(2, _uneven)
+
+
+def _link(rank: int, world_size: int) -> None:
+    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.75, capacity=9.0, **EXACT)))
+    link = MaskedLink(messages, 1 - rank)
+    w, v = activation(1, 6, 6), activation(2, 6, 6)
+    inputs = [activation(5 + n, 4, 6) for n in range(2)]
+    if rank == 0:
+        weight = w.clone().requires_grad_()
+        tokens = [link.send(x @ weight) for x in inputs]
+        for token in tokens:
+            token.backward()
+        reference = w.clone().requires_grad_()
+        for x in inputs:
+            hidden = x @ reference
+            ((hidden * (hidden.abs() >= messages.stream.threshold.tau)) @ v).pow(2).sum().backward()
+        torch.testing.assert_close(weight.grad, reference.grad)
+    else:
+        losses = [(link.recv((4, 6)) @ v).pow(2).sum() for _ in inputs]
+        for loss in losses:
+            loss.backward()
+
+
+def test_send_and_receive_with_two_messages_in_flight() -> None:
+    processes.run(2, _link)

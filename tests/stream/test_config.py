@@ -1,0 +1,372 @@
+"""The ``dct`` section: what is accepted, and what an error says."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import CONFIGS, ROOT
+
+from dct_plugin import ConfigError, DCTConfig
+from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, options
+
+READY_MADE = sorted(CONFIGS.glob("*.json"))
+
+slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+DATA_PARALLEL = {
+    "enabled": st.booleans(),
+    "sparsity": st.floats(0, 1, exclude_max=True) | st.just(0),
+    "threshold": st.sampled_from(["sample", "exact"]),
+    "threshold_lifespan": st.integers(1, 10**9),
+    "threshold_tracking": st.booleans(),
+    "density_band": st.tuples(
+        st.floats(0, 1, exclude_min=True, exclude_max=True),
+        st.floats(1, 1e6, exclude_min=True) | st.integers(2, 9),
+    ).map(list),
+    "capacity": st.floats(1, 1e6) | st.integers(1, 100),
+    "min_numel": st.integers(0, 10**12),
+    "value_dtype": st.sampled_from(["fp32", "bf16", "fp16", "int8"]),
+    "index_encoding": st.sampled_from(["auto", "bitmap", "gaps8", "block16", "rice"]),
+    "momentum_correction": st.floats(0, 1, exclude_max=True),
+    "server_error_feedback": st.booleans(),
+    "exchange": st.sampled_from(["auto", "direct", "two_phase"]),
+    "warmup_steps": st.integers(0, 10**9),
+    "sparsity_warmup_steps": st.integers(0, 10**9),
+}
+SECTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "enabled": st.booleans(),
+        "data_parallel": st.fixed_dictionaries({}, optional=DATA_PARALLEL),
+        "metrics": st.fixed_dictionaries(
+            {},
+            optional={
+                "path": st.none() | st.text(min_size=1),
+                "every": st.integers(1, 10**9),
+                "tensorboard": st.none() | st.text(min_size=1),
+            },
+        ),
+        "kernels": st.fixed_dictionaries(
+            {},
+            optional={
+                "backend": st.sampled_from(["auto", "reference", "cpu"]),
+                "threads": st.none() | st.integers(1, 1024),
+            },
+        ),
+    },
+)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def faults(section: Any, **keywords: Any) -> list[str]:
+    """The lines of the error for a faulty section, without its head."""
+    with pytest.raises(ConfigError) as caught:
+        DCTConfig.parse(section, **keywords)
+    head, *lines = str(caught.value).splitlines()
+    assert f"({len(lines)} fault" in head
+    return [line.strip() for line in lines]
+
+
+def data_parallel_fault(key: str, value: Any) -> str:
+    (line,) = faults({"data_parallel": {key: value}})
+    return line
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    config = DCTConfig.parse({})
+    assert config == DCTConfig()
+    assert config.enabled
+    assert config.data_parallel.sparsity == 0.99
+    assert config.data_parallel.density == pytest.approx(0.01)
+    assert config.data_parallel.threshold_lifespan == 1000
+    assert config.data_parallel.density_band == (0.5, 2.0)
+    assert config.data_parallel.min_numel == 4096
+    assert config.data_parallel.value_dtype == "bf16"
+    assert config.metrics == MetricsConfig(path=None, every=50, tensorboard=None)
+    assert config.kernels == KernelConfig(backend="auto", threads=None)
+
+
+def test_no_section_is_disabled_and_a_parsed_one_passes() -> None:
+    assert not DCTConfig.parse(None).enabled
+    config = DCTConfig.parse({"data_parallel": {"sparsity": 0.5}})
+    assert DCTConfig.parse(config) is config
+
+
+@slow_to_draw
+@given(SECTIONS)
+def test_valid_sections_round_trip(section: dict[str, Any]) -> None:
+    config = DCTConfig.parse(section)
+    for name, values in section.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            got = getattr(getattr(config, name), key)
+            assert got == (tuple(value) if isinstance(value, list) else value)
+    again = DCTConfig.parse(json.loads(config.canonical_json()))
+    assert again == config
+    assert again.fingerprint() == config.fingerprint()
+    assert not again.differences(config)
+
+
+@slow_to_draw
+@given(st.dictionaries(st.sampled_from([*DataParallelConfig.model_fields, "sparse"]), JSON_VALUES))
+def test_any_json_is_accepted_or_refused_readably(values: dict[str, Any]) -> None:
+    try:
+        config = DCTConfig.parse({"data_parallel": values})
+    except ConfigError as error:
+        for line in str(error).splitlines()[1:]:
+            assert line.strip().startswith("dct.data_parallel")
+            assert "must be " in line or "unknown key" in line or "error_feedback" in line
+    else:
+        assert DCTConfig.parse(json.loads(config.canonical_json())) == config
+
+
+@slow_to_draw
+@given(JSON_VALUES.filter(lambda value: value is not None))
+def test_any_json_as_section(section: Any) -> None:
+    if isinstance(section, dict):
+        section = {**section, "dct": 1}  # at least one fault
+    assert all(line.startswith("dct") for line in faults(section))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("sparsity", 1, "a number in [0, 1)"),
+        ("sparsity", -0.1, "a number in [0, 1)"),
+        ("sparsity", "0.9", "a number in [0, 1)"),
+        ("sparsity", True, "a number in [0, 1)"),
+        ("sparsity", None, "a number in [0, 1)"),
+        ("sparsity", math.nan, "a number in [0, 1)"),
+        ("threshold", "random", 'one of "sample", "exact"'),
+        ("threshold", ["sample"], 'one of "sample", "exact"'),
+        ("threshold_lifespan", 0, "an integer >= 1"),
+        ("threshold_lifespan", 10.0, "an integer >= 1"),
+        ("threshold_lifespan", True, "an integer >= 1"),
+        ("threshold_tracking", 1, "true or false"),
+        ("threshold_tracking", "true", "true or false"),
+        ("capacity", 0.5, "a number >= 1"),
+        ("capacity", math.inf, "a number >= 1"),
+        ("min_numel", -1, "an integer >= 0"),
+        ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8"'),
+        ("index_encoding", "elias", 'one of "auto", "bitmap", "gaps8", "block16", "rice"'),
+        ("error_feedback", "global", 'one of "local", "none"'),
+        ("momentum_correction", 1.0, "a number in [0, 1)"),
+        ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
+        ("warmup_steps", "5", "an integer >= 0"),
+    ],
+)
+def test_fault_names_path_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
+    expected = f"dct.data_parallel.{key} = {json.dumps(value)}: must be {allowed}"
+    assert data_parallel_fault(key, value) == expected
+
+
+@pytest.mark.parametrize(
+    "band", [[0, 2], [0.5, 1], [1, 2], [2, 0.5], [0.5], [0.5, 2, 3], ["0.5", 2], [True, 2], 0.5, "ab", None]
+)
+def test_density_band_faults_show_the_whole_band(band: Any) -> None:
+    line = data_parallel_fault("density_band", band)
+    assert line == (
+        f"dct.data_parallel.density_band = {json.dumps(band)}: "
+        "must be a pair [low, high] of numbers with 0 < low < 1 < high"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"data_parallel": {"sparsitty": 1}}, "did you mean dct.data_parallel.sparsity?"),
+        ({"data_paralel": {}}, "did you mean dct.data_parallel?"),
+        ({"Enabled": True}, "did you mean dct.enabled?"),
+        ({"sparsity": 0.9}, "did you mean dct.data_parallel.sparsity?"),
+        ({"metrics": {"evry": 1}}, "did you mean dct.metrics.every?"),
+        ({"kernels": {"xyz": 1}}, "allowed are backend, threads"),
+        ({"metrics ": {}}, "did you mean dct.metrics?"),
+        ({"enabled\n": True}, "did you mean dct.enabled?"),
+        ({"": 1}, "allowed are enabled, data_parallel, model_parallel, embedding, metrics, kernels"),
+        ({"qqq": 1}, "allowed are enabled, data_parallel, model_parallel, embedding, metrics, kernels"),
+    ],
+)
+def test_unknown_key_gets_a_suggestion(section: dict[str, Any], expected: str) -> None:
+    (line,) = faults(section)
+    assert line.endswith(f"unknown key; {expected}")
+
+
+def test_all_faults_in_one_error_with_the_rank() -> None:
+    section = {
+        "data_parallel": {"sparsity": 2, "min_numel": "3"},
+        "metrics": {"every": 0},
+        "kernels": 7,
+        "x": 1,
+    }
+    lines = faults(section, rank=3)
+    assert [line.split(" = ")[0] for line in lines] == [
+        "dct.data_parallel.sparsity",
+        "dct.data_parallel.min_numel",
+        "dct.metrics.every",
+        "dct.kernels",
+        "dct.x",
+    ]
+    with pytest.raises(ConfigError, match=r"on rank 3 \(5 faults\)"):
+        DCTConfig.parse(section, rank=3)
+
+
+def test_source_is_the_first_part_of_the_path() -> None:
+    lines = faults({"metrics": {"every": 0}}, source="ds_config.dct")
+    assert lines == ["ds_config.dct.metrics.every = 0: must be an integer >= 1"]
+
+
+@pytest.mark.parametrize("section", [7, "dct", [], True])
+def test_section_must_be_an_object(section: Any) -> None:
+    assert faults(section) == [f"dct = {json.dumps(section)}: must be a JSON object"]
+
+
+def test_long_values_are_shortened() -> None:
+    assert len(data_parallel_fault("value_dtype", "x" * 10_000)) < 250
+
+
+def test_masking_without_momentum_is_refused() -> None:
+    (line,) = faults({"data_parallel": {"momentum_masking": True}})
+    assert "needs momentum_correction above 0" in line
+
+
+def test_momentum_without_a_residual_is_refused() -> None:
+    values = {"error_feedback": "none", "momentum_correction": 0.9}
+    (line,) = faults({"data_parallel": values})
+    assert "momentum_correction = 0.9" in line
+    assert "set error_feedback to 'local'" in line
+    assert (
+        DCTConfig.parse({"data_parallel": {"error_feedback": "none"}}).data_parallel.momentum_correction == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sparsity": 0, "threshold": "exact"},
+        {"capacity": 1, "density_band": [0.5, 4]},
+        {"sparsity": 0, "warmup_steps": 3, "sparsity_warmup_steps": 3},
+        {"min_numel": 0, "sparsity": 0.9999},
+    ],
+)
+def test_combinations_that_make_sense(values: dict[str, Any]) -> None:
+    DCTConfig.parse({"data_parallel": values})
+
+
+def test_other_mappings_and_tuples_are_fine() -> None:
+    section = MappingProxyType({"data_parallel": MappingProxyType({"density_band": (0.2, 3), "sparsity": 0})})
+    config = DCTConfig.parse(section)
+    assert config.data_parallel.density_band == (0.2, 3.0)
+    assert isinstance(config.data_parallel.sparsity, float)
+
+
+def test_sections_are_frozen_and_hashable() -> None:
+    config = DCTConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.data_parallel.sparsity = 0.5
+    assert hash(config) == hash(DCTConfig())
+
+
+def test_of_raises_config_errors() -> None:
+    assert DataParallelConfig.of(sparsity=0.5) == DataParallelConfig(sparsity=0.5)
+    with pytest.raises(ConfigError, match=r"dct\.data_parallel\.sparsity = 2"):
+        DataParallelConfig.of(sparsity=2)
+
+
+def test_updated_merges_and_validates() -> None:
+    config = DCTConfig.parse({"data_parallel": {"value_dtype": "int8"}})
+    changed = config.updated({"data_parallel": {"sparsity": 0}, "metrics": {"every": 1}})
+    assert changed.data_parallel.value_dtype == "int8"
+    assert changed.data_parallel.sparsity == 0
+    assert changed.metrics.every == 1
+    with pytest.raises(ConfigError, match="unknown key"):
+        config.updated({"data_parallel": {"sparse": 1}})
+
+
+def test_fingerprint_and_differences() -> None:
+    config = DCTConfig()
+    same = DCTConfig.parse({"data_parallel": {"sparsity": 0.99, "density_band": [0.5, 2]}})
+    assert same.fingerprint() == config.fingerprint()
+    assert re.fullmatch(r"[0-9a-f]{12}", config.fingerprint())
+    other = config.updated({"data_parallel": {"sparsity": 0.9}, "kernels": {"threads": 2}})
+    assert other.fingerprint() != config.fingerprint()
+    assert config.differences(other) == [
+        "dct.data_parallel.sparsity: 0.99 != 0.9",
+        "dct.kernels.threads: null != 2",
+    ]
+
+
+def write(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_from_file_takes_a_deepspeed_json_or_the_bare_section(tmp_path: Path) -> None:
+    section = {"data_parallel": {"sparsity": 0.5}}
+    bare = write(tmp_path / "bare.json", json.dumps(section))
+    full = write(tmp_path / "full.json", json.dumps({"train_batch_size": 8, "dct": section}))
+    assert DCTConfig.from_file(bare) == DCTConfig.from_file(str(full)) == DCTConfig.parse(section)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"train_batch_size": 8}', 'without a "dct" section'),
+        ('{"dct": {"enabled": 1}}', "dct.enabled = 1: must be true or false"),
+        ('{"dct": null}', "dct = null: must be a JSON object"),
+        ('{"enable": true}', "did you mean dct.enabled?"),
+        ('{"dct": {"enabled": true, "enabled": false}}', "key 'enabled' is given twice"),
+        ("[1]", "must hold a JSON object"),
+        ("{", "not valid JSON"),
+        ("\ufeff{}", "not valid JSON"),
+    ],
+)
+def test_from_file_faults_name_the_file(tmp_path: Path, content: str, message: str) -> None:
+    path = write(tmp_path / "broken.json", content)
+    with pytest.raises(ConfigError) as caught:
+        DCTConfig.from_file(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_from_file_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DCTConfig.from_file(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DCTConfig.from_file(tmp_path)
+
+
+@pytest.mark.parametrize("path", READY_MADE, ids=lambda path: path.stem)
+def test_ready_made_files(path: Path) -> None:
+    config = DCTConfig.from_file(path)
+    assert config.enabled
+    hybrid = path.stem.startswith("hybrid_")
+    assert config.data_parallel.enabled or (hybrid and config.embedding.enabled)
+    content = json.loads(path.read_text())
+    assert content["optimizer"]["type"]
+    assert f"`{path.name}`" in (path.parent / "README.md").read_text()
+
+
+def test_there_are_ready_made_files() -> None:
+    assert len(READY_MADE) >= 6
+
+
+def test_every_option_is_documented_with_default_and_range() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for option in options():
+        section, _, key = option.path.rpartition(".")
+        assert option.description
+        default = json.dumps(option.default)
+        rows = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]
+        assert any(f"| `{default}` | {option.allowed} |" in row for row in rows), option.path
+        assert f"`{section}`" in text

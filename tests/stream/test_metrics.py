@@ -1,0 +1,364 @@
+"""What is accumulated, written and summed up."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dct_plugin import ConfigError, metrics
+from dct_plugin.config import MetricsConfig
+from dct_plugin.metrics import Event, InterfaceCounter, Metrics, Record, format_bytes, interface_bytes
+
+FIELDS = {
+    "step", "steps", "class", "dense_bytes", "sent_bytes", "ratio", "density_target", "density", "tau",
+    "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms", "rank", "world_size", "time",
+}  # fmt: skip
+
+
+def make(*, rank: int = 0, sinks: Any = (), **config: Any) -> Metrics:
+    return Metrics(MetricsConfig(**config), rank=rank, world_size=2, sinks=sinks)
+
+
+def gradient(into: Metrics, **changes: Any) -> None:
+    values: dict[str, Any] = {
+        "dense_bytes": 4000, "sent_bytes": 40, "numel": 1000, "nnz": 9, "target_density": 0.01, "tau": 0.5,
+        "select_ms": 1.2, "encode_ms": 0.3, "exchange_ms": 2.1, "decode_ms": 0.5,
+    }  # fmt: skip
+    into.record(Record("gradient", **{**values, **changes}))
+
+
+def small(into: Metrics) -> None:
+    into.record(
+        Record(
+            "gradient_small", dense_bytes=400, sent_bytes=440, numel=100, nnz=100, target_density=1.0, tau=0.0
+        )
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_lines_hold_window_averages_per_class(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "metrics.jsonl"
+    recorder = make(path=str(path), every=2)
+    for step, tau in ((7, 0.5), (8, 1.0)):
+        gradient(recorder, tau=tau, refreshes=1)
+        gradient(recorder, tau=tau, nnz=11)
+        small(recorder)
+        recorder.step(step)
+    first, second = lines(path)
+    assert first.keys() == second.keys() == FIELDS
+    assert (first["class"], second["class"]) == ("gradient", "gradient_small")
+    assert (first["step"], first["steps"]) == (8, 2)
+    assert (first["dense_bytes"], first["sent_bytes"], first["ratio"]) == (8000, 80, 100)
+    assert first["density"] == pytest.approx(0.01)
+    assert first["density_target"] == pytest.approx(0.01)
+    assert first["tau"] == pytest.approx(0.75)
+    assert first["refreshes"] == 2
+    assert first["select_ms"] == pytest.approx(2.4)
+    assert first["exchange_ms"] == pytest.approx(4.2)
+    assert (first["rank"], first["world_size"]) == (0, 2)
+    assert second["tau"] is None
+    assert second["density"] == 1
+
+
+def test_windows_do_not_overlap_and_close_writes_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = make(path=str(path), every=3)
+    for step in range(1, 9):
+        gradient(recorder, nnz=step)
+        recorder.step(step)
+    assert [line["step"] for line in lines(path)] == [3, 6]
+    recorder.close()
+    recorder.close()
+    written = lines(path)
+    assert [(line["step"], line["steps"]) for line in written] == [(3, 3), (6, 3), (8, 2)]
+    assert [line["density"] * 1000 for line in written] == pytest.approx([2, 5, 7.5])
+
+
+def test_infinite_tau_and_nothing_sent_stay_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = make(path=str(path), every=1)
+    gradient(recorder, tau=math.inf, nnz=0, sent_bytes=0)
+    recorder.step(1)
+    (line,) = lines(path)
+    assert line["tau"] is None
+    assert line["ratio"] is None
+
+
+def test_tau_and_density_are_weighted_by_entries() -> None:
+    recorder = make()
+    gradient(recorder, numel=1000, nnz=100, tau=1.0)
+    gradient(recorder, numel=3000, nnz=0, tau=2.0)
+    recorder.step(1)
+    summary = recorder.summary()
+    assert summary.tau == pytest.approx(1.75)
+    assert summary.density == pytest.approx(0.025)
+
+
+def test_existing_lines_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        recorder = make(path=str(path), every=1)
+        gradient(recorder)
+        recorder.step(1)
+        recorder.close()
+    assert len(lines(path)) == 2
+
+
+def test_only_rank_0_writes_unless_the_path_names_the_rank(tmp_path: Path) -> None:
+    for name in ("one.jsonl", "each-{rank}.jsonl"):
+        for rank in (0, 1):
+            recorder = make(rank=rank, path=str(tmp_path / name), every=1)
+            gradient(recorder)
+            recorder.step(1)
+            recorder.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["each-0.jsonl", "each-1.jsonl", "one.jsonl"]
+    assert [line["rank"] for line in lines(tmp_path / "one.jsonl")] == [0]
+    assert [line["rank"] for line in lines(tmp_path / "each-1.jsonl")] == [1]
+
+
+@pytest.mark.parametrize("key", ["path", "tensorboard"])
+def test_unwritable_places_are_refused_at_start(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("")
+    config: dict[str, Any] = {key: str(tmp_path / "file" / "below")}
+    with pytest.raises(ConfigError, match=rf"rank 0(.|\n)*dct\.metrics\.{key} = .*that can be written"):
+        make(**config)
+    make(rank=1, **config)
+
+
+def test_path_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dct\.metrics\.path"):
+        make(path=str(tmp_path))
+
+
+def test_a_full_disk_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    recorder = make(path="/dev/full", every=1)
+    for step in (1, 2, 3):
+        gradient(recorder)
+        recorder.step(step)
+    recorder.close()
+    assert recorder.summary().steps == 3
+    assert len([record for record in caplog.records if "no longer written" in record.message]) == 1
+
+
+def test_sinks_get_events_and_a_failing_one_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    got: list[list[Event]] = []
+    calls = []
+
+    def broken(events: list[Event]) -> None:
+        calls.append(events)
+        raise RuntimeError("no connection")
+
+    recorder = make(every=2, sinks=[broken, got.append])
+    late: list[list[Event]] = []
+    recorder.add_sink(late.append)
+    for step in range(1, 5):
+        gradient(recorder)
+        recorder.step(step)
+    assert len(calls) == 1
+    assert "no connection" in caplog.text
+    assert got == late
+    assert len(got) == 2
+    values = {name: (value, step) for name, value, step in got[1]}
+    assert values["dct/gradient/sent_bytes"] == (40.0, 4)
+    assert values["dct/gradient/ratio"] == (100.0, 4)
+    assert values["dct/gradient/tau"] == (0.5, 4)
+    assert all(type(value) is float for value, _ in values.values())
+
+
+def test_steps_without_records_send_nothing() -> None:
+    got: list[list[Event]] = []
+    recorder = make(every=1, sinks=[got.append])
+    recorder.step(1)
+    assert got == []
+
+
+def test_own_tensorboard_writer(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recorder = make(tensorboard=str(tmp_path / "events"), every=5)
+    for step in range(1, 11):
+        gradient(recorder)
+        recorder.step(step)
+    recorder.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert "dct/gradient/density" in events.Tags()["scalars"]
+    assert [(event.step, event.value) for event in events.Scalars("dct/gradient/ratio")] == [
+        (5, 100),
+        (10, 100),
+    ]
+
+
+def test_summary_totals_classes_and_line() -> None:
+    recorder = make(every=3)
+    for step in range(1, 5):
+        for _ in range(2):
+            gradient(recorder, refreshes=int(step in (1, 2, 4)), select_ms=0.6)
+        small(recorder)
+        recorder.step(step)
+    summary = recorder.summary()
+    assert summary.steps == 4
+    assert (summary.dense_bytes, summary.sent_bytes) == (4 * 8400, 4 * 520)
+    assert summary.ratio == pytest.approx(8400 / 520)
+    assert summary.density == pytest.approx(0.009)  # of what is thresholded, not of the small tensors
+    assert summary.refreshes_per_tensor == 3
+    assert summary.select_ms == pytest.approx(1.2)
+    assert summary.total_ms == pytest.approx(1.2 + 0.6 + 4.2 + 1.0)
+    assert summary.classes["gradient"].ratio == pytest.approx(100)
+    assert summary.classes["gradient_small"].density is None
+    assert recorder.summary_line() == (
+        "dct: 4 steps, sent 2.1 kB of 33.6 kB dense (16.2x fewer), density 0.00900 (target 0.0100), "
+        "3 threshold refreshes per tensor, 7.0 ms per step in "
+        "select 1.2 / encode 0.6 / exchange 4.2 / decode 1.0"
+    )
+
+
+def test_refreshes_per_tensor_counts_neither_warm_up_nor_bundled_records() -> None:
+    recorder = make()
+    for step in range(1, 11):
+        if step <= 8:
+            gradient(recorder, target_density=1.0, nnz=1000, tau=0.0, tensors=4)
+        else:
+            gradient(recorder, refreshes=4, tensors=4)
+        recorder.step(step)
+    assert recorder.summary().refreshes_per_tensor == 2
+
+
+def test_summary_lines_of_special_runs() -> None:
+    recorder = Metrics(MetricsConfig(), rank=0, world_size=1)
+    recorder.step(1)
+    assert recorder.summary_line() == "dct: 1 step, nothing sent (1 rank)"
+    recorder = make()
+    recorder.record(
+        Record("activation", dense_bytes=0, sent_bytes=8, numel=0, nnz=0, target_density=1.0, tau=0.0)
+    )
+    assert "sent 8 bytes of 0 bytes dense (all of it extra)" in recorder.summary_line()
+    recorder = make()
+    small(recorder)
+    recorder.step(1)
+    assert "400 bytes dense (1.1x more), nothing thresholded, 0.0 ms" in recorder.summary_line()
+
+
+RECORDS = st.lists(
+    st.tuples(
+        st.sampled_from(["gradient", "gradient_small", "activation"]),
+        st.integers(0, 10**9),  # dense bytes
+        st.integers(0, 10**9),  # sent bytes
+        st.integers(0, 10**6),  # entries
+        st.floats(0, 1),  # share kept
+        st.booleans(),  # step ends here
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(RECORDS, st.integers(1, 5))
+def test_totals_do_not_depend_on_the_windows(records: list[Any], every: int) -> None:
+    whole, windowed = make(every=10**6), make(every=every)
+    step = 0
+    for cls, dense, sent, numel, share, ends in records:
+        for recorder in (whole, windowed):
+            recorder.record(Record(
+                cls, dense_bytes=dense, sent_bytes=sent, numel=numel, nnz=int(share * numel),
+                target_density=share, tau=share, refreshes=1, exchange_ms=1.0,
+            ))  # fmt: skip
+            if ends:
+                recorder.step(step + 1)
+        step += ends
+    one, other = whole.summary(), windowed.summary()
+    assert one.dense_bytes == sum(record[1] for record in records)
+    assert (one.steps, one.sent_bytes, one.refreshes) == (other.steps, other.sent_bytes, other.refreshes)
+    assert one.density == (pytest.approx(other.density) if other.density is not None else None)
+    assert one.classes.keys() == other.classes.keys()
+    for recorder in (whole, windowed):
+        assert recorder.summary_line().startswith(f"dct: {one.steps} step")
+
+
+def test_records_from_several_threads_are_not_lost() -> None:
+    recorder = make(every=10**6)
+
+    def work() -> None:
+        for _ in range(2000):
+            gradient(recorder)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.step(1)
+    assert recorder.summary().sent_bytes == 4 * 2000 * 40
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(count) for count in (0, 999, 1900, 251e6, 3.2e9)] == [
+        "0 bytes",
+        "999 bytes",
+        "1.9 kB",
+        "251.0 MB",
+        "3.2 GB",
+    ]
+
+
+needs_counters = pytest.mark.skipif(not interface_bytes(), reason="no /proc/net/dev")
+
+
+@needs_counters
+def test_interface_counter_counts_loopback_traffic() -> None:
+    size = 1 << 20
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        InterfaceCounter(["lo"]) as counter,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as other,
+    ):
+        sender = threading.Thread(target=client.sendall, args=(bytes(size),))
+        sender.start()
+        left = size
+        while left:
+            left -= len(other.recv(1 << 16))
+        sender.join()
+    assert counter.available
+    assert counter.tx >= size  # other processes may use the interface as well
+    assert counter.per_interface["lo"] == (counter.rx, counter.tx)
+
+
+@needs_counters
+def test_interfaces_by_name() -> None:
+    assert interface_bytes(["lo"]).keys() == {"lo"}
+    with pytest.raises(ValueError, match=r"no network interface 'nope0'; there are .*lo"):
+        interface_bytes(["nope0"])
+
+
+def test_interface_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "dev"
+    table.write_text(
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls\n"
+        "    lo:3193 29 0 0 0 0 0 0 3194 29 0 0 0 0 0 0\n"
+        "eth0:1: 18446744073709551615 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n"
+    )
+    monkeypatch.setattr(metrics, "_PROC_NET_DEV", table)
+    assert interface_bytes() == {"lo": (3193, 3194), "eth0:1": (2**64 - 1, 7)}
+    monkeypatch.setattr(metrics, "_PROC_NET_DEV", tmp_path / "absent")
+    assert interface_bytes() == interface_bytes(["lo"]) == {}
+    with InterfaceCounter() as counter:
+        pass
+    assert not counter.available
+    assert (counter.rx, counter.tx) == (0, 0)

@@ -1,0 +1,325 @@
+"""Test-only: a small GPT of megatron-core's own parts, trained with Megatron's own schedules."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support import megatron_cpu
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. ``dct`` is a ``dct`` section; None trains with Megatron alone."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 0
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_p2p: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    loss_scale: float = 2.0**14
+    loss_scale_window: int = 1000
+    experts: int = 0
+    ep: int = 1
+    recompute: str = ""
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    seq: int = 32
+    micro_batch: int = 2
+    micro_batches: int = 4
+    steps: int = 4
+    vocab: int = 64
+    lr: float = 1e-3
+    seed: int = 123
+    tied_embeddings: bool = True
+    save: tuple[str, int] | None = None
+    """Folder, and after how many steps a checkpoint goes there."""
+    load: tuple[str, int] | None = None
+    """Folder, and how many steps the checkpoint there has seen."""
+    watch: bool = False
+    """Keep the plugin's state after every step."""
+    evaluate: bool = False
+    evaluation_rounds: int = 1
+    through_codec: bool = False
+    dct: dict[str, Any] | None = field(default=None)
+
+    def with_dct(self, dct: dict[str, Any] | None, **changes: Any) -> Job:
+        """The same run with other settings of the plugin."""
+        return replace(self, dct=dct, **changes)
+
+
+@dataclass
+class Outcome:
+    """What a run gave on this rank: losses (last stage), a hash of the parameters, the plugin's summary."""
+
+    losses: list[float]
+    evaluations: list[float]
+    parameters: str
+    skipped: int
+    active: list[str]
+    classes: dict[str, dict[str, float]]
+    history: list[tuple[bool, float, dict[str, Any]]] = field(default_factory=list)
+    """Of every step: whether the optimizer took it, the loss scale after it, the plugin's state."""
+    threads: list[str] = field(default_factory=list)
+
+
+def counting(job: Job, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Sequences that count in sevens from a random start: learnt in a few steps."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    while True:
+        start = torch.randint(0, job.vocab, (job.micro_batch, 1), generator=generator)
+        tokens = (start + 7 * torch.arange(job.seq + 1)) % job.vocab
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train(
+    job: Job,
+    batches: Callable[[Job, int], Iterator[tuple[torch.Tensor, torch.Tensor]]] = counting,
+    held_out: Callable[[Job, int], Iterator[tuple[torch.Tensor, torch.Tensor]]] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Build the model for this rank's place and train it. The process group exists already."""
+    warnings.filterwarnings("ignore")
+    megatron_cpu.install()
+    from dct_plugin.integrations.megatron import hooks
+    from megatron.core import parallel_state as ps
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dct_plugin.config import DCTConfig
+
+    megatron_cpu.patch_megatron()
+    if job.experts:
+        from megatron.core.transformer.moe import moe_utils
+
+        vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16 forgets it without Transformer Engine
+    active = []
+    if job.dct is not None:
+        active = hooks.install(DCTConfig.parse(job.dct), pass_through=not job.through_codec)
+    ps.initialize_model_parallel(
+        job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
+        expert_model_parallel_size=job.ep,
+    )  # fmt: skip
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(job.seed)
+        torch.manual_seed(job.seed + ps.get_pipeline_model_parallel_rank())
+        dtype = torch.bfloat16 if job.bf16 else torch.float16 if job.fp16 else torch.float32
+        recompute: dict[str, Any] = {}
+        if job.recompute == "full":
+            recompute = {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        config = TransformerConfig(
+            num_layers=job.layers, hidden_size=job.hidden, num_attention_heads=job.heads,
+            ffn_hidden_size=4 * job.hidden, tensor_model_parallel_size=job.tp,
+            pipeline_model_parallel_size=job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
+            sequence_parallel=job.sequence_parallel, use_cpu_initialization=True,
+            pipeline_dtype=dtype, params_dtype=dtype, bf16=job.bf16, fp16=job.fp16,
+            hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+            bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+            persist_layer_norm=False, overlap_p2p_comm=job.overlap_p2p, batch_p2p_comm=not job.overlap_p2p,
+            # gloo reads a message after isend() returns, so with overlap Megatron must not free it.
+            deallocate_pipeline_outputs=not job.overlap_p2p, **recompute,
+            num_moe_experts=job.experts or None, expert_model_parallel_size=job.ep,
+            moe_router_load_balancing_type="none", moe_token_dispatcher_type="allgather",
+        )  # fmt: skip
+
+        def build(chunk: int | None) -> torch.nn.Module:
+            place = {"ignore_virtual": False, "vp_stage": chunk} if chunk is not None else {}
+            return GPTModel(
+                config=config, transformer_layer_spec=get_gpt_layer_local_spec(
+                    num_experts=job.experts or None, moe_grouped_gemm=False, normalization="LayerNorm"
+                ),
+                vocab_size=job.vocab, max_sequence_length=job.seq,
+                pre_process=ps.is_pipeline_first_stage(**place),
+                post_process=ps.is_pipeline_last_stage(**place),
+                share_embeddings_and_output_weights=job.tied_embeddings,
+                position_embedding_type="learned_absolute",
+                vp_stage=chunk,
+            )  # fmt: skip
+
+        chunks = [build(chunk) for chunk in range(job.vpp)] if job.vpp else [build(None)]
+        if job.bf16 or job.fp16:
+            chunks = [Float16Module(config, chunk) for chunk in chunks]
+        overlap_params = job.overlap_grad_reduce and job.distributed_optimizer
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=job.distributed_optimizer, overlap_grad_reduce=job.overlap_grad_reduce,
+            overlap_param_gather=overlap_params, grad_reduce_in_fp32=job.bf16 or job.fp16, bucket_size=40_000,
+            check_for_nan_in_grad=False,
+        )  # fmt: skip
+        models = [
+            DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)
+        ]
+        for model in models:
+            model.broadcast_params()
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=job.lr, weight_decay=0.0, clip_grad=1.0, bf16=job.bf16, fp16=job.fp16,
+                params_dtype=dtype, use_distributed_optimizer=job.distributed_optimizer,
+                overlap_param_gather=overlap_params, initial_loss_scale=job.loss_scale, hysteresis=1,
+                loss_scale_window=job.loss_scale_window,
+            ),
+            models,
+        )  # fmt: skip
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
+        if job.overlap_grad_reduce:
+            config.no_sync_func = models[0].no_sync if len(models) == 1 else [m.no_sync for m in models]
+        return _run(
+            job, models, optimizer, get_forward_backward_func(), batches, held_out, on_step, active, ps
+        )
+    finally:
+        hooks.uninstall()
+        ps.destroy_model_parallel()
+
+
+def _run(
+    job: Job, models: list[Any], optimizer: Any, schedule: Any, batches: Any, held_out: Any, on_step: Any,
+    active: list[Any], ps: Any,
+) -> Outcome:  # fmt: skip
+    from dct_plugin.integrations.megatron import hooks
+
+    mask = torch.triu(torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool), 1)
+    positions = torch.arange(job.seq).unsqueeze(0).expand(job.micro_batch, -1)
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    def forward_step(data: Any, model: Any) -> Any:
+        tokens, labels = next(data)
+        return model(tokens, positions, mask, labels=labels), loss_of
+
+    def streams(source: Any) -> list[Any]:  # every chunk of an interleaved schedule reads the same batches
+        return [source(job, ps.get_data_parallel_rank()) for _ in models]
+
+    def run(data: list[Any], forward_only: bool) -> float:
+        result = schedule(
+            forward_step_func=forward_step, data_iterator=data if job.vpp else data[0],
+            model=models, num_microbatches=job.micro_batches, seq_length=job.seq,
+            micro_batch_size=job.micro_batch, forward_only=forward_only,
+        )  # fmt: skip
+        return sum(float(part["loss"]) for part in result) / len(result) if result else float("nan")
+
+    data, losses, evaluations, skipped = streams(batches), [], [], 0
+    history: list[tuple[bool, float, dict[str, Any]]] = []
+    first = 0
+    if job.load is not None:
+        folder, first = job.load
+        _load(folder, models, optimizer)
+        hooks.load_checkpoint(folder)
+        for source in data:
+            for _ in range(first * job.micro_batches):
+                next(source)
+    for step in range(first, job.steps):
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(run(data, forward_only=False))
+        success, _, _ = optimizer.step()
+        skipped += not success
+        if job.watch:
+            scale = float(optimizer.get_loss_scale())
+            history.append((bool(success), scale, copy.deepcopy(hooks.state_dict())))
+        if job.save is not None and step + 1 == job.save[1]:
+            folder = job.save[0]
+            _save(folder, models, optimizer)
+            hooks.save_checkpoint(folder)
+        if on_step is not None:
+            on_step(step)
+    if job.evaluate or held_out is not None:
+        for model in models:
+            model.eval()
+        test = streams(held_out or batches)
+        with torch.no_grad():
+            evaluations = [run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
+    parameters = b"".join(p.detach().float().numpy().tobytes() for m in models for p in m.parameters())
+    classes: dict[str, dict[str, float]] = {}
+    session = hooks.current()
+    if session is not None:
+        session.settle()
+        classes = {name: dict(vars(part)) for name, part in session.metrics.summary().classes.items()}
+    last = ps.is_pipeline_last_stage(ignore_virtual=True)
+    return Outcome(
+        losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,
+        [item.name for item in active], classes, history, [t.name for t in threading.enumerate()],
+    )  # fmt: skip
+
+
+def _sharded(models: list[Any], optimizer: Any, loading: bool = False) -> dict[str, Any]:
+    state = {f"model{number}": model.module.sharded_state_dict() for number, model in enumerate(models)}
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading)
+    return state
+
+
+def _save(folder: str, models: list[Any], optimizer: Any) -> None:
+    """As ``--ckpt-format torch_dist`` does; with the distributed optimizer, a file per rank.
+
+    megatron-core 0.16 cannot load that one's state without Apex or Transformer Engine.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if hasattr(_only(optimizer), "save_parameter_state"):
+        inner = _only(optimizer).optimizer.state_dict()
+        state = {"models": [model.state_dict() for model in models], "optimizer": inner}
+        torch.save(state, f"{folder}/rank{dist.get_rank()}.pt")
+        return
+    # Megatron writes from processes of its own, which the daemons of a pool may not start.
+    multiprocessing.current_process()._config["daemon"] = False
+    dist_checkpointing.save(_sharded(models, optimizer), folder)
+    filesystem_async._results_queue = None  # a process that would outlive this one
+
+
+def _load(folder: str, models: list[Any], optimizer: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    if hasattr(_only(optimizer), "save_parameter_state"):
+        state = torch.load(f"{folder}/rank{dist.get_rank()}.pt", weights_only=False)
+        for model, part in zip(models, state["models"], strict=True):
+            model.load_state_dict(part)
+        _only(optimizer).optimizer.load_state_dict(state["optimizer"])
+        return
+    state = dist_checkpointing.load(_sharded(models, optimizer, loading=True), folder)
+    for number, model in enumerate(models):
+        model.module.load_state_dict(state[f"model{number}"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _only(optimizer: Any) -> Any:
+    return getattr(optimizer, "chained_optimizers", [optimizer])[0]
+
+
+def train_all(rank: int, world_size: int, jobs: list[Job]) -> list[Outcome]:
+    """Several runs one after the other in the same processes."""
+    torch.set_num_threads(1)
+    outcomes = []
+    for job in jobs:
+        dist.barrier()
+        outcomes.append(train(job))
+    return outcomes
