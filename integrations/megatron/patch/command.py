@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import sys
@@ -26,7 +27,17 @@ _OPTION_LEFT = re.compile(r"(?<!\S)--dct-[\w-]+")
 _WHAT, _WHERE = "What to change", "Where to (by default a unified diff is printed and nothing is changed)"
 
 
-@app.command(epilog="Exit status: 0; 1 where --check finds something to change; 2 for an error.")
+_HELP = (
+    """\
+Have a launch script start its training with the plugin, or take that back.
+
+The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. """
+    """\
+A launch that is not understood is an error that names its line, and nothing is changed."""
+)
+
+
+@app.command(help=_HELP, epilog="Exit status: 0; 1 where --check finds something to change; 2 for an error.")
 def patch_launch(
     script: Annotated[
         Path, typer.Argument(help="Shell script that launches a training.", show_default=False)
@@ -76,11 +87,7 @@ def patch_launch(
         ),
     ] = False,
 ) -> None:
-    """Have a launch script start its training with the plugin, or take that back.
-
-    The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. A
-    launch that is not understood is an error that names its line, and nothing is changed.
-    """
+    """The command; its help is ``_HELP``."""
     from dct_plugin.cli import print_error
 
     try:
@@ -93,32 +100,30 @@ def patch_launch(
         before = files.read(script)
         try:
             if undo:
-                after, found = _reverted(script, before)
-                found.notes.extend(_left_options(after))
+                after, found, notes = _reverted(script, before)
             else:
                 after, found = patch(
                     before, config=config, scripts=(*TRAINING, *(scripts or ())), partial=partial
                 )
-                found.notes.extend(f"left as it is: {fault}" for fault in found.faults)
+                notes = [*found.notes, *(f"left as it is: {fault}" for fault in found.faults)]
                 if not check:
-                    found.notes.extend(_about_config(config, after))
+                    notes += _about_config(config, after)
         except LaunchError as error:
             raise LaunchError(f"{script}: " + str(error).replace("\nline ", f"\n{script}: line ")) from error
-        said = _unchanged(undo) if before == after else _changed(found, undo)
+        said = _summary(found, undo, changed=before != after, done=in_place or output is not None)
         if output is not None:
             files.write(output, after, like=script)
             said += f"; written to {output}"
-        elif before != after:
-            if in_place:
-                said += _replace(script, before, after, undo=undo)
-            elif not check:
-                sys.stdout.write("".join(_diff(script, before, after)))
-                sys.stdout.flush()
-                said += "; nothing is written without --in-place or --output"
+        elif in_place and before != after:
+            said += _replace(script, before, after, undo=undo)
+        elif not check and before != after:
+            sys.stdout.write("".join(_diff(script, before, after)))
+            sys.stdout.flush()
+            said += "; shown only, --in-place or --output FILE writes it"
     except (LaunchError, ConfigError) as error:
         print_error(error)
         raise typer.Exit(2) from error
-    for line in (said, *found.notes):
+    for line in (said, *notes):
         typer.echo(f"{script}: {line}", err=True)
     if check and before != after:
         raise typer.Exit(1)
@@ -145,52 +150,56 @@ def _check_output(script: Path, output: Path | None) -> None:
         raise LaunchError(f"{output}: --output names the backup of {script}, which would be lost")
 
 
-def _reverted(script: Path, before: str) -> tuple[str, Plan]:
-    """The original: the backup where patching it gives this file, else the file without the insertions."""
+def _reverted(script: Path, before: str) -> tuple[str, Plan, list[str]]:
+    """The original, what was found, and notes.
+
+    The original is the backup where patching it gives this file, else the file without the insertions.
+    """
     after, found = revert(before)
+    notes = list(_left_options(after))
     backup = files.backup_of(script)
     if backup.is_file() and after != (original := files.read(backup)):
         # Patching writes one path everywhere, or none.
         configs = {launch.config for launch in found.launches if launch.removal} - {None}
         for config in (None, *(configs if len(configs) == 1 else ())):
-            try:
+            with contextlib.suppress(LaunchError):
                 if patch(original, config=config, partial=True)[0] == before:
-                    return original, found
-            except LaunchError:
-                continue
-        found.notes.append(f"{backup} is the original of another state of this file; it was not used")
-    return after, found
+                    return original, found, notes
+        notes.append(f"{backup} is the original of another state of this file; it was not used")
+    return after, found, notes
 
 
 def _replace(script: Path, before: str, after: str, *, undo: bool) -> str:
     """Change the script itself; what became of the backup."""
-    if not undo:
-        kept = files.keep(script, before)
-        files.write(script, after, like=script)
-        return f"; the original is in {kept}"
-    files.write(script, after, like=script)
     backup = files.backup_of(script)
+    if not undo:
+        # Another configuration: the original is there already.
+        kept = backup.is_file() and files.read(backup) == revert(before)[0]
+        place = backup if kept else files.keep(script, before)
+        files.write(script, after, like=script)
+        return f"; the original is in {place}"
+    files.write(script, after, like=script)
     if not backup.is_file() or files.read(backup) != after:
         return ""
     backup.unlink()
     return f"; the script is as it was, {backup} is removed"
 
 
-def _unchanged(undo: bool) -> str:
-    state = "no launch starts the plugin" if undo else "every training launch starts the plugin already"
-    return f"nothing to change, {state}"
-
-
-def _changed(found: Plan, undo: bool) -> str:
-    """How many launches, and in which lines."""
+def _summary(found: Plan, undo: bool, *, changed: bool, done: bool) -> str:
+    """What was or would be changed, by number and lines."""
+    if not changed:
+        state = "no launch starts the plugin" if undo else "every training launch starts the plugin already"
+        return f"nothing to change, {state}"
+    there = [launch for launch in found.training if launch.removal]
+    new = [launch for launch in found.training if not launch.removal]
     if undo:
-        return "plugin taken out of " + _places([launch for launch in found.launches if launch.removal])
-    if new := [launch for launch in found.training if launch.removal is None]:
-        return "plugin put into " + _places(new)
-    return "configuration replaced"
+        return f"{_launches(there)} {'reverted' if done else 'to revert'}"
+    if new:
+        return f"{_launches(new)} {'patched' if done else 'to patch'}"
+    return f"{_launches(there)} {'with' if done else 'to have'} another --dct-config"
 
 
-def _places(launches: Sequence[Launch], most: int = 10) -> str:
+def _launches(launches: Sequence[Launch], most: int = 10) -> str:
     lines = [str(launch.line) for launch in launches]
     shown = ", ".join(lines[:most]) + (", ..." if len(lines) > most else "")
     one = len(lines) == 1
