@@ -5,8 +5,6 @@ Every word and every variable is looked at a bounded number of times: time is li
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -15,21 +13,17 @@ from typing import NamedTuple
 from dct_plugin.errors import DCTError
 
 from . import launchers
-from .launchers import DECLARATIONS, HARMLESS, KEYWORDS, TORCHRUN_MODULES, TRAINING, Kind
+from .launchers import HARMLESS, KEYWORDS, TORCHRUN_MODULES, TRAINING, Kind
 from .shell import ASSIGNMENT, Command, ShellError, Text, Word
+from .variables import Variables, variable_name
 
 __all__ = ["MODULE", "Launch", "LaunchError", "Plan", "plan"]
 
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
 
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[^]]{0,80}\])?\}|(\w+))$")
-_DEFAULTED = re.compile(r"\$\{\w+:?[-=](.*)\}$", re.DOTALL)
 _EXPANSION = re.compile(r"\$[@*]|\$\{[^}]*\}|\$\(.*\)|`.*`", re.DOTALL)
 _TORCHRUN_FLAG = re.compile(r"-[a-zA-Z]*m")
-
-# Variables that hold variables are looked through so many times.
-_INDIRECTIONS = 5
 
 
 class LaunchError(DCTError):
@@ -90,108 +84,6 @@ def plan(text: str, scripts: Sequence[str] = TRAINING) -> Plan:
     return _Finder(text, scripts).run()
 
 
-class _Meaning(NamedTuple):
-    """What a word may stand for."""
-
-    is_script: bool
-    trains: bool
-
-
-_NO_SCRIPT = _Meaning(False, False)
-
-
-class _Variables:
-    """What the script assigns to its variables, and what a word made of them may stand for.
-
-    Nothing is asked before everything has been assigned: answers are kept by variable.
-    """
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = patterns
-        self.values: dict[str, list[str]] = {}
-        self._meanings: dict[tuple[str, int], _Meaning] = {}
-        self._launchers: dict[tuple[str, int], Kind | None] = {}
-        self._complete: dict[str, bool] = {}
-
-    def remember(self, command: Command) -> None:
-        """Keep what a command assigns."""
-        if command.name is not None and not command.in_string:  # an array
-            self.values.setdefault(command.name, []).append(" ".join(word.text for word in command.words))
-            return
-        for word in command.words:
-            match = ASSIGNMENT.match(word.text)
-            if match is None:
-                if word.text not in DECLARATIONS:
-                    return
-                continue
-            value = word.text[match.end() :]
-            if default := _DEFAULTED.match(value):
-                value = default[1]
-            self.values.setdefault(match[1], []).append(value.strip("\"' \n"))
-
-    def is_script(self, text: str) -> bool:
-        """Whether a word may stand for a Python script."""
-        return self._meaning(text).is_script
-
-    def trains(self, text: str) -> bool:
-        """Whether a word may stand for one of the wanted scripts."""
-        found = self._meaning(text)
-        return found.trains or (found.is_script and self.wanted(text.strip("\"'")))
-
-    def wanted(self, name: str) -> bool:
-        """Whether a file's name is one of the wanted ones."""
-        return any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns)
-
-    def launcher(self, name: str, depth: int = 0) -> Kind | None:
-        """The launcher in a variable without a script; others are dealt with where they are assigned."""
-        if (name, depth) not in self._launchers:
-            self._launchers[name, depth] = self._find_launcher(name, depth)
-        return self._launchers[name, depth]
-
-    def is_complete(self, name: str) -> bool:
-        """Whether a variable holds a script."""
-        if name not in self._complete:
-            self._complete[name] = any(
-                self.is_script(part) for value in self.values.get(name, []) for part in value.split()
-            )
-        return self._complete[name]
-
-    def _find_launcher(self, name: str, depth: int) -> Kind | None:
-        for value in self.values.get(name, []) if depth < _INDIRECTIONS else []:
-            parts = value.split()
-            if any(self.is_script(part) for part in parts):
-                continue
-            for part in parts:
-                kind = launchers.launcher(part)
-                if kind == "python" and any(module in parts for module in TORCHRUN_MODULES):
-                    return "torchrun"
-                if kind:
-                    return kind
-            if parts and (held := _variable(parts[0])):
-                return self.launcher(held, depth + 1)
-        return None
-
-    def _meaning(self, text: str, depth: int = 0) -> _Meaning:
-        text = text.strip("\"'")
-        if text.startswith("-") or depth > _INDIRECTIONS:
-            return _NO_SCRIPT
-        if text.endswith(".py"):
-            name = os.path.basename(text)
-            return _Meaning(True, name.startswith("$") or self.wanted(name))
-        match = _VARIABLE.search(text)
-        if match is None or (match.start() and text[match.start() - 1] != "/"):
-            return _NO_SCRIPT
-        name = match[1] or match[2]
-        if name not in self.values:
-            named = launchers.sounds_like_script(name)
-            return _Meaning(named, named)
-        if (name, depth) not in self._meanings:
-            firsts = (parts[0] for value in self.values[name] if (parts := value.split(None, 1)))
-            found = {self._meaning(first, depth + 1) for first in firsts}
-            self._meanings[name, depth] = _Meaning(*map(any, zip(_NO_SCRIPT, *found, strict=True)))
-        return self._meanings[name, depth]
-
-
 class _Found(NamedTuple):
     """A launcher's target: the word, and the flag before it where it is a module."""
 
@@ -203,7 +95,7 @@ class _Found(NamedTuple):
 class _Search:
     """Where the launchers in one command find their script."""
 
-    def __init__(self, words: Sequence[Word], variables: _Variables) -> None:
+    def __init__(self, words: Sequence[Word], variables: Variables) -> None:
         self.words = words
         self.variables = variables
         self._outcomes: dict[tuple[Kind, int], _Found | str] = {}
@@ -217,7 +109,7 @@ class _Search:
         if text == "-m" and position + 1 < len(self.words):
             if self.words[position + 1].text in TORCHRUN_MODULES:
                 return "torchrun"  # behind a tool that runs modules, e.g. a debugger
-        elif kind is None and position <= self._first and (name := _variable(text)):
+        elif kind is None and position <= self._first and (name := variable_name(text)):
             kind = self.variables.launcher(name)
             if kind is None and name not in self.variables.values and launchers.sounds_like_launcher(name):
                 kind = "variable"
@@ -268,7 +160,7 @@ class _Search:
                 return "" if kind == "variable" else f"{spelled}: no script found before {text}{behind}"
             if self.variables.is_script(text):
                 return _Found(place, False, None)
-            if not _variable(text) and not _EXPANSION.fullmatch(text):
+            if not variable_name(text) and not _EXPANSION.fullmatch(text):
                 if kind in ("python", "variable"):
                     return ""
                 return f"{spelled}: {text} is neither an option nor a Python script"
@@ -293,7 +185,7 @@ class _Finder:
     def __init__(self, text: str, scripts: Sequence[str]) -> None:
         self.text = text
         self.shell = Text(text)
-        self.variables = _Variables(scripts)
+        self.variables = Variables(scripts)
         self.launches: dict[int, Launch] = {}
         self.notes: list[str] = []
         self.faults: list[str] = []
@@ -347,7 +239,7 @@ class _Finder:
             if isinstance(outcome, _Found):
                 self._add(kind, words, outcome, command)
                 return
-            if outcome and complaint is None and not self.variables.is_complete(_variable(word.text)):
+            if outcome and complaint is None and not self.variables.is_complete(variable_name(word.text)):
                 complaint = (word.start, outcome)
         if command.name is not None or ASSIGNMENT.match(words[0].text):
             return  # may be completed where the variable is used
@@ -413,12 +305,6 @@ class _Finder:
 
     def _fault(self, offset: int, what: str) -> None:
         self.faults.append(f"line {self._line(offset)}: {what}")
-
-
-def _variable(text: str) -> str:
-    """The variable that is all of a word, else ""."""
-    match = _VARIABLE.match(text)
-    return (match[1] or match[2]) if match else ""
 
 
 def _before_command(word: Word) -> bool:
