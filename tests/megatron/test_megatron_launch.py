@@ -306,6 +306,7 @@ def copy_of_core(place: Path) -> Path:
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) -> None:
     core = copy_of_core(tmp_path)
     file = core / "pipeline_parallel" / "p2p_communication.py"
@@ -340,6 +341,7 @@ def doctor(*arguments: object, cwd: Path) -> tuple[int, dict[str, dict[str, str]
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
     core = copy_of_core(tmp_path)
     config = write(tmp_path / "dct.json", '{"model_parallel": {"pipeline": {"sparsity": 0.9}}}')
@@ -441,6 +443,7 @@ def job(tmp_path: Path) -> Path:
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
     results = two_ranks(job, "a.json", "a.json")
     for code, out, err in results:
@@ -457,6 +460,7 @@ def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_ranks_with_different_configurations_stop_at_start(job: Path) -> None:
     for code, out, err in two_ranks(job, "a.json", "b.json"):
         assert code == 1, out

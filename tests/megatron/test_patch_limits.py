@@ -71,6 +71,7 @@ def seconds(text: str) -> float:
     return time.process_time() - started
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", GROWING)
 def test_time_grows_as_the_script_does(name: str) -> None:
