@@ -185,8 +185,8 @@ class GradientReducer:
 
         Args:
             skipped: The optimizer did not use the gradients reduced since the last step: residuals and
-                thresholds are bitwise what they were then. Without ``transactional`` they stay as they are: what
-                was sent in the step is lost with it.
+                thresholds are bitwise what they were then. Without ``transactional`` they stay as they
+                are: what was sent in the step is lost with it.
             loss_scale: The coming gradients are multiplied by it; residuals and thresholds follow (exact for
                 powers of 2). None: as before.
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.

@@ -4,7 +4,7 @@ Two ranks on the CPU (gloo): two pipeline stages, dense and at several sparsitie
 ranks, dense and at 0.99. Run as root, the ranks live in two network namespaces joined by one link, and the
 bytes are what that link's interface counters saw, in each direction; else bytes are not reported.
 
-    python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --seeds 1 2 3 --output table.md
+    python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --output table.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: pretrain_gpt.py and unit tests.
 
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py
-    MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --case pp2 --mode plain --mode zero
+    MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --case pp2 --mode plain
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --unit-tests
 
 Needs six, regex, pyyaml and triton (megatron.training imports them), and pytest, pytest-mock, pytest-asyncio,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+from dct_plugin.embedding.des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+
 from ..model import EmbeddingTables
 from .dcn import DCN
 from .deepfm import DeepFM

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings, Part
+from dct_plugin.embedding.des import Embeddings, Part
+
 from .parts import FM, FirstLayer, Wide, evaluate
 from .wide_deep import rest_of_mlp
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings, FieldShards, Part
+from dct_plugin.embedding.des import Embeddings, FieldShards, Part
+
 from ..model import _mlp
 from .parts import DotLayer, evaluate
 from .wide_deep import rest_of_mlp

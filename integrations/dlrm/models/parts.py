@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..des import Embeddings
+from dct_plugin.embedding.des import Embeddings
 
 __all__ = ["FM", "CrossNetwork", "DotLayer", "FirstLayer", "Operator", "Wide", "evaluate"]
 
