@@ -10,7 +10,7 @@ from support.deferred_backend import DeferredBackend, OnDevice, on_device
 from torch import Tensor
 
 from dct_plugin import Compressor, kernels
-from dct_plugin.codecs import IndexEncoding, MessageWriter, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.kernels import SMALLEST_TAU, Backend, Stats, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -112,6 +112,18 @@ def test_a_message_goes_on_after_it_was_read() -> None:
     assert bytes(writer.message.tolist()) == expected
     writer.clear()
     assert writer.message.numel() == 0
+
+
+def test_a_received_message_is_split_with_one_read() -> None:
+    (writer,) = new_writers(1)
+    encode(REFERENCE, [writer])
+    received = writer.message.clone().as_subclass(OnDevice)
+    before = OnDevice.reads
+    payloads = Payload.split(received, verify=False)
+    assert OnDevice.reads == before + 1
+    assert len(payloads) == 21
+    assert all(isinstance(payload.data, OnDevice) for payload in payloads)
+    assert [p.header for p in payloads] == [p.header for p in Payload.split(writer.message)]
 
 
 def test_a_figure_that_is_asked_for_early_is_right_at_the_price_of_a_read() -> None:

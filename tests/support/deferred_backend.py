@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dct_plugin.codecs import Payload
 from dct_plugin.kernels import Stats, Tau
 from dct_plugin.kernels.backend import check_compress
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -70,7 +71,9 @@ class DeferredBackend(ReferenceBackend):
         )
         return Stats.on_device(on_device(stats.counts, torch.int64), tau=args.tau)
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         stats = super().encode_shared(source, index_payload, value_dtype, out)
         return Stats.on_device(on_device(stats.counts, torch.int64))
 
