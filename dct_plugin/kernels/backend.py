@@ -170,12 +170,10 @@ def check_compress(
     value_dtype: int,
     encoding: int | None,
 ) -> CompressArgs:
-    check_vector("grad", grad, GRAD_DTYPES)
+    check_pair(grad, residual)
     numel = grad.numel()
     if numel > MAX_NUMEL:
         raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
-    if residual is not None:
-        check_vector("residual", residual, (torch.float32,), numel)
     if residual_out is None:
         residual_out = residual
     else:
@@ -197,7 +195,7 @@ def check_compress(
 
 
 def _check_tau(tau: Tau) -> tuple[Tau, bool]:
-    """The threshold as it is applied, and whether it sends everything; one on a device is not read."""
+    """The threshold as it is applied, and whether it sends everything; a tensor is not read."""
     if isinstance(tau, Tensor):
         if tau.dtype != torch.float32 or tau.dim():
             raise ValueError(f"tau must be a number or fp32 [], got {tau.dtype} of shape {tuple(tau.shape)}")
@@ -207,17 +205,24 @@ def _check_tau(tau: Tau) -> tuple[Tau, bool]:
     return (max(ctypes.c_float(tau).value, SMALLEST_TAU), False) if tau else (0.0, True)
 
 
-def check_fraction(keep_fraction: float, num_samples: int) -> None:
+def check_pair(grad: Tensor, residual: Tensor | None) -> None:
+    check_vector("grad", grad, GRAD_DTYPES)
+    if residual is not None:
+        check_vector("residual", residual, (torch.float32,), grad.numel())
+
+
+def check_sample(grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int) -> None:
+    check_pair(grad, residual)
     if not 0 < keep_fraction <= 1:
         raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
 
 
-def check_pair(grad: Tensor, residual: Tensor | None) -> None:
-    check_vector("grad", grad, GRAD_DTYPES)
-    if residual is not None:
-        check_vector("residual", residual, (torch.float32,), grad.numel())
+def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
+    check_pair(grad, residual)
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
 
 
 def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:

@@ -21,8 +21,8 @@ from .backend import (
     Tau,
     check_compress,
     check_encode_shared,
-    check_fraction,
-    check_pair,
+    check_exact,
+    check_sample,
     check_shared,
     check_vector,
     open_payload,
@@ -267,8 +267,7 @@ class CpuBackend:
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_fraction(keep_fraction, num_samples)
-        check_pair(grad, residual)
+        check_sample(grad, residual, keep_fraction, num_samples)
         _on_cpu(grad=grad, residual=residual)
         tau = c_float()
         status = self._library.dct_sample_threshold(
@@ -285,10 +284,8 @@ class CpuBackend:
         return tau.value
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_pair(grad, residual)
+        check_exact(grad, residual, k)
         _on_cpu(grad=grad, residual=residual)
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
         tau = c_float()
         code, numel = _GRAD_CODE[grad.dtype], grad.numel()
         _check(

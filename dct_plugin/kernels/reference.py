@@ -22,8 +22,8 @@ from .backend import (
     Tau,
     check_compress,
     check_encode_shared,
-    check_fraction,
-    check_pair,
+    check_exact,
+    check_sample,
     check_shared,
     check_vector,
     open_payload,
@@ -200,8 +200,7 @@ class ReferenceBackend:
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_fraction(keep_fraction, num_samples)
-        check_pair(grad, residual)
+        check_sample(grad, residual, keep_fraction, num_samples)
         if num_samples < grad.numel():
             where = sample_positions(grad.numel(), num_samples, seed, grad.device)
             grad = grad[where]
@@ -212,9 +211,7 @@ class ReferenceBackend:
         return _kth_largest(magnitude, rank_of(keep_fraction, magnitude.numel()))
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_pair(grad, residual)
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
+        check_exact(grad, residual, k)
         magnitude = _finite_magnitude(grad, residual)
         if magnitude.numel() == 0:
             return SMALLEST_TAU

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,15 +26,17 @@ from dct_plugin.codecs import (
     parse_payload,
     payload_bound,
 )
-from dct_plugin.codecs.index import CODECS, _table, check_section, index_bound
+from dct_plugin.codecs.index import ANY_POSITIONS, CODECS, _table, check_section, index_bound
 from dct_plugin.codecs.payload import checksum
 from dct_plugin.codecs.values import VALUE_CODECS
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import build
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
-SPARSE = [IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16, IndexEncoding.RICE]
+SPARSE = list(ANY_POSITIONS)
 SIZES = [0, 1, 255, 256, 257, 65535, 65536, 65537]
 
 
@@ -527,6 +531,19 @@ def test_numbers_on_the_wire_are_stable() -> None:
         "fp16": 2,
         "int8": 3,
     }
+
+
+def test_configuration_offers_every_encoding() -> None:
+    annotation = DataParallelConfig.model_fields["index_encoding"].annotation
+    assert get_args(annotation) == ("auto", *(encoding.label for encoding in ANY_POSITIONS))
+
+
+def test_compiled_kernels_number_encodings_and_value_types_alike() -> None:
+    source = build.SOURCE.read_text()
+    for prefix, members in (("ENC", IndexEncoding), ("VALUE", ValueDtype)):
+        (names,) = re.findall(rf"enum {{ (?:{prefix}_AUTO = -1, )?({prefix}_\w+, .*?) }};", source)
+        expected = [f"{prefix}_{member.name.removesuffix('_MASK')}" for member in members]
+        assert names.split(", ") == expected
 
 
 def test_lossless_value_types() -> None:
