@@ -1,8 +1,6 @@
-"""Kernels in plain torch, for any device: the definition the compiled backends are tested against, and the
-fallback.
+"""Kernels in plain torch, for any device: what compiled backends are tested against, and the fallback.
 
-Large temporaries are kept from call to call (per thread and device), because fresh pages cost more than the
-arithmetic.
+Large temporaries are kept from call to call, per thread and device: fresh pages cost more than arithmetic.
 """
 
 from __future__ import annotations
