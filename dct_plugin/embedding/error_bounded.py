@@ -4,11 +4,7 @@ Source: dual-level adaptive lossy compression (Feng et al., SC 2024, arXiv:2407.
 segments of several embedding tables, each with its own bound; ``|x - decoded| <= bound`` holds for every
 entry, in fp32, whatever the segment's scale.
 
-A segment's code is chosen by size. Measured on one rank's message of trained Criteo embeddings (batch 256 on
-2 ranks, distinct rows of 26 tables, bound 0.01; ``benchmarks/embedding_codecs.py``): order-0 entropy 6.0 kB,
-Rice 7.0 kB, zstandard 6.9 (level 19) to 7.5 kB, zlib 7.9 kB, lz4 11.3 kB. zstandard at level 1 is the
-fastest, 0.05 ms against about 1 ms, but a dependency, and a quarter larger at a bound of 0.03. Where whole
-vectors repeat (rows that were not de-duplicated) deflate wins, which is why it is one of the choices.
+A segment's code is the smallest one of :mod:`~dct_plugin.embedding.entropy`.
 
 Layout (little endian): a 20-byte header (magic, version, flags, entries, segments, body bytes, CRC-32), per
 segment one byte of method and two of step width (bf16), then one stream per method in use, in ascending order
@@ -21,18 +17,16 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..codecs.index import MAX_NUMEL, IndexEncoding
 from ..codecs.payload import OVERFLOW_MAGNITUDE
 from ..errors import PayloadError
 from ..kernels import Backend
+from .entropy import RAW, ZERO, choose_methods, decode_stream, encode_stream, host_bytes, to_bytes
 
 __all__ = ["ENTROPY", "Codes", "decode_bounded", "encode_bounded", "quantise", "step_width"]
 
@@ -43,22 +37,11 @@ FORMAT_VERSION = 1
 _HEADER = struct.Struct("<HBBIHHII")
 _FLAG_NONFINITE = 1
 
-# Methods; 0..MAX_RICE are Rice codes of that parameter.
-MAX_RICE = 12
-SPARSE = 13
-DEFLATE = 14
-RAW = 15
-ZERO = 16
 #: Codes are below this, so that code times step width (8 significant bits) is exact in fp32.
 _MAX_CODE = 1 << 15
-_SPARSE_HEAD = struct.Struct("<BBIIB")
 #: Step widths are this much below twice the bound, for the rounding of the quotient.
 _SLACK = 1.0 - 2.0**-12
 _SMALLEST_STEP = 2.0**-100
-
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
 
 class Codes(NamedTuple):
@@ -122,21 +105,17 @@ def encode_bounded(
     """
     q, device = codes.q, codes.q.device
     if not _within(codes.decoded, OVERFLOW_MAGNITUDE):
-        return _finish(q.numel(), len(lengths), _bytes(b"", device), nonfinite=True)
-    methods = _choose(codes, lengths, entropy, repeats)
-    sections = [_bytes(bytes(methods), device), codes.half_steps.to(torch.bfloat16).view(torch.uint8)]
+        return _finish(q.numel(), len(lengths), to_bytes(b"", device), nonfinite=True)
+    methods = choose_methods(q, codes.half_steps, lengths, entropy, repeats)
+    sections = [to_bytes(bytes(methods), device), codes.half_steps.to(torch.bfloat16).view(torch.uint8)]
     parts, values = q.split(list(lengths)), codes.decoded.split(list(lengths))
     for method in _in_use(methods, lengths):
         where = [i for i, other in enumerate(methods) if other == method]
         if method == RAW:
             stream = torch.cat([values[i] for i in where]).contiguous().view(torch.uint8)
-        elif method == DEFLATE:
-            stream = _bytes(_deflate(torch.cat([parts[i] for i in where])), device)
-        elif method == SPARSE:
-            stream = _encode_sparse(torch.cat([parts[i] for i in where]), kernels)
         else:
-            stream = _encode_rice(_zigzag(torch.cat([parts[i] for i in where])), kernels)
-        sections += [_bytes(struct.pack("<I", stream.numel()), device), stream]
+            stream = encode_stream(method, torch.cat([parts[i] for i in where]), kernels)
+        sections += [to_bytes(struct.pack("<I", stream.numel()), device), stream]
     return _finish(q.numel(), len(lengths), torch.cat(sections), nonfinite=False)
 
 
@@ -180,12 +159,7 @@ def decode_bounded(payload: Tensor, lengths: Sequence[int], kernels: Backend) ->
                 raise PayloadError(f"raw stream has {stream.numel()} bytes for {expected} entries")
             raw.update(zip(where, stream.clone().view(torch.float32).split(sizes), strict=True))
             continue
-        if method == DEFLATE:
-            decoded = _inflate(stream, expected)
-        elif method == SPARSE:
-            decoded = _decode_sparse(stream, expected, kernels)
-        else:
-            decoded = _unzigzag(_decode_rice(stream, expected, kernels))
+        decoded = decode_stream(method, stream, expected, kernels)
         parts.update(zip(where, decoded.split(sizes), strict=True))
     if at != body.numel():
         raise PayloadError(f"error-bounded payload has {body.numel() - at} bytes too many")
@@ -220,27 +194,15 @@ def _in_use(methods: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted({method for method, n in zip(methods, lengths, strict=True) if n} - {ZERO})
 
 
-def _bytes(data: bytes, device: torch.device) -> Tensor:
-    """uint8 on ``device``."""
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-
-
-def _host(data: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, without a copy if it is on the CPU."""
-    return data.cpu().numpy().data.cast("B")
-
-
 def _finish(numel: int, segments: int, body: Tensor, *, nonfinite: bool) -> Tensor:
     fields = (MAGIC, FORMAT_VERSION, _FLAG_NONFINITE if nonfinite else 0, numel, segments, 0, body.numel())
-    check = zlib.crc32(_host(body), zlib.crc32(_HEADER.pack(*fields, 0)))
-    return torch.cat([_bytes(_HEADER.pack(*fields, check), body.device), body])
+    check = zlib.crc32(host_bytes(body), zlib.crc32(_HEADER.pack(*fields, 0)))
+    return torch.cat([to_bytes(_HEADER.pack(*fields, check), body.device), body])
 
 
 def _open(payload: Tensor, numel: int, segments: int) -> tuple[bool, Tensor]:
     """Whether the payload is flagged non-finite, and its body."""
-    data = _host(payload)
+    data = host_bytes(payload)
     if len(data) < _HEADER.size:
         raise PayloadError(f"error-bounded payload is truncated: {len(data)} of {_HEADER.size} header bytes")
     magic, version, flags, entries, count, reserved, size, check = _HEADER.unpack_from(data)
@@ -268,7 +230,7 @@ def _next_stream(body: Tensor, at: int) -> tuple[Tensor, int]:
     """The stream whose length is at ``at``, and where the next one begins."""
     if body.numel() < at + 4:
         raise PayloadError("error-bounded payload is truncated: a stream's length is missing")
-    (size,) = struct.unpack("<I", _host(body[at : at + 4]))
+    (size,) = struct.unpack("<I", host_bytes(body[at : at + 4]))
     at += 4
     stream = body[at : at + size]
     if stream.numel() != size:
@@ -276,142 +238,3 @@ def _next_stream(body: Tensor, at: int) -> tuple[Tensor, int]:
             f"error-bounded payload is truncated: a stream has {stream.numel()} of {size} bytes"
         )
     return stream, at + size
-
-
-# -- choice ---
-
-
-def _choose(codes: Codes, lengths: Sequence[int], entropy: str, repeats: bool) -> list[int]:
-    """Method of each segment, by (for SPARSE estimated) size.
-
-    On the host, where sums over segments of a few hundred entries are cheapest: one copy of the codes from an
-    accelerator, none from the CPU.
-    """
-    q, half = codes.q.cpu().numpy(), codes.half_steps.cpu().numpy()
-    sizes = np.asarray(lengths, dtype=np.int64)
-    method = np.full(len(sizes), ZERO, dtype=np.int64)
-    filled = np.flatnonzero(sizes)
-    if not len(filled):
-        return [ZERO] * len(sizes)
-    starts = (np.cumsum(sizes) - sizes)[filled]
-    n = sizes[filled].astype(np.float64)
-
-    def sums(values: IntArray) -> FloatArray:
-        return np.add.reduceat(values, starts).astype(np.float64)
-
-    zigzag = 2 * np.abs(q) - (q > 0)
-    best, least = _best_rice(zigzag, n, MAX_RICE + 1, sums)
-    nonzero = zigzag > 0
-    nnz = sums(nonzero.astype(np.int64))
-    density = np.clip(nnz / n, 1e-9, 1 - 1e-9)
-    positions = -n * (density * np.log2(density) + (1 - density) * np.log2(1 - density)) * 1.03 + 8
-    # Sign, and a Rice code of magnitude - 1 that shares its parameter with other segments: estimated.
-    values = nnz + _best_rice(np.abs(q) - nonzero, nnz, MAX_RICE, sums)[1]
-    sparse = positions + values
-    chosen = np.where(sparse < least, SPARSE, best)
-    # Rice streams run over the positions of an index section, which end at 32 bits.
-    if entropy == "deflate" or int(zigzag.sum()) + q.size >= MAX_NUMEL:
-        chosen[:] = DEFLATE
-    elif entropy == "auto" and repeats:
-        small = np.minimum(sparse, least)
-        for i, segment in enumerate(filled):
-            part = q[starts[i] : starts[i] + sizes[segment]]
-            if 8 * len(_deflate(torch.from_numpy(part))) < small[i]:
-                chosen[i] = DEFLATE
-    chosen = np.where(nnz == 0, ZERO, chosen)
-    method[filled] = np.where(half[filled] == 0, RAW, chosen)
-    return method.tolist()
-
-
-def _best_rice(
-    values: IntArray, coded: FloatArray, parameters: int, sums: Callable[[IntArray], FloatArray]
-) -> tuple[IntArray, FloatArray]:
-    """Parameter (the smallest one of equals) and bits of each segment's Rice code, ``coded`` values each."""
-    best = np.zeros(len(coded), dtype=np.int64)
-    least = sums(values) + coded
-    for k in range(1, parameters):
-        bits = sums(values >> k) + coded * (k + 1)
-        better = bits < least
-        # Bits are convex in the parameter: halving saves less each time, and always costs one per value.
-        if not better.any():
-            break
-        best[better] = k
-        least = np.minimum(bits, least)
-    return best, least
-
-
-def _zigzag(q: Tensor) -> Tensor:
-    """0, 1, -1, 2, -2, ... to 0, 1, 2, 3, 4, ..."""
-    return (-q << 1) ^ (-q >> 63)
-
-
-def _unzigzag(z: Tensor) -> Tensor:
-    return -((z >> 1) ^ -(z & 1))
-
-
-# -- streams ---
-
-
-def _encode_rice(values: Tensor, kernels: Backend) -> Tensor:
-    """Non-negative integers as the gaps of ascending positions, which the index encoder writes."""
-    ascending = (values + 1).cumsum(0) - 1
-    # The kernels find the parameter for the stream as a whole, which is that of its segments.
-    _, param, data = kernels.encode_indices(ascending, int(ascending[-1]) + 1, IndexEncoding.RICE)
-    return torch.cat([_bytes(bytes([param]), data.device), data])
-
-
-def _decode_rice(stream: Tensor, count: int, kernels: Backend) -> Tensor:
-    if not stream.numel():
-        raise PayloadError("rice stream is empty")
-    ascending = kernels.decode_indices(
-        IndexEncoding.RICE, int(stream[0]), stream[1:].clone(), count, MAX_NUMEL
-    )
-    return ascending.diff(prepend=ascending.new_full((1,), -1)) - 1
-
-
-def _encode_sparse(q: Tensor, kernels: Backend) -> Tensor:
-    at = q.nonzero().view(-1)
-    encoding, param, index = kernels.encode_indices(at, q.numel())
-    head = _SPARSE_HEAD.pack(encoding, param, len(at), index.numel(), 0)
-    return torch.cat(
-        [_bytes(head, q.device), index, *([_encode_rice(_zigzag(q[at]) - 1, kernels)] if len(at) else [])]
-    )
-
-
-def _decode_sparse(stream: Tensor, count: int, kernels: Backend) -> Tensor:
-    if stream.numel() < _SPARSE_HEAD.size:
-        raise PayloadError("sparse stream is truncated")
-    encoding, param, nnz, size, reserved = _SPARSE_HEAD.unpack(_host(stream[: _SPARSE_HEAD.size]))
-    index = stream[_SPARSE_HEAD.size : _SPARSE_HEAD.size + size]
-    if index.numel() != size or reserved or encoding >= IndexEncoding.SHARED_MASK or nnz > count:
-        raise PayloadError("sparse stream is truncated or has an unknown encoding")
-    at = kernels.decode_indices(encoding, param, index.clone(), nnz, count)
-    out = torch.zeros(count, dtype=torch.int64, device=stream.device)
-    if nnz:
-        out[at] = _unzigzag(_decode_rice(stream[_SPARSE_HEAD.size + size :], nnz, kernels) + 1)
-    elif stream.numel() != _SPARSE_HEAD.size + size:
-        raise PayloadError("sparse stream has bytes too many")
-    return out
-
-
-def _deflate(q: Tensor) -> bytes:
-    wide = bool(q.numel()) and int(q.abs().max()) > 127
-    packer = zlib.compressobj(6, zlib.DEFLATED, -15)
-    raw = _host(q.to(torch.int16 if wide else torch.int8))
-    return bytes([wide]) + packer.compress(raw) + packer.flush()
-
-
-def _inflate(stream: Tensor, count: int) -> Tensor:
-    data = _host(stream)
-    if not data or data[0] > 1:
-        raise PayloadError("deflate stream has an unknown width")
-    width = 1 + data[0]
-    unpacker = zlib.decompressobj(-15)
-    try:
-        # One byte more than expected tells a stream that is too long, without unpacking all of it.
-        raw = unpacker.decompress(data[1:], count * width + 1)
-    except zlib.error as error:
-        raise PayloadError(f"deflate stream is damaged: {error}") from error
-    if len(raw) != count * width or not unpacker.eof or unpacker.unused_data:
-        raise PayloadError(f"deflate stream holds {len(raw)} bytes, expected {count * width}")
-    return _bytes(raw, stream.device).view(torch.int16 if width == 2 else torch.int8).to(torch.int64)

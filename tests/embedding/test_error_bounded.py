@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.embedding.error_bounded import (
-    MAX_RICE,
-    _best_rice,
-    decode_bounded,
-    encode_bounded,
-    quantise,
-    step_width,
-)
+from dct_plugin.embedding.entropy import MAX_RICE, _best_rice
+from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded, quantise, step_width
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, get_backend
 
