@@ -28,9 +28,7 @@ from ..errors import PayloadError
 from ..kernels import Backend
 from .entropy import RAW, ZERO, choose_methods, decode_stream, encode_stream, host_bytes, to_bytes
 
-__all__ = ["ENTROPY", "Codes", "decode_bounded", "encode_bounded", "quantise", "step_width"]
-
-ENTROPY = ("auto", "rice", "deflate")
+__all__ = ["Codes", "decode_bounded", "encode_bounded", "quantise", "step_width"]
 
 MAGIC = 0xDC7B
 FORMAT_VERSION = 1
