@@ -158,7 +158,7 @@ class Compressor:
             grad = self.velocity.accumulate(grad)
         tau = 0.0
         if density < 1.0 and numel:
-            tau = self.threshold.update(kernels, grad, source, density)
+            tau = self.threshold.propose(kernels, grad, source, density)
         stats = []
         for start, stop, writer in parts:
             length = stop - start
@@ -179,11 +179,12 @@ class Compressor:
                 self.velocity.restart(start, kernels.decode_mask(room[: part.nbytes], length))
             writer.advance(part.nbytes)
             stats.append(part)
-        if not any(part.nonfinite for part in stats):
-            if tau > 0.0:
-                self.threshold.observe(sum(part.above for part in stats), numel)
-            else:
-                self.threshold.step += 1
+        if any(part.nonfinite for part in stats):
+            self.threshold.reject()
+        elif tau > 0.0:
+            self.threshold.observe(sum(part.above for part in stats), numel)
+        else:
+            self.threshold.step += 1
         return stats
 
     # -- steps that may be taken back ---

@@ -76,7 +76,8 @@ class ActivationStream:
         """False in forward-only passes: the threshold is used and left as it is."""
         self._kernels = kernels
         self._kernel_config = kernel_config or KernelConfig()
-        self._measured = False
+        self._tau: float | None = None  # of this step, once measured
+        self._poisoned = False
         self._above = self._numel = self._reported = 0
 
     @property
@@ -100,18 +101,22 @@ class ActivationStream:
             return ValueDtype.FP16 if own is ValueDtype.FP16 else ValueDtype.BF16
         return ValueDtype.parse(choice)
 
-    def tau(self, *parts: Tensor) -> float:
+    def measure(self, *parts: Tensor) -> float:
         """Threshold of this step, measured on the first tensor (in parts) that asks; 0 sends everything."""
         density = self.density
         if density >= 1.0:
             return 0.0
-        if self.threshold.tau <= 0.0 or (self.training and not self._measured):
+        if self._tau is None and (self.training or self.threshold.tau <= 0.0):
             flat = as_flat(parts[0]) if len(parts) == 1 else torch.cat([as_flat(part) for part in parts])
             if not flat.numel():
                 return _TINY
-            self.threshold.update(self.backend(flat.device), flat, None, density)
-            self._measured = True
-        return self.threshold.tau
+            self._tau = self.threshold.propose(self.backend(flat.device), flat, None, density)
+        return self.tau
+
+    @property
+    def tau(self) -> float:
+        """Threshold of this step, of the step before until a tensor asks (0 if there is none)."""
+        return self.threshold.tau if self._tau is None else self._tau
 
     def encode(self, flat: Tensor, out: Tensor, *, tau: float, capacity: int | None = None) -> Stats:
         """Write the payload of ``flat`` (:func:`as_flat`) to ``out``, uint8 of ``payload_bound`` bytes."""
@@ -125,7 +130,8 @@ class ActivationStream:
             start=(self.step * _START_STRIDE) % numel if numel else 0,
             value_dtype=self.value_dtype(flat.dtype),
         )
-        if self.training and tau > 0.0 and not stats.nonfinite:
+        self._poisoned |= stats.nonfinite
+        if self.training and tau > 0.0:
             self._above += stats.above
             self._numel += numel
         return stats
@@ -135,11 +141,15 @@ class ActivationStream:
         count, self._reported = self.threshold.refreshes - self._reported, self.threshold.refreshes
         return count
 
-    def advance(self) -> None:
-        """An optimizer step is complete: the threshold may change now."""
-        if self._measured and self._numel:
+    def end_step(self) -> None:
+        """An optimizer step is complete: the threshold may change now, unless a tensor was non-finite."""
+        if self._poisoned:
+            self.threshold.reject()
+        elif self._tau is not None and self._numel:
             self.threshold.observe(self._above, self._numel)
-        self._measured = False
+        else:
+            self.threshold.accept()
+        self._tau, self._poisoned = None, False
         self._above = self._numel = 0
         self.step += 1
 
@@ -234,7 +244,7 @@ class FixedMessages:
     def encode(self, tensor: Tensor, number: int) -> tuple[Tensor, Mask, Stats]:
         """The forward message of ``tensor``: ``(message, mask, stats)``; the mask has memory of its own."""
         flat = as_flat(tensor)
-        tau = self.stream.tau(flat)
+        tau = self.stream.measure(flat)
         message = self._message(flat, number, gradient=False)
         entries = self.entries(flat.numel(), self.stream.value_dtype(flat.dtype))
         stats = self.stream.encode(flat, message[_PREAMBLE:], tau=tau, capacity=entries)
@@ -548,7 +558,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
         tensor = tensor.contiguous()
-        tau = stream.tau(tensor)
+        tau = stream.measure(tensor)
         sent, received = comm._send_parts([tensor] * comm.world_size, stream, tau, "all_gather")
         out = tensor.new_zeros((comm.world_size, *tensor.shape))
         _fill(list(out), tensor, received, comm, stream)
@@ -573,7 +583,7 @@ class _ReduceScatter(torch.autograd.Function):
                 f"{stream.name}: first dimension {tensor.shape[0]} is not a multiple of {comm.world_size}"
             )
         parts = list(tensor.chunk(comm.world_size))
-        tau = stream.tau(*comm._others(parts))
+        tau = stream.measure(*comm._others(parts))
         sent, received = comm._send_parts(parts, stream, tau, "reduce_scatter")
         total = _sum(parts[comm.rank], received, comm, stream)
         ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
@@ -594,7 +604,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
         tensor = tensor.contiguous()
-        tau = stream.tau(tensor)
+        tau = stream.measure(tensor)
         sent, received = comm._send_parts([tensor] * comm.world_size, stream, tau, "all_reduce")
         own = next((payload for payload in sent if payload.numel()), None)
         total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
@@ -632,7 +642,7 @@ class _AllToAll(torch.autograd.Function):
         rows = _splits(tensor.shape[0], comm.world_size, input_splits, stream)
         arriving = rows if output_splits is None else list(output_splits)
         parts = list(tensor.split(rows))
-        tau = stream.tau(*comm._others(parts))
+        tau = stream.measure(*comm._others(parts))
         sent, received = comm._send_parts(parts, stream, tau, "all_to_all")
         out = tensor.new_zeros((sum(arriving), *tensor.shape[1:]))
         _fill(out.split(arriving), parts[comm.rank], received, comm, stream)

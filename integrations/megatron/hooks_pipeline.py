@@ -58,7 +58,7 @@ class PipelineHook(Hook):
 
     def settle(self) -> None:
         for messages in self.streams.values():
-            messages.stream.advance()
+            messages.stream.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         own = {_stream_key(*place): m.stream.state_dict() for place, m in self.streams.items()}
@@ -252,7 +252,7 @@ class PipelineHook(Hook):
                 numel=tensor.numel(),
                 nnz=stats.nnz,
                 target_density=stream.density,
-                tau=stream.threshold.tau if cls == "pipeline" else 0.0,
+                tau=stream.tau if cls == "pipeline" else 0.0,
                 refreshes=stream.new_refreshes(),
                 select_ms=stats.select_ns / 1e6,
                 encode_ms=stats.encode_ns / 1e6,

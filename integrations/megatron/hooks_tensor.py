@@ -78,7 +78,7 @@ class TensorHook(Hook):
     def settle(self) -> None:
         for site in self.sites:
             if site.stream is not None:
-                site.stream.advance()
+                site.stream.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         own = {site.name: site.stream.state_dict() for site in self.sites if site.stream is not None}

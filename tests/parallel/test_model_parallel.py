@@ -134,7 +134,7 @@ def test_several_messages_in_flight_are_told_apart() -> None:
         answer, _ = messages.encode_gradient(torch.ones(8, 8), received[n])
         back = torch.empty(8, 8)
         messages.decode_gradient(answer, masks, back)
-        assert torch.equal(back != 0, xs[n].abs() >= messages.stream.threshold.tau)  # that of the step
+        assert torch.equal(back != 0, xs[n].abs() >= messages.stream.tau)  # that of the step
     with pytest.raises(PayloadError, match="gradient of message 1; awaited are none"):
         messages.decode_gradient(answer, masks, back)
 
@@ -168,13 +168,34 @@ def test_non_finite_entries_arrive_as_nan_forward_and_backward() -> None:
 def test_threshold_changes_between_steps_only() -> None:
     stream = ActivationStream(TensorConfig(sparsity=0.9, **EXACT))
     first, second = activation(1, 4096), 3 * activation(2, 4096)
-    tau = stream.tau(first)
-    assert stream.tau(second) == tau
+    tau = stream.measure(first)
+    assert stream.measure(second) == tau == stream.tau
     stream.training = False
-    stream.advance()
-    assert stream.tau(second) == tau
+    stream.end_step()
+    assert stream.measure(second) == tau
     stream.training = True
-    assert stream.tau(second) > 2 * tau
+    assert stream.measure(second) > 2 * tau
+
+
+@pytest.mark.parametrize("poisoned_part", [0, 1])
+@pytest.mark.parametrize("clean_steps", [0, 1, 3])
+def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clean_steps: int) -> None:
+    """Whether tau was measured on it or on another micro-batch of the step."""
+    stream = ActivationStream(TensorConfig(sparsity=0.9))
+    messages = FixedMessages(stream)
+    for step in range(clean_steps):
+        messages.encode(activation(step, 4096), 0)
+        stream.end_step()
+    before = stream.threshold.state_dict()
+    for part in range(2):
+        x = activation(9 + part, 4096)
+        x[17] = float("nan") if part == poisoned_part else 0.0
+        first, _, stats = messages.encode(x, part)
+        assert stats.nonfinite == (part == poisoned_part)
+        assert torch.equal(messages.encode(x, part)[0][: stats.nbytes], first[: stats.nbytes])  # recomputed
+    stream.end_step()
+    assert stream.threshold.state_dict() == before
+    assert stream.step == clean_steps + 1
 
 
 def test_warmup_steps_are_dense() -> None:
@@ -182,7 +203,7 @@ def test_warmup_steps_are_dense() -> None:
     densities = []
     for _ in range(3):
         densities.append(stream.density)
-        stream.advance()
+        stream.end_step()
     assert densities == [1.0, 1.0, pytest.approx(0.1)]
 
 
@@ -285,7 +306,7 @@ def _link(rank: int, world_size: int) -> None:
         reference = w.clone().requires_grad_()
         for x in inputs:
             hidden = x @ reference
-            ((hidden * (hidden.abs() >= messages.stream.threshold.tau)) @ v).pow(2).sum().backward()
+            ((hidden * (hidden.abs() >= messages.stream.tau)) @ v).pow(2).sum().backward()
         torch.testing.assert_close(weight.grad, reference.grad)
     else:
         losses = [(link.recv((4, 6)) @ v).pow(2).sum() for _ in inputs]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,20 +128,43 @@ def test_capacity_limits_the_message_and_keeps_the_rest() -> None:
     assert torch.equal(compressor.decompress(payload) + kept, burst + old)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_gradients_never_enter_the_residual(poison: float) -> None:
-    compressor = Compressor(sparsity=0.9)
-    steps = gradients(3, 10_000)
-    compressor.compress(steps[0])
-    residual, threshold = compressor.residual.current.clone(), compressor.threshold.state_dict()  # type: ignore[union-attr]
-    steps[1][4321] = poison
-    payload = compressor.compress(steps[1])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 2.0**126])
+@pytest.mark.parametrize("threshold", ["sample", "exact"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clean_steps", [0, 1, 3])
+def test_a_poisoned_tensor_leaves_the_state_bitwise(
+    poison: float, threshold: str, momentum: float, clean_steps: int
+) -> None:
+    """Residual, velocity and the whole threshold, tau included; before the first measurement and at one."""
+    compressor, unharmed = (
+        Compressor(sparsity=0.9, threshold=threshold, momentum_correction=momentum) for _ in range(2)
+    )
+    *clean, bad, after = gradients(clean_steps + 2, 10_000)
+    for gradient in clean:
+        compressor.compress(gradient)
+        unharmed.compress(gradient)
+    bad[4321] = poison
+    payload = compressor.compress(bad)
     assert payload.nonfinite
     assert compressor.decompress(payload).isnan().all()
-    assert torch.equal(compressor.residual.current, residual)  # type: ignore[union-attr]
-    after = compressor.threshold.state_dict()
-    assert {**after, "tau": 0, "refreshes": 0, "age": 0} == {**threshold, "tau": 0, "refreshes": 0, "age": 0}
-    assert compressor.compress(steps[2]).nnz > 0
+    assert compressor.compress(after).to_bytes() == unharmed.compress(after).to_bytes()
+    assert same_state(compressor.state_dict(), unharmed.state_dict())
+
+
+def same_state(mine: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(mine[key], other[key]) if isinstance(mine[key], torch.Tensor) else mine[key] == other[key]
+        for key in mine.keys() | other.keys()
+    )
+
+
+def test_a_velocity_that_overflows_is_not_kept() -> None:
+    compressor = Compressor(sparsity=0.9, momentum_correction=0.9)
+    large = torch.full((5000,), 1.5 * 2.0**125)
+    assert not compressor.compress(large).nonfinite
+    before = compressor.state_dict()
+    assert compressor.compress(large).nonfinite
+    assert same_state(compressor.state_dict(), before)
 
 
 def test_rollback_is_bitwise_and_commit_keeps() -> None:
