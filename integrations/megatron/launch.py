@@ -275,9 +275,9 @@ def _only(named: Sequence[str], changes: Mapping[str, Any], paths: Any) -> dict[
 
 def _options(config: DCTConfig | None = None) -> list[OptionDoc]:
     """Every option that means something to Megatron."""
-    from dct_plugin.config import options
+    from dct_plugin.config import DCTConfig, options
 
-    return [option for option in options(config) if not option.path.startswith(_ELSEWHERE)]
+    return [option for option in options(config or DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
 
 
 def _name(path: str) -> str:
