@@ -14,11 +14,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.filesize import decimal
 
@@ -178,6 +179,14 @@ class Record:
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
     tensors: int = 1
+
+    @contextmanager
+    def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
+        """Add the time that the block takes."""
+        began = time.perf_counter()
+        yield
+        key = f"{what}_ms"
+        setattr(self, key, getattr(self, key) + 1e3 * (time.perf_counter() - began))
 
 
 class Metrics:

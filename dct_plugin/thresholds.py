@@ -117,6 +117,11 @@ class Threshold:
         self._proposed = _Proposal(tau, density, measured)
         return tau
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the proposed threshold was measured anew."""
+        return self._proposed is not None and self._proposed.measured
+
     def accept(self) -> None:
         """The proposed threshold is the current one from now on."""
         if self._proposed is None:
@@ -158,6 +163,7 @@ class Threshold:
         """Restore :meth:`state_dict`."""
         for key in self._STATE:
             setattr(self, key, state[key])
+        self._proposed = None
 
     _STATE = ("tau", "step", "age", "refreshes", "density", "out_of_band")
 

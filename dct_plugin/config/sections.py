@@ -231,9 +231,11 @@ class PipelineConfig(ActivationConfig):
             raise ValueError("out of range")  # replaced by the field's own text
         return values
 
-    def sparsity_of(self, boundary: int) -> float:
-        """Sparsity behind stage ``boundary``."""
-        return self.boundary_sparsity[boundary] if boundary < len(self.boundary_sparsity) else self.sparsity
+    def at(self, boundary: int) -> PipelineConfig:
+        """The section for the boundary behind stage ``boundary``, with that one's sparsity."""
+        if boundary >= len(self.boundary_sparsity):
+            return self
+        return self.model_copy(update={"sparsity": self.boundary_sparsity[boundary]})
 
 
 class TensorConfig(ActivationConfig):

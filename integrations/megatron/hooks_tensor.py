@@ -139,7 +139,7 @@ class TensorHook(Hook):
             return None
         if site.stream is None:
             site.stream = ActivationStream(
-                self.config, name=site.name, rank=dist.get_rank(), kernel_config=self.session.config.kernels
+                self.config, name=site.name, rank=dist.get_rank(), kernels=self.session.config.kernels
             )
             if (state := self._loaded.pop(site.name, None)) is not None:
                 site.stream.load_state_dict(state)

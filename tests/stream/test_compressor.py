@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dct_plugin import Compressor, ConfigError, DCTConfig, Payload, PayloadError
+from dct_plugin import Compressor, ConfigError, Payload, PayloadError
+from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.feedback import Residual
 from dct_plugin.schedules import SparsitySchedule
 from dct_plugin.thresholds import Threshold, wanted
@@ -174,10 +175,10 @@ def test_rollback_is_bitwise_and_commit_keeps() -> None:
         if step % 2:  # a step of two reductions that is thrown away
             careful.compress(torch.randn_like(gradient) * 100)
             careful.compress(torch.randn_like(gradient))
-            careful.rollback()
+            careful.end_step(skipped=True)
         expected = plain.compress(gradient)
         assert expected.to_bytes() == careful.compress(gradient).to_bytes()
-        careful.commit()
+        careful.end_step()
     assert torch.equal(plain.residual.current, careful.residual.current)  # type: ignore[union-attr]
 
 
@@ -238,14 +239,18 @@ def test_wrong_input_is_named() -> None:
         Compressor(sparsty=0.5)
 
 
-def test_configurations_are_interchangeable() -> None:
-    section = DCTConfig.parse({"data_parallel": {"sparsity": 0.9}})
-    assert (
-        Compressor(section).config
-        == Compressor(section.data_parallel).config
-        == Compressor(sparsity=0.9).config
+def test_a_section_or_single_settings() -> None:
+    section = DataParallelConfig(sparsity=0.9)
+    assert Compressor(section).config == Compressor(sparsity=0.9).config == section
+    assert Compressor(section, value_dtype="int8").config == DataParallelConfig(
+        sparsity=0.9, value_dtype="int8"
     )
-    assert Compressor(section, value_dtype="int8").config.sparsity == 0.9
+
+
+def test_an_unknown_kernel_backend_is_named_with_its_key() -> None:
+    compressor = Compressor(kernels=KernelConfig(backend="cdua"))
+    with pytest.raises(ConfigError, match=r'dct\.kernels\.backend = "cdua".*auto, reference, cpu'):
+        compressor.compress(torch.randn(10))
 
 
 def test_double_precision_and_strided_input() -> None:

@@ -15,7 +15,7 @@ import torch
 from support.processes import run
 
 from dct_plugin import Compressor, checkpoint
-from dct_plugin.config import DCTConfig, TensorConfig
+from dct_plugin.config import DataParallelConfig, TensorConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.model_parallel import ActivationStream, FixedMessages
 
@@ -39,7 +39,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def _reduce(rank: int, world_size: int, folder: str) -> list[str]:
-    reducer = GradientReducer(DCTConfig.parse({"data_parallel": SETTINGS}), transactional=True)
+    reducer = GradientReducer(DataParallelConfig.of(SETTINGS), transactional=True)
     state = checkpoint.load(folder, rank=rank, world_size=world_size)
     assert state is not None
     reducer.load_state_dict(state)
