@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codecs.index import IndexEncoding
 from .codecs.message import MessageWriter
 from .codecs.payload import Header, Payload, header_bytes, payload_bound
-from .codecs.sparse import IndexEncoding
 from .codecs.values import ValueDtype
 from .config import ActivationConfig, DataParallelConfig, KernelConfig
 from .errors import ConfigError
 from .feedback import Residual, Velocity
-from .kernels import Backend, Stats, get_backend
-from .kernels.backend import GRAD_DTYPES, SMALLEST_TAU
+from .kernels import GRAD_DTYPES, SMALLEST_TAU, Backend, Stats, Tau, backend_names, get_backend, read_stats
 from .metrics import Record
 from .schedules import SparsitySchedule
 from .thresholds import Threshold, wanted
@@ -34,7 +33,6 @@ _CAPACITY_SLACK = 64
 #: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
 #: spread.
 _START_STRIDE = 0x9E3779B1
-_LOSSLESS = {torch.bfloat16: ValueDtype.BF16, torch.float16: ValueDtype.FP16}
 
 
 @dataclass
@@ -42,33 +40,37 @@ class Encoded:
     """What was written of one tensor (or of the parts of one).
 
     Attributes:
-        stats: One entry per payload.
+        stats: One entry per payload. Figures that lie on a device are read, all at once, by the first
+            property that needs them.
         numel: Entries of the tensor.
         density: Share of them that was wanted; 1 for what is sent dense.
-        tau: Threshold; 0 for what is sent dense.
         refreshes: Measurements of the threshold that this took.
     """
 
     stats: list[Stats] = field(default_factory=list)
     numel: int = 0
     density: float = 1.0
-    tau: float = 0.0
     refreshes: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Threshold; 0 for what is sent dense."""
+        return max((part.tau for part in read_stats(self.stats)), default=0.0)
 
     @property
     def nnz(self) -> int:
         """Entries sent."""
-        return sum(part.nnz for part in self.stats)
+        return sum(part.nnz for part in read_stats(self.stats))
 
     @property
     def above(self) -> int:
         """Entries that reached the threshold, before any capacity limit."""
-        return sum(part.above for part in self.stats)
+        return sum(part.above for part in read_stats(self.stats))
 
     @property
     def nonfinite(self) -> bool:
         """Whether a payload is flagged: the tensor held an entry that is not finite, or far too large."""
-        return any(part.nonfinite for part in self.stats)
+        return any(part.nonfinite for part in read_stats(self.stats))
 
     def record(self, cls: str, *, dense_bytes: float, sent_bytes: float) -> Record:
         """The metrics' record of it."""
@@ -115,10 +117,11 @@ class Stream:
             self._backend = backend_of(self._kernels, device)
         return self._backend
 
-    def _propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> None:
-        """Find the threshold for ``flat``."""
-        encoded.tau = self.threshold.propose(self.backend(flat.device), flat, residual, encoded.density)
+    def _propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
+        """The threshold for ``flat``."""
+        tau = self.threshold.propose(self.backend(flat.device), flat, residual, encoded.density)
         encoded.refreshes = int(self.threshold.measuring)
+        return tau
 
     def _write(
         self,
@@ -126,6 +129,7 @@ class Stream:
         flat: Tensor,
         out: Tensor,
         *,
+        tau: Tau,
         step: int,
         capacity: int,
         value_dtype: ValueDtype,
@@ -140,7 +144,7 @@ class Stream:
         stats = self.backend(flat.device).compress(
             flat,
             residual[0],
-            encoded.tau,
+            tau,
             out,
             residual_out=residual[1],
             capacity=capacity,
@@ -272,8 +276,7 @@ class Compressor(Stream):
         if self.velocity is not None:
             grad = self.velocity.accumulate(grad)
         dense = encoded.density >= 1.0 or not numel
-        if not dense:
-            self._propose(encoded, grad, buffers[0])
+        tau = 0.0 if dense else self._propose(encoded, grad, buffers[0])
         for start, stop, writer in parts:
             length = stop - start
             capacity = length if dense else self._capacity(encoded.density, length)
@@ -282,6 +285,7 @@ class Compressor(Stream):
                 encoded,
                 grad[start:stop],
                 room,
+                tau=tau,
                 step=step,
                 capacity=capacity,
                 value_dtype=self._value_dtype,
@@ -289,9 +293,10 @@ class Compressor(Stream):
                 encoding=self._encoding,
             )
             if self.velocity is not None and self.config.momentum_masking and not dense:
+                # The one path that waits for the device: which entries were sent is in the payload alone.
                 mask = self.backend(grad.device).decode_mask(room[: part.nbytes], length)
                 self.velocity.restart(start, mask)
-            writer.advance(part.nbytes)
+            writer.advance(part)
         return encoded
 
     def observe(self, encoded: Encoded) -> None:
@@ -299,6 +304,7 @@ class Compressor(Stream):
         if encoded.nonfinite:
             self.threshold.reject()
         elif encoded.density < 1.0 and encoded.numel:
+            self.threshold.accept(encoded.tau)
             self.threshold.observe(encoded.above, encoded.numel)
         else:
             self.threshold.step += 1
@@ -415,7 +421,7 @@ class ActivationStream(Stream):
         """Optimizer steps so far."""
         self.training = True
         """False in forward-only passes: the threshold is used and left as it is."""
-        self._measured: float | None = None  # the threshold of this step
+        self._measured: Tau | None = None  # the threshold of this step
         self._poisoned = False
         self._above = self._numel = 0
 
@@ -435,7 +441,7 @@ class ActivationStream(Stream):
     def encode(
         self, parts: Sequence[Tensor], rooms: Sequence[Tensor], capacity: int | None = None
     ) -> Encoded:
-        """Write one payload per part.
+        """Write one payload per part, and read what was written.
 
         Args:
             parts: 1-D (:func:`as_flat`). The threshold of the step is measured on all parts together of the
@@ -444,40 +450,43 @@ class ActivationStream(Stream):
             capacity: Most entries of a payload; None: all that reach the threshold.
         """
         encoded = Encoded(numel=sum(part.numel() for part in parts), density=self.density)
-        if encoded.density < 1.0:
-            self._measure(encoded, parts)
+        tau = self._threshold(encoded, parts)
         for part, room in zip(parts, rooms, strict=True):
             self._write(
                 encoded,
                 part,
                 room,
+                tau=tau,
                 step=self.step,
                 capacity=part.numel() if capacity is None or encoded.density >= 1.0 else capacity,
                 value_dtype=self.value_dtype(part.dtype),
             )
+        read_stats(encoded.stats)
+        if isinstance(self._measured, Tensor):
+            self._measured = encoded.tau
         self._poisoned |= encoded.nonfinite
         if self.training and encoded.density < 1.0:
             self._above += encoded.above
             self._numel += encoded.numel
         return encoded
 
-    def _measure(self, encoded: Encoded, parts: Sequence[Tensor]) -> None:
+    def _threshold(self, encoded: Encoded, parts: Sequence[Tensor]) -> Tau:
+        if encoded.density >= 1.0:
+            return 0.0
         if not encoded.numel:
-            encoded.tau = SMALLEST_TAU
-        elif self._measured is None and (self.training or self.threshold.tau <= 0.0):
-            self._propose(encoded, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
-            self._measured = encoded.tau
-        else:
-            encoded.tau = self.threshold.tau if self._measured is None else self._measured
+            return SMALLEST_TAU
+        if self._measured is None and (self.training or self.threshold.tau <= 0.0):
+            self._measured = self._propose(encoded, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        return self.threshold.tau if self._measured is None else self._measured
 
     def end_step(self) -> None:
         """An optimizer step is complete: the threshold may change now, unless a tensor was non-finite."""
         if self._poisoned:
             self.threshold.reject()
-        elif self._measured is not None and self._numel:
-            self.threshold.observe(self._above, self._numel)
-        else:
-            self.threshold.accept()
+        elif self._measured is not None:
+            self.threshold.accept(float(self._measured))
+            if self._numel:
+                self.threshold.observe(self._above, self._numel)
         self._measured, self._poisoned = None, False
         self._above = self._numel = 0
         self.step += 1
@@ -499,14 +508,15 @@ def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
     """The kernels that the ``kernels`` section asks for (the defaults when None).
 
     Raises:
-        ConfigError: There is no backend of that name, or it does not serve ``device``.
-        OSError: The backend is not available on this machine.
+        ConfigError: No backend of that name is registered.
+        ValueError: It does not serve ``device``.
+        OSError: It is not available on this machine.
     """
     kernels = kernels or KernelConfig()
-    try:
-        return get_backend(device, kernels.backend, threads=kernels.threads)
-    except ValueError as error:
-        raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": {error}') from error
+    if kernels.backend not in backend_names():
+        registered = ", ".join(f'"{name}"' for name in backend_names())
+        raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": must be one of {registered}')
+    return get_backend(device, kernels.backend, threads=kernels.threads)
 
 
 def as_flat(tensor: Tensor) -> Tensor:
@@ -522,7 +532,7 @@ def wire_dtype(tensor_dtype: torch.dtype, choice: str = "auto", *, dense: bool =
     """
     if choice != "auto":
         return ValueDtype.parse(choice)
-    own = _LOSSLESS.get(tensor_dtype, ValueDtype.FP32)
+    own = ValueDtype.lossless(tensor_dtype)
     return ValueDtype.BF16 if own is ValueDtype.FP32 and not dense else own
 
 
@@ -543,8 +553,8 @@ def encode_all(
     room = writer.reserve(payload_bound(numel, numel, code))
     tau = 0.0 if zeros else SMALLEST_TAU
     stats = kernels.compress(flat, None, tau, room, capacity=numel, value_dtype=code)
-    writer.advance(stats.nbytes)
-    return Encoded([stats], numel, tau=tau)
+    writer.advance(stats)
+    return Encoded([stats], numel)
 
 
 def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .config import ActivationConfig, DataParallelConfig
-    from .kernels import Backend
+    from .kernels import Backend, Tau
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
 #: density.
@@ -37,7 +37,7 @@ def sample_size(density: float, *, tracking: bool = False) -> int:
 
 
 class _Proposal(NamedTuple):
-    tau: float
+    tau: Tau
     density: float
     measured: bool
 
@@ -46,8 +46,8 @@ class _Proposal(NamedTuple):
 class Threshold:
     """Threshold of one tensor stream.
 
-    A step is :meth:`propose`, then :meth:`accept` or :meth:`observe`. A proposal that is not accepted leaves
-    no trace: the threshold of a tensor that turned out to be non-finite stays bitwise what it was.
+    A step is :meth:`propose`, :meth:`accept` and :meth:`observe`. A proposal that is not accepted leaves no
+    trace: the threshold of a tensor that turned out to be non-finite stays bitwise what it was.
 
     Args:
         mode: ``"sample"`` (random positions) or ``"exact"`` (k-th largest magnitude).
@@ -97,9 +97,9 @@ class Threshold:
             or (self.step & (self.step - 1)) == 0  # steps 0, 1, 2, 4, 8, ...: the residual is still filling
         )
 
-    def propose(self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float) -> float:
+    def propose(self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float) -> Tau:
         """The threshold of the coming step, at which about a share of ``density`` of ``|grad + residual|``
-        passes.
+        passes; it stays on the device if the kernels leave it there.
 
         Args:
             kernels: Backend of the tensors' device.
@@ -107,7 +107,8 @@ class Threshold:
             residual: 1-D fp32 of the same length, or None.
             density: In (0, 1).
         """
-        tau, measured = self.tau, self.due(density)
+        tau: Tau = self.tau
+        measured = self.due(density)
         if measured and self.mode == "exact":
             tau = kernels.exact_threshold(grad, residual, wanted(density, grad.numel()))
         elif measured or (self.tracking and self.mode == "sample"):
@@ -122,11 +123,12 @@ class Threshold:
         """Whether the proposed threshold was measured anew."""
         return self._proposed is not None and self._proposed.measured
 
-    def accept(self) -> None:
-        """The proposed threshold is the current one from now on."""
+    def accept(self, applied: float) -> None:
+        """The proposed threshold, on the host ``applied``, is the current one from now on."""
         if self._proposed is None:
             return
-        self.tau, self.density, measured = self._proposed
+        tau, self.density, measured = self._proposed
+        self.tau = tau if isinstance(tau, float) else applied
         self._proposed = None
         if measured:
             self.age = 0
@@ -138,10 +140,7 @@ class Threshold:
         self._proposed = None
 
     def observe(self, above: int, numel: int) -> None:
-        """Accept, and close a step in which ``above`` of ``numel`` entries reached tau (before any capacity
-        limit).
-        """
-        self.accept()
+        """Close a step in which ``above`` of ``numel`` entries reached tau (before any capacity limit)."""
         self.step += 1
         self.age += 1
         target = wanted(self.density, numel)

@@ -34,10 +34,10 @@ def validated(
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
         faults = list(dict.fromkeys(_fault(cls, section, item, source) for item in items))
-    place = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
+    origin = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     raise ConfigError(
-        f"invalid {source.split('.')[0]} configuration{place} ({count}):\n  " + "\n  ".join(faults)
+        f"invalid {source.split('.')[0]} configuration{origin} ({count}):\n  " + "\n  ".join(faults)
     )
 
 

@@ -81,7 +81,7 @@ class DataParallelConfig(Section):
         default=0.99,
         ge=0,
         lt=1,
-        description="Share of the gradient entries that stay at home in one step; 0 sends all.",
+        description="Share of the gradient entries that are not sent in one step; 0 sends all.",
     )
     threshold: _ThresholdSource = "sample"
     threshold_lifespan: int = Field(

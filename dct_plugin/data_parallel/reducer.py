@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checkpoint
-from ..codecs.message import MessageWriter
+from ..codecs.message import MessageWriter, read_messages
 from ..codecs.payload import Payload
 from ..codecs.values import ValueDtype
 from ..collectives import Exchange
@@ -126,23 +126,21 @@ class GradientReducer:
             return
         with self._reduction() as whole:
             plan = self._plan("reduce_scatter", entries)
-            self._encode(plan, whole, copies=1)
             received = self._send_to_owners(plan, whole)
             for position, (item, shard) in enumerate(plan.owned_by(self.rank)):
                 self._sum_into(item.view(shard), [payloads[position] for payloads in received], scale, whole)
 
     def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
         """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
-        self._encode(plan, whole, copies=self.world_size - 1)
+        message, *_ = self._encode(plan, whole, copies=self.world_size - 1)
         with whole.timed("exchange"):
-            messages = self.exchange.all_gather(self._writers[0].message, plan.fingerprint)
+            messages = self.exchange.all_gather(message, plan.fingerprint)
         split = [self._split(message, len(plan.items), sender) for sender, message in enumerate(messages)]
         for position, item in enumerate(plan.items):
             self._sum_into(item.tensor, [payloads[position] for payloads in split], scale, whole)
 
     def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
         """Sparse to the owners, who sum and threshold again, and from them to all."""
-        self._encode(plan, whole, copies=1)
         received = self._send_to_owners(plan, whole)
         answer = MessageWriter(self.device)
         with self.exchange.abort_on_error():
@@ -151,9 +149,9 @@ class GradientReducer:
                 total = self._zeros(shard.stop - shard.start)
                 self._sum_into(total, [payloads[position] for payloads in received], 1.0, whole)
                 written.append(self._encode_answer(item, shard, total, answer))
-            self._account(written, whole)
+            (message,) = self._close([answer], written, whole)
         with whole.timed("exchange"):
-            answers = self.exchange.all_gather(answer.message, plan.fingerprint)
+            answers = self.exchange.all_gather(message, plan.fingerprint)
         for owner, message in enumerate(answers):
             owned = plan.owned_by(owner)
             for (item, shard), payload in zip(owned, self._split(message, len(owned), owner), strict=True):
@@ -249,8 +247,8 @@ class GradientReducer:
                         tensor.mul_(scale)
         return True
 
-    def _encode(self, plan: Plan, whole: Record, *, copies: int) -> None:
-        """Fill the writers, one per receiver. A failure is passed on to the ranks waiting in the exchange."""
+    def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
+        """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
         for writer in self._writers:
             writer.clear()
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
@@ -280,7 +278,7 @@ class GradientReducer:
                         ],
                     )
                 )
-            self._account(written, whole)
+            return self._close(self._writers, written, whole)
 
     def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> _Written:
         """What an owner sends back: the sum, thresholded once more with the owner's own residual."""
@@ -304,13 +302,19 @@ class GradientReducer:
             [receivers],
         )
 
-    def _account(self, written: Sequence[_Written], whole: Record) -> None:
-        """The message is complete: thresholds live on, metrics are told."""
+    def _close(
+        self, writers: Sequence[MessageWriter], written: Sequence[_Written], whole: Record
+    ) -> list[Tensor]:
+        """The complete messages, and with them, in one read from the device, what was written: thresholds
+        follow, metrics record.
+        """
+        messages = read_messages(writers)
         for cls, encoded, stream, dense_bytes, copies in written:
             if stream is not None:
                 stream.observe(encoded)
             sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
             self._record(encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent), whole)
+        return messages
 
     def _stream(self, name: str) -> Compressor:
         stream = self.streams.get(name)
@@ -330,11 +334,10 @@ class GradientReducer:
     # -- receiving ---
 
     def _send_to_owners(self, plan: Plan, whole: Record) -> list[list[Payload]]:
-        """Exchange; returns, for every sender, the payloads of the shards owned here in the plan's order."""
+        """For every sender, the payloads of the shards owned here in the plan's order."""
+        messages = self._encode(plan, whole, copies=1)
         with whole.timed("exchange"):
-            messages = self.exchange.all_to_all(
-                [writer.message for writer in self._writers], plan.fingerprint
-            )
+            messages = self.exchange.all_to_all(messages, plan.fingerprint)
         count = len(plan.owned_by(self.rank))
         with self.exchange.abort_on_error():
             return [self._split(message, count, sender) for sender, message in enumerate(messages)]

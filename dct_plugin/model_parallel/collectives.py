@@ -98,7 +98,7 @@ class MaskedCollectives:
         ``parts`` may hold the same tensor for all ranks, which is encoded once.
         """
         with self.exchange.abort_on_error():
-            # By identity: a tensor that goes to several ranks stands here once.
+            # By identity: a tensor that goes to several ranks is encoded once.
             leaving = {id(part): as_flat(part) for rank, part in enumerate(parts) if rank != self.rank}
             flats = list(leaving.values())
             rooms = [

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..codecs.index import IndexEncoding
 from ..codecs.payload import HEADER_NBYTES, Header, header_bytes, payload_bound
-from ..codecs.sparse import IndexEncoding
 from ..codecs.values import INT8_GROUP, ValueDtype, value_nbytes
 from ..config import PipelineConfig
 from ..errors import PayloadError

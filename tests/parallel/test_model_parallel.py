@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import processes
+from support import ROOT, processes
 from torch import Tensor
 
 from dct_plugin.config import PipelineConfig, TensorConfig
@@ -142,9 +142,9 @@ def test_several_messages_in_flight_are_told_apart() -> None:
 def test_damaged_and_foreign_messages_are_refused() -> None:
     messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, **EXACT)))
     message, _, _ = messages.encode(activation(1, 8, 8), 0)
-    for place in (8, 20, 60):
+    for offset in (8, 20, 60):
         bad = message.clone()
-        bad[place] ^= 0x55
+        bad[offset] ^= 0x55
         with pytest.raises(PayloadError):
             messages.decode(bad, torch.empty(8, 8))
     with pytest.raises(PayloadError):
@@ -221,7 +221,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Any]:
         xs = [activation(10 + r, *shape).requires_grad_() for r in range(world_size)]
         chunk = [slice(2 * r, 2 * r + 2) for r in range(world_size)]
         by_whole = [top(x, density) for x in xs]
-        # Where chunks go to their ranks, the one that stays at home takes no part in finding the threshold.
+        # Where chunks go to their ranks, the own one takes no part in finding the threshold.
         by_others = []
         for me, x in enumerate(xs):
             kept = torch.ones_like(x, dtype=torch.bool)
@@ -292,3 +292,12 @@ def _uneven(rank: int, world_size: int) -> None:
 
 def test_all_to_all_with_uneven_splits() -> None:
     processes.run(2, _uneven)
+
+
+def _documented(rank: int, world_size: int, code: str) -> None:
+    exec(code, {"rank": rank})
+
+
+def test_the_documented_example_runs() -> None:
+    page = (ROOT / "docs" / "model-parallel.md").read_text()
+    processes.run(2, _documented, page.split("```python\n")[1].split("```")[0])
