@@ -572,7 +572,9 @@ def values_nbytes(mask: Tensor, value_dtype: ValueDtype) -> int:
     return payload_bound(header.numel, header.nnz, value_dtype, IndexEncoding.SHARED_MASK)
 
 
-def add_payload(kernels: Backend, payload: Tensor, out: Tensor, mask: Tensor | None = None) -> None:
+def add_payload(
+    kernels: Backend, payload: Payload | Tensor, out: Tensor, mask: Payload | Tensor | None = None
+) -> None:
     """``out += decoded payload``; ``out`` contiguous, of any floating type; ``mask`` if it is values only."""
     flat = out.view(-1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)

@@ -362,7 +362,7 @@ class GradientReducer:
             in_place = tensor.dtype == torch.float32
             total = tensor.zero_() if in_place else self._zeros(tensor.numel())
             for payload in payloads:
-                add_payload(self._backend, payload.data, total)
+                add_payload(self._backend, payload, total)
             if scale != 1.0:
                 total.mul_(scale)
             if not in_place:
