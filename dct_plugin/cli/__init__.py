@@ -1,7 +1,7 @@
 """The ``dct`` command.
 
 Starting it imports neither torch nor any integration: commands that need them are entries of
-:data:`COMMANDS` and are imported when they run.  A room adds its command with one entry there.
+:data:`COMMANDS` and are imported when they run.  A module adds its command with one entry there.
 """
 
 from __future__ import annotations

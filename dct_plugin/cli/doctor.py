@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Configuration whose Megatron hooks are told: active, or why not."),
+        typer.Option(help="Configuration whose Megatron hooks are listed: active, or why not."),
     ] = None,
 ) -> None:
     """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""
@@ -59,7 +59,7 @@ def diagnose(megatron: Path | None = None, config: Path | None = None) -> Iterat
 
     Args:
         megatron: a Megatron-LM checkout instead of the installed megatron-core.
-        config: the configuration whose Megatron hooks are told.
+        config: the configuration whose Megatron hooks are listed.
     """
     for check in CHECKS:
         try:
@@ -221,7 +221,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
     _distributed,
     _tensorboard,
 ]
-"""What :func:`diagnose` runs, in order; another room adds its checks here."""
+"""What :func:`diagnose` runs, in order; another module adds its checks here."""
 
 
 def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:

@@ -45,10 +45,11 @@ class Attachment:
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
         self.reducer = GradientReducer(
-            config,
+            config.data_parallel,
             group,
             metrics=self.metrics,
             device=engine.device,
+            kernels=config.kernels,
             transactional=scaled,
             loss_scale=float(engine.optimizer.loss_scale) if scaled else 1.0,
         )

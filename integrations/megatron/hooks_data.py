@@ -236,10 +236,11 @@ class DataParallelHook(Hook):
                 self._workers[name] = _Worker(f"dct gradients {name}")
         self._units[name] = _unit(group, ranks)
         reducer = self.reducers[name] = GradientReducer(
-            self.session.config,
+            self.session.config.data_parallel,
             exchange_over,
             metrics=self.session.metrics,
             device=device,
+            kernels=self.session.config.kernels,
             transactional=self._transactional,
             step=self.session.step,
         )

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.errors import DCTError
-from dct_plugin.kernels import Stats
 from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
+from dct_plugin.stream import Encoded
 
 from .hooks import Hook, Session
 
@@ -58,7 +58,7 @@ class PipelineHook(Hook):
 
     def settle(self) -> None:
         for messages in self.streams.values():
-            messages.stream.advance()
+            messages.stream.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         own = {_stream_key(*place): m.stream.state_dict() for place, m in self.streams.items()}
@@ -176,17 +176,16 @@ class PipelineHook(Hook):
             return False
         if not self.session.pass_through:
             return True
-        return self.config.sparsity_of(boundary) > 0 and self.session.step >= self.config.warmup_steps
+        return self.config.at(boundary).sparsity > 0 and self.session.step >= self.config.warmup_steps
 
     def _messages(self, boundary: int, chunk: int = 0) -> FixedMessages:
         messages = self.streams.get((boundary, chunk))
         if messages is None:
             stream = ActivationStream(
-                self.config,
+                self.config.at(boundary),
                 name=_stream_key(boundary, chunk),
                 rank=dist.get_rank(),
-                sparsity=self.config.sparsity_of(boundary),
-                kernel_config=self.session.config.kernels,
+                kernels=self.session.config.kernels,
             )
             if (state := self._loaded.pop(_stream_key(boundary, chunk), None)) is not None:
                 stream.load_state_dict(state)
@@ -202,11 +201,11 @@ class PipelineHook(Hook):
 
     def _encode(self, tensor: Tensor, boundary: int) -> Tensor:
         messages = self._messages(boundary, getattr(tensor, _CHUNK, 0))
-        message, mask, stats = messages.encode(tensor, self._number)
+        message, mask, encoded = messages.encode(tensor, self._number)
         if self.session.training and tensor.requires_grad:
             self._sent[self._number] = mask
         self._number += 1
-        self._record("pipeline", messages.stream, tensor, message, stats)
+        self._record("pipeline", tensor, message, encoded)
         return message
 
     def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
@@ -220,8 +219,8 @@ class PipelineHook(Hook):
                 f"{tuple(gradient.shape)}, is not that of one of the {len(self._received)} activations "
                 "received; a changed backward_step is not supported with dct.model_parallel.pipeline"
             )
-        message, stats = messages.encode_gradient(gradient, mask, exact=exact)
-        self._record("pipeline_gradient", messages.stream, gradient, message, stats)
+        message, encoded = messages.encode_gradient(gradient, mask, exact=exact)
+        self._record("pipeline_gradient", gradient, message, encoded)
         return message
 
     def _decode(self, message: Tensor | None, out: Tensor, boundary: int) -> None:
@@ -241,21 +240,12 @@ class PipelineHook(Hook):
 
     # -- metrics --------------------------------------------------------------------------------------------
 
-    def _record(
-        self, cls: str, stream: ActivationStream, tensor: Tensor, message: Tensor, stats: Stats
-    ) -> None:
+    def _record(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
         self.session.metrics.record(
-            Record(
+            encoded.record(
                 cls if self.session.training else f"{cls}_evaluation",
                 dense_bytes=tensor.numel() * tensor.element_size(),
                 sent_bytes=message.numel(),
-                numel=tensor.numel(),
-                nnz=stats.nnz,
-                target_density=stream.density,
-                tau=stream.threshold.tau if cls == "pipeline" else 0.0,
-                refreshes=stream.new_refreshes(),
-                select_ms=stats.select_ns / 1e6,
-                encode_ms=stats.encode_ns / 1e6,
             )
         )
 

@@ -78,7 +78,7 @@ class TensorHook(Hook):
     def settle(self) -> None:
         for site in self.sites:
             if site.stream is not None:
-                site.stream.advance()
+                site.stream.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         own = {site.name: site.stream.state_dict() for site in self.sites if site.stream is not None}
@@ -139,7 +139,7 @@ class TensorHook(Hook):
             return None
         if site.stream is None:
             site.stream = ActivationStream(
-                self.config, name=site.name, rank=dist.get_rank(), kernel_config=self.session.config.kernels
+                self.config, name=site.name, rank=dist.get_rank(), kernels=self.session.config.kernels
             )
             if (state := self._loaded.pop(site.name, None)) is not None:
                 site.stream.load_state_dict(state)

@@ -182,9 +182,9 @@ def _set(changes: dict[str, Any], path: str, value: Any) -> None:
 
 def _options(config: DCTConfig | None = None) -> list[OptionDoc]:
     """Every option that means something to Megatron."""
-    from dct_plugin.config import options
+    from dct_plugin.config import DCTConfig, options
 
-    return [option for option in options(config) if not option.path.startswith(_ELSEWHERE)]
+    return [option for option in options(config or DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
 
 
 def _name(path: str) -> str:

@@ -154,7 +154,7 @@ def test_reasons_why_a_hook_is_not_active() -> None:
 
 def test_help_lists_every_option() -> None:
     text = help_text()
-    for option in options():
+    for option in options(DCTConfig()):
         if option.path.startswith("dct.embedding."):
             assert "--dct-embedding" not in text
             continue

@@ -1,52 +1,27 @@
-"""The ``dct`` section: one model per concern, each fault is named with key, value and what is allowed.
+"""The models: frozen and strict.
 
-The models are frozen and strict: an integer is fine where a number is wanted, but booleans and numeric
-strings are not numbers, and unknown keys are errors.  A new concern is one more model and one more field of
-:class:`DCTConfig`; the error texts, ``dct config`` and the documentation's tables follow from the fields.
+An integer is fine where a number is wanted, but booleans and numeric strings are not numbers, and unknown
+keys are errors.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from .faults import validated
+from .options import options, show
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = [
-    "ActivationConfig",
-    "DCTConfig",
-    "DataParallelConfig",
-    "EmbeddingChannelConfig",
-    "KernelConfig",
-    "MetricsConfig",
-    "ModelParallelConfig",
-    "OptionDoc",
-    "PipelineConfig",
-    "Section",
-    "TensorConfig",
-    "options",
-]
 
 SECTION = "dct"
 
@@ -65,12 +40,12 @@ class Section(BaseModel):
     @classmethod
     def of(cls, values: Mapping[str, Any] | None = None, /, **keys: Any) -> Self:
         """A validated section; like the constructor, but faults are raised as :class:`ConfigError`."""
-        return _validated(cls, {**(values or {}), **keys}, _source_of(cls))
+        return validated(cls, {**(values or {}), **keys}, _source_of(cls))
 
     @classmethod
     def read(cls, section: Mapping[str, Any], source: str, *, where: str | None = None) -> Self:
         """A section that stands at ``source`` in the file ``where``; faults are :class:`ConfigError`."""
-        return cast("Self", _validated(cls, section, source, where=where))
+        return validated(cls, section, source, where=where)
 
 
 def _check_band(band: tuple[float, float]) -> tuple[float, float]:
@@ -106,7 +81,7 @@ class DataParallelConfig(Section):
         default=0.99,
         ge=0,
         lt=1,
-        description="Share of the gradient entries that stay at home in one step; 0 sends all.",
+        description="Share of the gradient entries that are not sent in one step; 0 sends all.",
     )
     threshold: _ThresholdSource = "sample"
     threshold_lifespan: int = Field(
@@ -124,7 +99,9 @@ class DataParallelConfig(Section):
         "what overflows stays in the residual.",
     )
     min_numel: int = Field(
-        default=4096, ge=0, description="Tensors with fewer entries are sent dense, in fp32."
+        default=4096,
+        ge=0,
+        description="Tensors with fewer entries are sent dense, as they are: bf16 stays bf16.",
     )
     value_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
         default="bf16",
@@ -172,7 +149,7 @@ class DataParallelConfig(Section):
                 "dct_conflict",
                 "error_feedback = 'none' keeps no residual for momentum_correction = {value} to act on; "
                 "set error_feedback to 'local', or leave it out",
-                {"value": _show(self.momentum_correction)},
+                {"value": show(self.momentum_correction)},
             )
         if self.momentum_masking and self.momentum_correction == 0:
             raise PydanticCustomError(
@@ -254,9 +231,11 @@ class PipelineConfig(ActivationConfig):
             raise ValueError("out of range")  # replaced by the field's own text
         return values
 
-    def sparsity_of(self, boundary: int) -> float:
-        """Sparsity behind stage ``boundary``."""
-        return self.boundary_sparsity[boundary] if boundary < len(self.boundary_sparsity) else self.sparsity
+    def at(self, boundary: int) -> PipelineConfig:
+        """The section for the boundary behind stage ``boundary``, with that one's sparsity."""
+        if boundary >= len(self.boundary_sparsity):
+            return self
+        return self.model_copy(update={"sparsity": self.boundary_sparsity[boundary]})
 
 
 class TensorConfig(ActivationConfig):
@@ -397,9 +376,12 @@ class MetricsConfig(Section):
 class KernelConfig(Section):
     """``dct.kernels``: which implementation of the hot loops runs."""
 
-    backend: Literal["auto", "reference", "cpu"] = Field(
+    backend: str = Field(
         default="auto",
-        description="Compiled CPU library, plain torch, or the fastest there is for the tensor's device.",
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="Plain torch (reference), the compiled CPU library (cpu), another registered backend, or "
+        "the fastest there is for the tensor's device (auto).",
+        json_schema_extra={"allowed": '"auto", "reference", "cpu" or another registered name'},
     )
     threads: int | None = Field(
         default=None,
@@ -452,7 +434,7 @@ class DCTConfig(Section):
             return section
         if section is None:
             return cls(enabled=False)
-        return _validated(cls, section, source, rank=rank)
+        return validated(cls, section, source, rank=rank)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, rank: int | None = None) -> DCTConfig:
@@ -469,18 +451,18 @@ class DCTConfig(Section):
         except ValueError as error:
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
         if not isinstance(content, dict):
-            raise ConfigError(f"{where}: must hold a JSON object, holds {_show(content)}")
+            raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
         if SECTION in content:
             content = content[SECTION]
         elif found := sorted(_DEEPSPEED_KEYS & content.keys()):
             raise ConfigError(
                 f'{where}: a DeepSpeed configuration (it has {found[0]!r}) without a "dct" section'
             )
-        return _validated(cls, content, SECTION, rank=rank, where=where)
+        return validated(cls, content, SECTION, rank=rank, where=where)
 
     def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
         """A validated copy with nested ``changes`` merged in, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
-        return _validated(type(self), _merged(self.model_dump(), changes), SECTION)
+        return validated(type(self), _merged(self.model_dump(), changes), SECTION)
 
     def canonical_json(self) -> str:
         """The section with every default written out, keys sorted; equal configurations give equal text."""
@@ -493,81 +475,10 @@ class DCTConfig(Section):
     def differences(self, other: DCTConfig) -> list[str]:
         """``['dct.data_parallel.sparsity: 0.99 != 0.9', ...]``: every key in which the two differ."""
         return [
-            f"{mine.path}: {_show(mine.value)} != {_show(theirs.value)}"
+            f"{mine.path}: {show(mine.value)} != {show(theirs.value)}"
             for mine, theirs in zip(options(self), options(other), strict=True)
             if mine.value != theirs.value
         ]
-
-
-class OptionDoc(NamedTuple):
-    """One option of the section: where it stands, what it is set to, and what may be written there."""
-
-    path: str
-    value: Any
-    default: Any
-    allowed: str
-    description: str
-
-
-def options(section: Section | None = None, prefix: str = SECTION) -> Iterator[OptionDoc]:
-    """Every leaf option in order, of a default configuration when none is given."""
-    section = DCTConfig() if section is None else section
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        path = f"{prefix}.{name}"
-        if isinstance(value, Section):
-            yield from options(value, path)
-        else:
-            default = field.get_default(call_default_factory=True)
-            yield OptionDoc(path, value, default, allowed(field), field.description or "")
-
-
-def allowed(field: FieldInfo) -> str:
-    """What may be written for a field, in words: type, range or choices."""
-    if isinstance(field.json_schema_extra, dict) and "allowed" in field.json_schema_extra:
-        return str(field.json_schema_extra["allowed"])
-    kind = field.annotation
-    optional = ""
-    if get_origin(kind) in (Union, types.UnionType):
-        optional = " or null" if type(None) in get_args(kind) else ""
-        kind = next(k for k in get_args(kind) if k is not type(None))
-    if get_origin(kind) is Literal:
-        choices = [_show(choice) for choice in get_args(kind)]
-        return "one of " + ", ".join(choices) + optional
-    if kind is bool:
-        return "true or false" + optional
-    if kind is int or kind is float:
-        return ("an integer" if kind is int else "a number") + _range(field) + optional
-    if kind is str:
-        return "a non-empty string" + optional
-    return "a JSON object" + optional
-
-
-def _range(field: FieldInfo) -> str:
-    bounds = {
-        key: getattr(item, key)
-        for item in field.metadata
-        for key in ("ge", "gt", "le", "lt")
-        if getattr(item, key, None) is not None
-    }
-    low = bounds.get("ge", bounds.get("gt"))
-    high = bounds.get("le", bounds.get("lt"))
-    if low is not None and high is not None:
-        return f" in {'[' if 'ge' in bounds else '('}{low}, {high}{']' if 'le' in bounds else ')'}"
-    if low is not None:
-        return f" {'>=' if 'ge' in bounds else '>'} {low}"
-    if high is not None:
-        return f" {'<=' if 'le' in bounds else '<'} {high}"
-    return ""
-
-
-def _show(value: Any) -> str:
-    """A value as it stands in JSON, shortened."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -595,71 +506,3 @@ def _source_of(cls: type[Section]) -> str:
         if field.annotation is cls:
             return f"{SECTION}.{name}"
     return SECTION
-
-
-def _validated(
-    cls: type[Any], section: Any, source: str, *, rank: int | None = None, where: str | None = None
-) -> Any:
-    section = _plain(section)
-    try:
-        return cls.model_validate(section)
-    except ValidationError as error:
-        items = error.errors(include_url=False, include_context=False)
-        faults = list(dict.fromkeys(_fault(cls, section, item, source) for item in items))
-    place = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    raise ConfigError(
-        f"invalid {source.split('.')[0]} configuration{place} ({count}):\n  " + "\n  ".join(faults)
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Mappings of other kinds (ordered, read-only) as the dicts that strict validation wants."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value
-
-
-def _fault(cls: type[Section], section: Mapping[str, Any], item: Any, source: str) -> str:
-    """One pydantic error as one line: the path, the value, and what is allowed there."""
-    model, path, field, value = cls, source, None, section
-    unknown = None
-    for key in item["loc"]:
-        if key not in model.model_fields:
-            unknown = str(key)
-            break
-        path, field, value = f"{path}.{key}", model.model_fields[key], value[key]
-        section_model = _section_model(field)
-        if section_model is None:
-            break
-        model = section_model
-    if item["type"] == "extra_forbidden" and unknown is not None:
-        # Control characters and outer spaces are made visible; the rest is shown as it was written.
-        plain = unknown.isprintable() and unknown == unknown.strip() != ""
-        shown = unknown if plain else json.dumps(unknown)
-        return f"{path}.{shown} = {_show(item['input'])}: unknown key; {_closest(unknown, model, path)}"
-    if item["type"] == "dct_conflict":
-        return f"{path}: {item['msg']}"
-    # An error inside a pair is reported for the pair as a whole.
-    return f"{path} = {_show(value)}: must be {allowed(field) if field else 'a JSON object'}"
-
-
-def _section_model(field: FieldInfo) -> type[Section] | None:
-    """The model of a field that is a section itself."""
-    kind = field.annotation
-    # Python 3.10 takes tuple[float, float] for a type, but not for the argument of issubclass.
-    if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, Section):
-        return kind
-    return None
-
-
-def _closest(key: str, model: type[Section], path: str) -> str:
-    valid = list(model.model_fields)
-    if match := difflib.get_close_matches(key.lower(), valid, n=1):
-        return f"did you mean {path}.{match[0]}?"
-    for name, field in model.model_fields.items():  # a key of a sub-section, written one level too high
-        sub = _section_model(field)
-        keys = list(sub.model_fields) if sub else []
-        if match := difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.8):
-            return f"did you mean {path}.{name}.{match[0]}?"
-    return "allowed are " + ", ".join(valid)
