@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
+from ..stream import as_flat, backend_of
 from .error_bounded import quantise
-from .messages import as_flat, backend_of
 
 __all__ = ["Limits", "TableLimits"]
 

@@ -32,8 +32,9 @@ from torch import Tensor
 from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..metrics import Metrics, Record
+from ..stream import as_flat
 from .bounds import Limits, TableLimits
-from .messages import Mask, Message, VectorMessages, as_flat, is_finite
+from .messages import Mask, Message, VectorMessages, is_finite
 
 __all__ = ["EmbeddingChannel", "Route"]
 

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.index import IndexEncoding
-from ..codecs.payload import OVERFLOW_MAGNITUDE, Header, header_bytes, payload_bound
+from ..codecs.message import MessageWriter
+from ..codecs.payload import OVERFLOW_MAGNITUDE
 from ..codecs.values import ValueDtype
-from ..config import EmbeddingChannelConfig, KernelConfig
-from ..errors import ConfigError, PayloadError
-from ..kernels import GRAD_DTYPES, SMALLEST_TAU, Backend, Stats, get_backend
+from ..config import EmbeddingChannelConfig
+from ..errors import PayloadError
+from ..kernels import Backend
+from ..stream import as_flat, encode_all, encode_at, wire_dtype
 from .error_bounded import Codes, decode_bounded, encode_bounded, quantise
 
 __all__ = ["Mask", "Message", "VectorMessages"]
@@ -88,23 +89,17 @@ class VectorMessages:
         if not x.numel():
             return Message(_nothing(x.device), None, 0)
         flat, codes = self._layers(x, rows, mask, bounds)
-        kernels = self._backend(x.device)
-        answered: Mask | None = None
-        if codes is not None:
-            payload = self._bounded(codes, rows)
-            kept = x.numel()
-            if mask is not None:
-                mask = (codes.decoded != 0).view(x.shape)
-                answered, kept = Mask(entries=mask), int(mask.sum())
-        else:
+        returned = mask is not None and not self.config.dense_gradient
+        kind = _MASKED if returned else 0
+        if codes is None:
             code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
-            payload, stats = encode_all(kernels, flat, code, zeros=mask is None)
-            kept = x.numel() if mask is None else stats.nnz
-            answered = None if mask is None else Mask(payload=payload)
-        if self.config.dense_gradient:
-            answered = None
-        kind = (_BOUNDED if codes is not None else 0) | (_MASKED if answered is not None else 0)
-        return Message(_closed(payload, kind), answered, kept)
+            data, kept = self._values(flat, code, kind, zeros=mask is None)
+            return Message(data, Mask(payload=data[:-1]) if returned else None, kept)
+        data = _closed(self._bounded(codes, [r * self.dim for r in rows]), _BOUNDED | kind)
+        if mask is None:
+            return Message(data, None, x.numel())
+        entries = (codes.decoded != 0).view(x.shape)
+        return Message(data, Mask(entries=entries) if returned else None, int(entries.sum()))
 
     def receive_own(
         self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None
@@ -118,11 +113,10 @@ class VectorMessages:
             mask = None if mask is None else (flat != 0).view(x.shape)
         else:
             code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
-            if code is not wire_dtype(flat.dtype, dense=True):
-                kernels = self._backend(x.device)
-                payload, _ = encode_all(kernels, flat, code, zeros=mask is None)
+            if code is not ValueDtype.lossless(flat.dtype):
+                data, _ = self._values(flat, code, 0, zeros=mask is None)
                 flat = torch.zeros(flat.numel(), dtype=torch.float32, device=x.device)
-                kernels.decode_add(payload, flat)
+                self._backend(x.device).decode_add(data[:-1], flat)
         answered = None if mask is None or self.config.dense_gradient else Mask(entries=mask)
         return flat.view(x.shape).to(x.dtype), answered
 
@@ -160,7 +154,6 @@ class VectorMessages:
         """
         if not gradient.numel():
             return _nothing(gradient.device), 0
-        kernels = self._backend(gradient.device)
         flat = as_flat(gradient)
         code = wire_dtype(flat.dtype, self.config.gradient_value_dtype, dense=mask is None)
         if quantised and self.config.gradient_bound is not None:
@@ -171,20 +164,13 @@ class VectorMessages:
                 lengths = self._gradient_lengths(rows, entries, gradient.device)
                 square = torch.segment_reduce(values.square(), "mean", lengths=lengths, initial=0.0)
                 bounds = self.config.gradient_bound * square.to(torch.float64).nan_to_num(0.0).sqrt()
-                payload = encode_bounded(
-                    quantise(values, lengths, bounds),
-                    lengths.tolist(),
-                    kernels,
-                    entropy=self.config.entropy,
-                    repeats=not self.config.deduplicate,
-                )
+                payload = self._bounded(quantise(values, lengths, bounds), lengths.tolist())
                 return _closed(payload, _BOUNDED), values.numel()
         if mask is not None and mask.payload is not None:
-            payload, stats = encode_at(kernels, flat, mask.payload, code)
-        else:
-            values = flat if mask is None or mask.entries is None else flat[mask.entries.view(-1)]
-            payload, stats = encode_all(kernels, values, code)
-        return _closed(payload, 0), stats.nnz
+            payload, stats = encode_at(self._backend(flat.device), flat, mask.payload, code)
+            return _closed(payload[: stats.nbytes], 0), stats.nnz
+        entries = self.entries(mask, gradient.shape, gradient.device)
+        return self._values(flat if entries is None else flat[entries.view(-1)], code, 0)
 
     def decode_gradient(
         self, message: Tensor, like: Tensor, rows: Sequence[int], mask: Mask | None, source: int
@@ -236,10 +222,18 @@ class VectorMessages:
             return flat, None
         return flat, quantise(flat.to(torch.float32), self._lengths(rows, x.device), bounds)
 
-    def _bounded(self, codes: Codes, rows: Sequence[int]) -> Tensor:
+    def _values(self, flat: Tensor, code: ValueDtype, kind: int, *, zeros: bool = True) -> tuple[Tensor, int]:
+        """Message of every entry (or every one but zeros), and their number."""
+        writer = MessageWriter(flat.device)
+        encoded = encode_all(self._backend(flat.device), flat, writer, code, zeros=zeros)
+        writer.reserve(1).fill_(kind)
+        writer.advance(1)
+        return writer.message, encoded.nnz
+
+    def _bounded(self, codes: Codes, lengths: Sequence[int]) -> Tensor:
         return encode_bounded(
             codes,
-            [r * self.dim for r in rows],
+            lengths,
             self._backend(codes.q.device),
             entropy=self.config.entropy,
             repeats=not self.config.deduplicate,
@@ -286,42 +280,3 @@ def _nothing(device: torch.device) -> Tensor:
 def _closed(payload: Tensor, kind: int) -> Tensor:
     """A message: the payload, then one byte that says how to read it."""
     return torch.cat([payload, torch.tensor([kind], dtype=torch.uint8, device=payload.device)])
-
-
-# -- primitives ---
-
-
-def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
-    kernels = kernels or KernelConfig()
-    try:
-        return get_backend(device, kernels.backend, threads=kernels.threads)
-    except ValueError as error:
-        raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": {error}') from error
-
-
-def as_flat(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat if flat.dtype in GRAD_DTYPES else flat.to(torch.float32)
-
-
-def wire_dtype(tensor_dtype: torch.dtype, choice: str = "auto", *, dense: bool = False) -> ValueDtype:
-    if choice != "auto":
-        return ValueDtype.parse(choice)
-    own = {torch.bfloat16: ValueDtype.BF16, torch.float16: ValueDtype.FP16}.get(tensor_dtype, ValueDtype.FP32)
-    return ValueDtype.BF16 if own is ValueDtype.FP32 and not dense else own
-
-
-def encode_all(
-    kernels: Backend, flat: Tensor, code: ValueDtype, *, zeros: bool = True
-) -> tuple[Tensor, Stats]:
-    room = torch.empty(payload_bound(flat.numel(), None, code), dtype=torch.uint8, device=flat.device)
-    stats = kernels.compress(flat, None, 0.0 if zeros else SMALLEST_TAU, room, value_dtype=code)
-    return room[: stats.nbytes], stats
-
-
-def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:
-    header = Header.parse(header_bytes(mask), mask.numel())
-    size = payload_bound(header.numel, header.nnz, value_dtype, IndexEncoding.SHARED_MASK)
-    message = torch.empty(size, dtype=torch.uint8, device=flat.device)
-    stats = kernels.encode_shared(flat, mask, value_dtype, message)
-    return message[: stats.nbytes], stats
