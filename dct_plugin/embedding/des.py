@@ -159,9 +159,16 @@ class _Link:
         self.world_size = dist.get_world_size(group)
         self.metrics = metrics
 
+    def transpose(self, tensor: Tensor, cls: str) -> Tensor:
+        """[N, ...], block r for rank r -> [N, ...], block r from rank r; recorded as ``cls``."""
+        started = time.perf_counter()
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        self._record(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor, started)
+        return received
+
     def all_to_all(self, blocks: Sequence[Tensor], received: Sequence[Tensor], cls: str) -> None:
-        """Send ``blocks[r]`` to rank ``r``, and fill ``received[r]`` with what it sends; recorded as
-        ``cls``."""
+        """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
         started = time.perf_counter()
         output = blocks[0].new_empty(sum(block.numel() for block in received))
         dist.all_to_all_single(
@@ -174,23 +181,24 @@ class _Link:
         for block, part in zip(received, output.split([block.numel() for block in received]), strict=True):
             block.copy_(part.view_as(block))
         sent = sum(block.numel() for rank, block in enumerate(blocks) if rank != self.rank)
-        self._record(cls, sent, output.element_size(), started)
+        self._record(cls, sent, output, started)
 
     def gather(self, tensor: Tensor, cls: str) -> Tensor:
         """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
         started = time.perf_counter()
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        self._record(cls, tensor.numel() * (self.world_size - 1), tensor.element_size(), started)
+        self._record(cls, tensor.numel() * (self.world_size - 1), tensor, started)
         return torch.cat(parts)
 
-    def _record(self, cls: str, numel: int, itemsize: int, started: float) -> None:
+    def _record(self, cls: str, numel: int, like: Tensor, started: float) -> None:
         if self.metrics is not None:
+            nbytes = numel * like.element_size()
             self.metrics.record(
                 Record(
                     cls,
-                    dense_bytes=numel * itemsize,
-                    sent_bytes=numel * itemsize,
+                    dense_bytes=nbytes,
+                    sent_bytes=nbytes,
                     numel=numel,
                     nnz=numel,
                     exchange_ms=1e3 * (time.perf_counter() - started),
@@ -213,9 +221,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(context: Any, partial: Tensor, link: _Link) -> Tensor:
         context.link = link
         blocks = partial.reshape(link.world_size, -1, *partial.shape[1:])
-        received = torch.empty_like(blocks)
-        link.all_to_all(list(blocks), list(received), _FORWARD)
-        return received.sum(0)
+        return link.transpose(blocks, _FORWARD).sum(0)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -304,9 +310,7 @@ class Embeddings(nn.Module):
         raise NotImplementedError
 
     def columns_of(self, vectors: Tensor) -> Tensor:
-        """Vectors [b, dim] of the local samples -> columns that come out here, of all samples [B,
-        columns].
-        """
+        """Vectors [b, dim] of the local samples -> columns that come out here, of all samples, [B, columns]."""
         raise NotImplementedError
 
 
