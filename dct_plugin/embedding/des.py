@@ -310,7 +310,7 @@ class Embeddings(nn.Module):
         raise NotImplementedError
 
     def columns_of(self, vectors: Tensor) -> Tensor:
-        """Vectors [b, dim] of the local samples -> columns that come out here, of all samples, [B, columns]."""
+        """Vectors [b, dim] of the local samples -> the columns that come out here, of all samples."""
         raise NotImplementedError
 
 
