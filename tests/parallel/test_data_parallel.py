@@ -17,6 +17,8 @@ from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import DCTState, GradientReducer, Shard, dct_hook
 from dct_plugin.metrics import Metrics
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 
 
