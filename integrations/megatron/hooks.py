@@ -273,7 +273,7 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
         if data.enabled and (data.sparsity or not pass_through):
             from .hooks_data import DataParallelHook
 
-            _refuse_residual_options(config)
+            _refuse_momentum(config)
             session.hooks.append(DataParallelHook(session))
             session.active.append(Active("data_parallel", f"sparsity {data.sparsity:g}"))
         if session.hooks:
@@ -355,12 +355,12 @@ def _watch_iterations(session: Session) -> None:
         session.patches.wrap(schedules, name, make)
 
 
-def _refuse_residual_options(config: DCTConfig) -> None:
+def _refuse_momentum(config: DCTConfig) -> None:
     data = config.data_parallel
-    if data.momentum_masking:
+    if data.momentum_correction:
         raise ConfigError(
-            f"dct.data_parallel.momentum_masking = {data.momentum_masking}: must be 0 with Megatron, whose "
-            "optimizers keep their own momentum"
+            f"dct.data_parallel.momentum_correction = {data.momentum_correction:g}: must be 0 with Megatron, "
+            "whose optimizers keep a momentum of their own"
         )
 
 

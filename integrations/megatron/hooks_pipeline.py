@@ -44,7 +44,7 @@ class PipelineHook(Hook):
         self._number = 0
         self._sent: dict[int, Mask] = {}
         self._received: list[tuple[Tensor, Mask, FixedMessages]] = []
-        self._checked: set[int] = set()
+        self._checked: Any = None
         session.patches.wrap(p2p_communication.P2PCommunicator, "_communicate", self._make_communicate)
         session.patches.wrap(schedules, "forward_step", self._make_forward_step)
 
@@ -114,9 +114,9 @@ class PipelineHook(Hook):
                     wait_on_reqs=wait_on_reqs,
                 )
             config = communicator.config
-            if id(config) not in self._checked:
+            if config is not self._checked:
                 _check(config)
-                self._checked.add(id(config))
+                self._checked = config
             # Without interleaving gradients come back in the order of the activations, so that both ends know
             # the mask, and the message is as long as its values.
             ordered = not config.virtual_pipeline_model_parallel_size

@@ -15,6 +15,7 @@ form shrink for any ``t``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +54,9 @@ class TensorHook(Hook):
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
         self._loaded: dict[str, Any] = {}
         self._current: _Site | None = None
-        self._collectives: dict[int, MaskedCollectives] = {}
-        self._seen: set[int] = set()
+        self._collectives: dict[dist.ProcessGroup, MaskedCollectives] = {}
+        # The layers themselves: the id of one that is gone may be given to another.
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         patches = session.patches
         patches.wrap(transformer_layer.TransformerLayer, "forward", self._make_layer_forward)
         patches.wrap(layers.RowParallelLinear, "forward", self._make_linear_forward)
@@ -97,8 +99,8 @@ class TensorHook(Hook):
 
     def _make_layer_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
-            if id(layer) not in self._seen:
-                self._seen.add(id(layer))
+            if layer not in self._seen:
+                self._seen.add(layer)
                 self._register(layer)
             return original(layer, *arguments, **keywords)
 
@@ -147,10 +149,10 @@ class TensorHook(Hook):
         return site.stream
 
     def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> MaskedCollectives:
-        collectives = self._collectives.get(id(ranks))
+        collectives = self._collectives.get(ranks)
         if collectives is None:
             collectives = MaskedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
-            self._collectives[id(ranks)] = collectives
+            self._collectives[ranks] = collectives
         return collectives
 
     # -- collectives ----------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    import megatron_cpu
+    from support import megatron_cpu
 
     megatron_cpu.install()
     from types import SimpleNamespace
@@ -370,6 +370,11 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     except DCTError as error:
         found["twice"] = str(error)
     hooks.uninstall()
+    try:
+        hooks.install(DCTConfig.parse({"data_parallel": {"sparsity": 0.9, "momentum_correction": 0.9}}))
+    except DCTError as error:
+        found["momentum"] = f"{type(error).__name__}: {error}"
+    assert hooks.current() is None
     assert hooks.install(DCTConfig(enabled=False)) == []
     hooks.uninstall()
     return found
@@ -387,6 +392,61 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
     assert "num_distributed_optimizer_instances > 1" in found["instances"]
+    assert found["momentum"].startswith("ConfigError: dct.data_parallel.momentum_correction = 0.9: must be 0")
+
+
+def _identities(rank: int, world_size: int) -> tuple[int, int]:
+    """How many groups and layers got the id of one that was gone."""
+    import weakref
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from support import megatron_cpu
+
+    megatron_cpu.install()
+    from dct_plugin.integrations.megatron import hooks, hooks_tensor
+    from megatron.core.tensor_parallel import layers
+
+    from dct_plugin.config import DCTConfig
+
+    hooks.install(DCTConfig.parse(section(tensor=0.9)))
+    (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, hooks_tensor.TensorHook))
+    seen: set[int] = set()
+    reused_groups = 0
+    for _ in range(8):
+        group = dist.new_group([0, 1])
+        reused_groups += id(group) in seen
+        seen.add(id(group))
+        assert hook._group(group, torch.device("cpu")).exchange.group is group
+        dist.destroy_process_group(group)
+        del group
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = layers.RowParallelLinear.__new__(layers.RowParallelLinear)
+            torch.nn.Module.__init__(self.linear)
+            self.layer_number, self.config = 1, SimpleNamespace(num_layers=1)
+
+    forward = hook._make_layer_forward(lambda layer: layer.linear)
+    seen.clear()
+    reused_layers = 0
+    for _ in range(50):
+        layer = Layer()
+        reused_layers += id(layer) in seen
+        seen.add(id(layer))
+        assert getattr(forward(layer), hooks_tensor._SITE, None) is not None
+        gone = weakref.ref(layer)
+        del layer
+        assert gone() is None  # the hook does not keep a model that is thrown away
+    hooks.uninstall()
+    return reused_groups, reused_layers
+
+
+def test_the_id_of_what_is_gone_may_be_given_again() -> None:
+    """A later group has collectives of its own, and a layer of a later model is hooked, too."""
+    for _, reused_layers in processes.run(2, _identities):
+        assert reused_layers  # otherwise nothing was tested
 
 
 def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
