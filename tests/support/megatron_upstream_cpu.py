@@ -69,8 +69,8 @@ def _send_everything_through_the_codec(module: Any) -> None:
 
 def _find_compiled_helpers(module: Any) -> None:
     """The index builders are compiled in the wheel; a checkout would run make."""
-    for place in sys.path:
-        folder = Path(place) / "megatron" / "core" / "datasets"
+    for path in sys.path:
+        folder = Path(path) / "megatron" / "core" / "datasets"
         if any(folder.glob("helpers_cpp*.so")) and str(folder) not in module.__path__:
             module.__path__.append(str(folder))
 
@@ -152,21 +152,21 @@ def _close_groups_between_tests() -> None:
 
 def _hook_tensors_outside_transformer_layers() -> None:
     """The unit tests call collectives and layers by themselves, which the hook leaves to Megatron."""
-    from dct_plugin.integrations.megatron import hooks_tensor
+    from dct_plugin.integrations.megatron.tensor import TensorHook, _Site
 
-    original = hooks_tensor.TensorHook._stream
+    original = TensorHook._running
 
     @functools.wraps(original)
-    def stream(hook: Any, ranks: Any) -> Any:
+    def running(hook: Any, ranks: Any) -> Any:
         if hook._current is not None:
             return original(hook, ranks)
-        hook._current = hooks_tensor._Site("unit test", False)
+        hook._current = _Site("unit test", False)
         try:
             return original(hook, ranks)
         finally:
             hook._current = None
 
-    hooks_tensor.TensorHook._stream = stream
+    TensorHook._running = running
 
 
 def _count_what_is_encoded() -> None:

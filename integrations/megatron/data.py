@@ -16,10 +16,7 @@ asks for, they stand in one queue).
 from __future__ import annotations
 
 import functools
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +29,8 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.errors import DCTError
 
 from ..host.post_import import when_imported
-from .hooks import Hook, Session
+from .session import Hook, Session
+from .worker import ReductionHandle, ReductionWorker
 
 _NAME = "_dct_name"
 #: Wrappers of fully sharded models, by module.
@@ -59,13 +57,12 @@ class DataParallelHook(Hook):
         self._units: dict[str, float] = {}
         self._loaded: dict[str, Any] = {}
         self._unscaled: set[str] = set()
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, ReductionWorker] = {}
         self._transactional = False
         self._models = 0
         self._unnamed = 0
-        self._scale: tuple[float, float] | None = (
-            None  # loss scale of this iteration's gradients, and of the next's
-        )
+        self._scale: tuple[float, float] | None = None
+        """Loss scale of this iteration's gradients, and of the next's."""
         self._overflow = False
         patches = session.patches
         patches.wrap(
@@ -95,7 +92,7 @@ class DataParallelHook(Hook):
 
     # -- iterations -----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         used, coming = self._scale or (None, None)
         for name, reducer in self.reducers.items():
             late = used if name in self._unscaled else None
@@ -194,7 +191,7 @@ class DataParallelHook(Hook):
 
     # -- reduction ------------------------------------------------------------------------------------------
 
-    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> _Handle | None:
+    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> ReductionHandle | None:
         """Reduce a bucket group; what Megatron is to wait for, if it asked for overlap."""
         name = self._name(group, ranks)
         reducer = self.reducers[name]
@@ -216,9 +213,9 @@ class DataParallelHook(Hook):
             )
 
         if (worker := self._workers.get(name)) is not None:
-            return _Handle(worker.submit(work))
+            return worker.submit(work)
         work()
-        return _Handle(None) if group.ddp_config.overlap_grad_reduce else None
+        return ReductionHandle() if group.ddp_config.overlap_grad_reduce else None
 
     def _name(self, group: Any, ranks: dist.ProcessGroup) -> str:
         """Name of the reducer of a bucket group; it is made at the first use, by all of its ranks."""
@@ -233,7 +230,7 @@ class DataParallelHook(Hook):
             members = dist.get_process_group_ranks(ranks)
             exchange_over = dist.new_group(members, backend="gloo", use_local_synchronization=True)
             if name not in self._workers:
-                self._workers[name] = _Worker(f"dct gradients {name}")
+                self._workers[name] = ReductionWorker(f"dct gradients {name}")
         self._units[name] = _unit(group, ranks)
         reducer = self.reducers[name] = GradientReducer(
             self.session.config,
@@ -300,51 +297,3 @@ def _fill_buffers(group: Any) -> None:
         for parameter in getattr(bucket, "params_with_extra_main_grads", ()):
             if (copy := getattr(parameter, "main_grad_copy_in_grad_buffer", None)) is not None:
                 copy.copy_(parameter.main_grad)
-
-
-class _Handle:
-    """What Megatron waits for; an error of the reduction is raised there."""
-
-    def __init__(self, result: Future[None] | None) -> None:
-        self._result = result
-
-    def wait(self, *arguments: Any) -> None:
-        """Return when the bucket group is reduced."""
-        if self._result is not None:
-            self._result.result()
-
-
-class _Worker:
-    """A thread that reduces bucket groups one after the other.
-
-    A daemon: a rank that fails elsewhere must be able to end, so that its sockets close and the others see
-    it, while this thread still waits for them.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Queue ``work``; the result holds its error, and so do all later ones."""
-        result: Future[None] = Future()
-        self._tasks.put((result, work))
-        return result
-
-    def stop(self) -> None:
-        """End the thread behind what is queued."""
-        self._tasks.put(None)
-
-    def _serve(self) -> None:
-        failure: BaseException | None = None
-        while (task := self._tasks.get()) is not None:
-            result, work = task
-            try:
-                if failure is not None:
-                    raise failure
-                work()
-            except BaseException as error:
-                failure = error
-                result.set_exception(error)
-            else:
-                result.set_result(None)

@@ -4,8 +4,8 @@ All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send
 one method. Forward a boundary's activation goes as a message of fixed size
 (:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep its mask, and the gradient comes back
 as values only, without padding where the order of messages is known. Which micro-batch a gradient belongs
-to is told by the number in the message: the receiver of an activation remembers it together with the
-tensor, and recognises the gradient to send as that tensor's ``.grad``.
+to is in the number of the message: the receiver of an activation keeps it together with the tensor, and
+recognises the gradient to send as that tensor's ``.grad``.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from dct_plugin.kernels import Stats
 from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
 
-from .hooks import Hook, Session
+from .session import Session
+from .streams import ActivationHook
 
 _CHUNK = "_dct_chunk"
 _PREFIX = "pipeline boundary "
 
 
-class PipelineHook(Hook):
+class PipelineHook(ActivationHook):
     """Replaces ``P2PCommunicator._communicate`` and notes which model chunk a tensor comes from."""
 
     def __init__(self, session: Session) -> None:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-        self.session = session
         self.config = session.config.model_parallel.pipeline
-        self.streams: dict[tuple[int, int], FixedMessages] = {}
-        """By boundary and, of interleaved schedules, model chunk (this rank's when it sends)."""
+        super().__init__(session, self.config, _PREFIX)
         self._p2p = p2p_communication
-        self._loaded: dict[str, Any] = {}
         self._number = 0
         self._sent: dict[int, Mask] = {}
         self._received: list[tuple[Tensor, Mask, FixedMessages]] = []
@@ -51,26 +49,9 @@ class PipelineHook(Hook):
     # -- iterations -----------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
+        super().begin(training)
         self._sent.clear()
         self._received.clear()
-        for messages in self.streams.values():
-            messages.stream.training = training
-
-    def settle(self) -> None:
-        for messages in self.streams.values():
-            messages.stream.advance()
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {_stream_key(*place): m.stream.state_dict() for place, m in self.streams.items()}
-        return {"streams": {**self._loaded, **own}}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self.streams.clear()
-        self._loaded = {
-            key: part
-            for key, part in (state or {"streams": {}})["streams"].items()
-            if key.startswith(_PREFIX)
-        }
 
     # -- communication --------------------------------------------------------------------------------------
 
@@ -164,7 +145,7 @@ class PipelineHook(Hook):
                 request.wait()
             if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self._record_wait(began)
+            self._record_time(exchange_ms=_since(began))
             for action in finish.values():
                 action()
             return from_prev, from_next, None
@@ -179,23 +160,12 @@ class PipelineHook(Hook):
         return self.config.sparsity_of(boundary) > 0 and self.session.step >= self.config.warmup_steps
 
     def _messages(self, boundary: int, chunk: int = 0) -> FixedMessages:
-        messages = self.streams.get((boundary, chunk))
-        if messages is None:
-            stream = ActivationStream(
-                self.config,
-                name=_stream_key(boundary, chunk),
-                rank=dist.get_rank(),
-                sparsity=self.config.sparsity_of(boundary),
-                kernel_config=self.session.config.kernels,
-            )
-            if (state := self._loaded.pop(_stream_key(boundary, chunk), None)) is not None:
-                stream.load_state_dict(state)
-            stream.step, stream.training = self.session.step, self.session.training
-            messages = self.streams[boundary, chunk] = FixedMessages(stream)
-        return messages
+        """Of a boundary and, in interleaved schedules, model chunk (this rank's when it sends)."""
+        name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
+        return FixedMessages(self.stream(name, self.config.sparsity_of(boundary)))
 
     def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, mask: Mask | None = None) -> Tensor:
-        """Room for the message about ``tensor``."""
+        """A buffer for the message about ``tensor``."""
         messages = self._messages(boundary)
         size = messages.nbytes(tensor.numel(), tensor.dtype, gradient=gradient, mask=mask)
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
@@ -210,9 +180,9 @@ class PipelineHook(Hook):
         return message
 
     def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
-        for place, (tensor, _, _) in enumerate(self._received):
+        for position, (tensor, _, _) in enumerate(self._received):
             if tensor.grad is gradient:
-                _, mask, messages = self._received.pop(place)
+                _, mask, messages = self._received.pop(position)
                 break
         else:
             raise DCTError(
@@ -231,13 +201,13 @@ class PipelineHook(Hook):
         mask = messages.decode(message, out.detach())
         if self.session.training and torch.is_grad_enabled():
             self._received.append((out, mask, messages))
-        self._record_decoding(began)
+        self._record_time(decode_ms=_since(began))
 
     def _decode_gradient(self, message: Tensor | None, out: Tensor, boundary: int) -> None:
         assert message is not None
         began = time.perf_counter()
         self._messages(boundary).decode_gradient(message, self._sent, out.detach())
-        self._record_decoding(began)
+        self._record_time(decode_ms=_since(began))
 
     # -- metrics --------------------------------------------------------------------------------------------
 
@@ -259,28 +229,10 @@ class PipelineHook(Hook):
             )
         )
 
-    def _record_decoding(self, began: float) -> None:
-        self._record_time(decode_ms=1e3 * (time.perf_counter() - began))
-
-    def _record_wait(self, began: float) -> None:
-        self._record_time(exchange_ms=1e3 * (time.perf_counter() - began))
-
     def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
         if self.session.training:
-            self.session.metrics.record(
-                Record(
-                    "pipeline",
-                    dense_bytes=0,
-                    sent_bytes=0,
-                    numel=0,
-                    nnz=0,
-                    target_density=1.0,
-                    tau=0.0,
-                    tensors=0,
-                    exchange_ms=exchange_ms,
-                    decode_ms=decode_ms,
-                )
-            )
+            record = Record("pipeline", tensors=0, exchange_ms=exchange_ms, decode_ms=decode_ms)
+            self.session.metrics.record(record)
 
 
 class _Handle:
@@ -300,14 +252,15 @@ class _Handle:
         if request is not None:
             began = time.perf_counter()
             request.wait()
-            self._hook._record_wait(began)
+            self._hook._record_time(exchange_ms=_since(began))
             if self._finish is not None:
                 self._finish()
             self._kept = None
 
 
-def _stream_key(boundary: int, chunk: int) -> str:
-    return f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
+def _since(began: float) -> float:
+    """Milliseconds."""
+    return 1e3 * (time.perf_counter() - began)
 
 
 def _empty(shape: Any, config: Any) -> Tensor:
