@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,17 +110,14 @@ class PipelineHook(ActivationHook):
             from_prev = _empty(tensor_shape, config) if recv_prev else None
             from_next = _empty(tensor_shape, config) if recv_next else None
             into_prev, into_next = from_prev, from_next
+            finish: dict[str, Callable[[], None]] = {}  # by Megatron's name of the transfer
             if from_prev is not None and sparse_prev:
                 into_prev = self._buffer(from_prev, before, gradient=False)
+                finish["recv_prev"] = partial(self._decode, into_prev, from_prev, before)
             if from_next is not None and sparse_next:
                 awaited = next(iter(self._sent.values()), None) if ordered else None
                 into_next = self._buffer(from_next, behind, gradient=True, mask=awaited)
-
-            finish: dict[str, Callable[[], None]] = {}
-            if from_prev is not None and sparse_prev:
-                finish["recv_prev"] = lambda: self._decode(into_prev, from_prev, before)
-            if from_next is not None and sparse_next:
-                finish["recv_next"] = lambda: self._decode_gradient(into_next, from_next, behind)
+                finish["recv_next"] = partial(self._decode_gradient, into_next, from_next, behind)
             if config.batch_p2p_comm and not wait_on_reqs:
                 raise DCTError("Megatron asked for batched communication that it does not wait for")
             transfer = self._p2p._batched_p2p_ops if config.batch_p2p_comm else self._p2p._p2p_ops
@@ -194,8 +192,7 @@ class PipelineHook(ActivationHook):
         self._record("pipeline_gradient", messages.stream, gradient, message, stats)
         return message
 
-    def _decode(self, message: Tensor | None, out: Tensor, boundary: int) -> None:
-        assert message is not None
+    def _decode(self, message: Tensor, out: Tensor, boundary: int) -> None:
         messages = self._messages(boundary)
         began = time.perf_counter()
         mask = messages.decode(message, out.detach())
@@ -203,8 +200,7 @@ class PipelineHook(ActivationHook):
             self._received.append((out, mask, messages))
         self._record_time(decode_ms=_since(began))
 
-    def _decode_gradient(self, message: Tensor | None, out: Tensor, boundary: int) -> None:
-        assert message is not None
+    def _decode_gradient(self, message: Tensor, out: Tensor, boundary: int) -> None:
         began = time.perf_counter()
         self._messages(boundary).decode_gradient(message, self._sent, out.detach())
         self._record_time(decode_ms=_since(began))

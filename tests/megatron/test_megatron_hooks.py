@@ -268,6 +268,7 @@ def test_experts_are_left_alone_unless_asked() -> None:
     assert set(same[0].history[-1][2]["reducers"]) == {"dense", "expert"}
     assert set(sparse[0].history[-1][2]["reducers"]) == {"dense"}
     assert set(all_sparse[0].history[-1][2]["reducers"]) == {"dense", "expert"}
+    assert all_sparse[0].classes["gradient"]["steps"] == 10  # not once for each of the two reducers
 
 
 def test_tensor_parallel() -> None:

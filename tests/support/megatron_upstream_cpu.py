@@ -1,8 +1,8 @@
 """Test-only: Megatron-LM's own training code and unit tests on CPU with gloo, on top of ``megatron_cpu``.
 
-``install()`` runs at the start of every process (``benchmarks/upstream_megatron.py`` has it called by
+``install()`` runs at the start of every process (``benchmarks/studies/upstream_megatron.py`` has it called by
 ``sitecustomize``), before ``megatron`` is imported. Nothing in the checkout is changed. As a pytest plugin
-(``-p megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a GPU machine.
+(``-p support.megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a GPU machine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _keep_what_is_being_sent(module: Any) -> None:
     module.core_transformer_config_from_args = core_transformer_config_from_args
 
 
-# -- pytest plugin: started by `pytest -p megatron_upstream_cpu` -------------------------------------------
+# -- pytest plugin: started by `pytest -p support.megatron_upstream_cpu` ----------------------------------
 
 
 _encoded = 0  # tensors that a hook has sent in the current test
