@@ -7,10 +7,10 @@ in front of column-parallel layers. Every layer has a threshold of its own, whic
 iterations only, so that recomputation finds the same masks. Embeddings, output layers and experts are
 left to Megatron.
 
-Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and
-density ``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-
-reduce, so it wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel
-form shrink for any ``t``.
+Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and density
+``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-reduce, so it
+wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel form shrink for any
+``t``.
 """
 
 from __future__ import annotations

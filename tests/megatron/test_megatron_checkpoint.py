@@ -151,6 +151,7 @@ def _round_trips(rank: int, world_size: int, folder: str) -> list[Any]:
     return [*found, messages]
 
 
+@pytest.mark.slow
 def test_all_ranks_go_on_or_stop_together(tmp_path: Path) -> None:
     for rank, found in enumerate(processes.run(2, _round_trips, str(tmp_path / "iter_0000003"))):
         nothing, fresh, something, state, damaged, unwritable, messages = found
