@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from dct_plugin.integrations.dlrm.data import epoch_batches, load
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.models import DLRM
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

@@ -29,7 +29,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dct_plugin.metrics import InterfaceCounter
 
 from .data import Rows, epoch_batches, load
-from .model import DLRM
+from .models import DLRM
 
 
 def main() -> None:

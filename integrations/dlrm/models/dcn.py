@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from dct_plugin.embedding.des import Embeddings, Part
 
-from .parts import CrossNetwork, FirstLayer, evaluate
-from .wide_deep import rest_of_mlp
+from .parts import CrossNetwork, FirstLayer, evaluate, rest_of_mlp, seeded
 
 __all__ = ["DCN"]
 
@@ -37,8 +35,7 @@ class DCN(nn.Module):
     ) -> None:
         super().__init__()
         self.tables = tables
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.cross = CrossNetwork(tables, num_dense, depth)
             self.first = FirstLayer(tables, num_dense, hidden[0]) if hidden else None
             self.rest = rest_of_mlp(hidden) if hidden else None

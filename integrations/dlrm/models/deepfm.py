@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from dct_plugin.embedding.des import Embeddings, Part
 
-from .parts import FM, FirstLayer, Wide, evaluate
-from .wide_deep import rest_of_mlp
+from .parts import FM, FirstLayer, Wide, evaluate, rest_of_mlp, seeded
 
 __all__ = ["DeepFM"]
 
@@ -33,8 +31,7 @@ class DeepFM(nn.Module):
     ) -> None:
         super().__init__()
         self.tables, self.wide_tables = tables, wide_tables
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.wide = Wide(num_dense)
             self.fm = FM(tables)
             self.first = FirstLayer(tables, num_dense, hidden[0])

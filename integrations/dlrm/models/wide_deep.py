@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from dct_plugin.embedding.des import Embeddings, Part
 
-from .parts import FirstLayer, Wide, evaluate
+from .parts import FirstLayer, Wide, evaluate, rest_of_mlp, seeded
 
 __all__ = ["WideDeep"]
 
@@ -36,8 +35,7 @@ class WideDeep(nn.Module):
     ) -> None:
         super().__init__()
         self.tables, self.wide_tables = tables, wide_tables
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.wide = Wide(num_dense)
             self.first = FirstLayer(tables, num_dense, hidden[0])
             self.rest = rest_of_mlp(hidden)
@@ -55,11 +53,3 @@ class WideDeep(nn.Module):
         (wide,) = evaluate(self.wide_tables, self.wide_tables(categorical), [self.wide], dense)
         (deep,) = evaluate(self.tables, self.tables(categorical), [self.first], dense)
         return wide + self.rest(deep).squeeze(1)
-
-
-def rest_of_mlp(hidden: Sequence[int]) -> nn.Sequential:
-    """What follows the first layer of an MLP with these widths, down to one logit."""
-    layers: list[nn.Module] = [nn.ReLU()]
-    for fan_in, fan_out in zip(hidden, [*hidden[1:], 1], strict=True):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])

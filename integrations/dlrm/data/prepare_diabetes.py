@@ -1,6 +1,6 @@
 """Write the compact columnar form of Diabetes 130-US hospitals that ships with the package.
 
-    python -m dct_plugin.integrations.dlrm.prepare_diabetes diabetes130.zip diabetes130.npz
+    python -m dct_plugin.integrations.dlrm.data.prepare_diabetes diabetes130.zip diabetes130.npz
 
 Source: Clore, J., Cios, K., DeShazo, J., Strack, B. (2014), UCI Machine Learning Repository, CC BY 4.0,
 https://doi.org/10.24432/C5230J. Every row is kept. Left out are the encounter number, two medicines that
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import DataFormatError
+from .dataset import DataFormatError
 
 NUMERIC = (
     "time_in_hospital",
@@ -77,7 +77,7 @@ def prepare(source: Path, target: Path) -> dict[str, np.ndarray]:
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print(
-            "usage: python -m dct_plugin.integrations.dlrm.prepare_diabetes diabetes130.zip diabetes130.npz",
+            "usage: python -m dct_plugin.integrations.dlrm.data.prepare_diabetes diabetes130.zip diabetes130.npz",
             file=sys.stderr,
         )
         return 2

@@ -1,0 +1,50 @@
+"""Readers for click-through style data sets, all returning one :class:`ClickDataset`. Only numpy is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .criteo import load_criteo
+from .dataset import ClickDataset, DataFormatError, Rows, epoch_batches
+from .diabetes import DIABETES_FILE, load_diabetes
+from .movielens import load_movielens
+
+__all__ = [
+    "DIABETES_FILE",
+    "FORMATS",
+    "ClickDataset",
+    "DataFormatError",
+    "Rows",
+    "epoch_batches",
+    "load",
+    "load_criteo",
+    "load_diabetes",
+    "load_movielens",
+]
+
+FORMATS = ("diabetes", "criteo", "movielens")
+
+
+def load(
+    format: str = "diabetes",
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    max_rows: int | None = None,
+) -> ClickDataset:
+    """Read a data set by the name of its format; without ``path``, the data that ships with the package.
+
+    Raises ``ValueError`` for an unknown format or a path left out, ``FileNotFoundError``,
+    :class:`DataFormatError`.
+    """
+    if format == "diabetes":
+        return load_diabetes(path, seed=seed, max_rows=max_rows)
+    if format == "criteo":
+        if path is None:
+            raise ValueError("format 'criteo' needs the path of a train.txt or train.txt.gz file")
+        return load_criteo(path, max_rows=max_rows)
+    if format == "movielens":
+        if path is None:
+            raise ValueError("format 'movielens' needs the directory that holds u.data, u.item and u.user")
+        return load_movielens(path, max_rows=max_rows)
+    raise ValueError(f"unknown data format {format!r}; known formats: {', '.join(FORMATS)}")
