@@ -10,41 +10,56 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 # Two local ranks share the machine's cores; DeepSpeed looks for an accelerator unless told not to.
 export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup demo test lint bench wheel clean
+# Not needed where there is no C++ compiler: DeepSpeed then works without it.
+BUILD_OP := DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)'
+
+# $(call step,what is done,command): one line with the seconds it took; the output is shown if it fails.
+define step
+@printf '  %-64s' '$(1)'; began=$$(date +%s); log=$$(mktemp); \
+if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$log; \
+else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
+endef
+
+.PHONY: help setup demo test test-fast lint bench wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Create .venv with everything the other commands need
 
 $(READY): pyproject.toml setup.py constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, found " + sys.version)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@echo "building DeepSpeed's communication op once, so that the first run does not wait for it"
-	-DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)' >/dev/null 2>&1
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, found " + sys.version)'
+	@echo 'Setting up $(VENV), once:'
+	$(call step,virtual environment,$(PYTHON) -m venv $(VENV))
+	$(call step,pip,$(BIN)/python -m pip install --upgrade pip)
+	$(call step,torch (several minutes on a slow line),$(BIN)/python -m pip install -c constraints.txt torch)
+	$(call step,dct-plugin and DeepSpeed and Megatron-core and test tools,$(BIN)/python -m pip install -c constraints.txt -e '.[dev]')
+	$(call step,DeepSpeed communication op (compiled once),$(BUILD_OP) || true)
+	@touch $@
 
 demo: $(READY) ## Train a recommender on real data, dense and with DCT: table in the terminal, plot in out/
-	$(BIN)/dct demo --out $(OUT)
+	@$(BIN)/dct demo --out $(OUT)
 
 test: $(READY) ## Run the whole test suite
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest
 
-lint: $(READY) ## ruff and mypy
+test-fast: $(READY) ## Run the tests that start no processes, in about a minute
+	@$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(READY) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(READY) ## Selection kernels beside their alternatives
-	$(BIN)/python benchmarks/selection.py
+	@$(BIN)/python benchmarks/selection.py
 
 wheel: $(READY) ## Build a wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## Remove what the commands made
-	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -12,9 +12,10 @@ import functools
 import importlib.util
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_namespace_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -72,4 +73,18 @@ class BdistWheel(bdist_wheel):
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel}, distclass=BinaryDistribution)
+def packages() -> list[str]:
+    """Every folder of the two source trees; `integrations` is installed inside the package."""
+    own = find_namespace_packages(str(ROOT), include=["dct_plugin*"], exclude=["*__pycache__*"])
+    hosts = find_namespace_packages(str(ROOT), include=["integrations*"], exclude=["*__pycache__*"])
+    return [*own, *(f"dct_plugin.{name}" for name in hosts)]
+
+
+# An editable installation of a source tree is what it says: no news.
+warnings.filterwarnings("ignore", message="Editable installation")
+
+setup(
+    packages=packages(),
+    cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
+    distclass=BinaryDistribution,
+)
