@@ -1,4 +1,4 @@
-"""Readers for click-through style data sets, all returning one :class:`ClickDataset`. Only numpy is needed."""
+"""Readers for click-through style data sets, all returning one :class:`ClickDataset`; need only numpy."""
 
 from __future__ import annotations
 

@@ -76,10 +76,8 @@ def prepare(source: Path, target: Path) -> dict[str, np.ndarray]:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
-        print(
-            "usage: python -m dct_plugin.integrations.dlrm.data.prepare_diabetes diabetes130.zip diabetes130.npz",
-            file=sys.stderr,
-        )
+        module = "dct_plugin.integrations.dlrm.data.prepare_diabetes"
+        print(f"usage: python -m {module} diabetes130.zip diabetes130.npz", file=sys.stderr)
         return 2
     columns = prepare(Path(arguments[0]), Path(arguments[1]))
     print(f"{arguments[1]}: {len(columns['label'])} rows, {Path(arguments[1]).stat().st_size} bytes")

@@ -54,10 +54,10 @@ class DLRM(nn.Module):
             self.top = mlp([embedding_dim + fields * (fields + 1) // 2, *top, 1])
         first = self.top[0]
         assert isinstance(first, nn.Linear)
-        exchanged = isinstance(self.tables, Embeddings)
-        source = self.tables if exchanged else AtHome(self.tables, fields, embedding_dim)
-        self._source: tuple[Embeddings] = (source,)  # in a tuple: its tables are registered above
-        self.dot = DotLayer(fields + 1, first, contract=exchanged)
+        made = self.tables
+        source = made if isinstance(made, Embeddings) else AtHome(made, fields, embedding_dim)
+        self._source = (source,)  # in a tuple: the tables are registered above
+        self.dot = DotLayer(fields + 1, first, contract=source is made)
 
     @staticmethod
     def parts(num_fields: int, dim: int, top: Sequence[int] = (256, 128)) -> list[Part]:

@@ -2,8 +2,8 @@
 
     embeddings e --partial(e)--> [B, K] --aggregate--> [b, K] --complete(sum, dense)--> result
 
-With all fields on this rank the partial result is the result and ``aggregate`` does nothing; with shards it is
-the equivalent substitution of DES. K is :attr:`Operator.width`. ``dense`` [b, D] are the numeric features,
+With all fields on this rank the partial result is the result and ``aggregate`` does nothing; with shards it
+is the equivalent substitution of DES. K is :attr:`Operator.width`. ``dense`` [b, D] are the numeric features,
 which the rank of the samples always has.
 """
 
@@ -42,7 +42,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def mlp(widths: Sequence[int], *, last_relu: bool = False) -> nn.Sequential:
-    """Linear layers from each width to the next, with ReLUs between them and, if asked for, after the last."""
+    """Linear layers from each width to the next with ReLUs between them, and ``last_relu`` one at the end."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in itertools.pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
