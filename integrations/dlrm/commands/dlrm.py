@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
-import shlex
 import shutil
-import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dct_plugin import __version__
 from dct_plugin.errors import ConfigError
 
-from .quality import BASELINE
-from .settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
+from ..figures import BASELINE
+from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
+from .shared import chosen_format, command, launch, read_json, versions, write
 
-__all__ = ["complete", "dlrm", "job"]
+__all__ = ["complete", "configurations", "dlrm"]
 
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
@@ -78,6 +74,8 @@ def dlrm(
     ] = None,
 ) -> None:
     """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
+    from ..data import FORMATS
+
     files = list(configs or [])
     if files and not compare:
         raise typer.BadParameter("give one configuration with --config, or several with --compare")
@@ -85,68 +83,42 @@ def dlrm(
         raise typer.BadParameter("needs configurations: --compare a.json b.json", param_hint="--compare")
     if config is not None:
         files.insert(0, config)
-    format = format or ("diabetes" if data is None else "criteo")
-    if format not in EPOCHS:
-        raise typer.BadParameter(f"{format!r}: must be one of {', '.join(EPOCHS)}", param_hint="--format")
-    for name, value, allowed in (
-        ("--model", model, MODELS),
-        ("--exchange", exchange, EXCHANGES),
-    ):
+    for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
-    _check_data(format, data)
-    content = job(
-        files,
-        format=format,
-        data=data,
-        model=model,
-        exchange=exchange,
-        ranks=ranks,
-        epochs=epochs or EPOCHS[format],
-        seeds=seeds,
-        max_rows=max_rows,
-        baseline=baseline,
-    )
+    format = chosen_format(format, data, FORMATS)
+    job: dict[str, Any] = {
+        "format": format,
+        "data": None if data is None else str(data.resolve()),
+        "max_rows": max_rows,
+        "epochs": epochs or EPOCHS[format],
+        "seeds": list(range(seeds)),
+        "configs": configurations(files, model=model, exchange=exchange, ranks=ranks, baseline=baseline),
+    }
     if compare and plot is None:
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
     # After a failure it stays: the message says where the ranks' output is.
-    _train(content, ranks, report, plot, folder)
+    _train(job, ranks, report, plot, folder)
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_data(format: str, path: Path | None) -> None:
-    """Read the beginning here: a wrong file is better said before the ranks start."""
-    from .data import load
-    from .demo import _check_data as check_file
-
-    if format != "movielens":
-        check_file(format, path)
-        return
-    if path is None or not path.is_dir():
-        what = "needs --data DIRECTORY" if path is None else f"{path}: no such directory"
-        raise typer.BadParameter(f"movielens: {what} (with u.data, u.item and u.user)", param_hint="--data")
-    try:
-        load(format, path, max_rows=1000)
-    except FileNotFoundError as error:
-        raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
-
-
-def job(
+def configurations(
     files: list[Path],
     *,
-    format: str,
-    data: Path | None,
-    model: str | None,
-    exchange: str | None,
+    model: str | None = None,
+    exchange: str | None = None,
     ranks: int,
-    epochs: int,
-    seeds: int,
-    max_rows: int | None,
-    baseline: bool,
-) -> dict[str, Any]:
-    """What the ranks are to do: the JSON that ``integrations.dlrm.hybrid`` reads.
+    baseline: bool = True,
+) -> dict[str, dict[str, Any]]:
+    """Name of a run -> its configuration, completed; the uncompressed one first.
+
+    Args:
+        files: DeepSpeed JSON files; runs are named after them.
+        model, exchange: In place of those of the files.
+        ranks: Of the launch.
+        baseline: Add the first configuration without compression; without files it is the only one.
 
     Raises:
         ConfigError: A file is no JSON object, a ``dct`` or ``dlrm`` section is wrong, two files have the same
@@ -154,11 +126,9 @@ def job(
     """
     from dct_plugin.config import DCTConfig
 
-    from .demo import _read_json
-
-    configs: dict[str, Any] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for file in files:
-        content = _read_json(file)
+        content = read_json(file)
         if "dct" in content:
             DCTConfig.from_file(file)
         if file.stem in configs or file.stem == BASELINE:
@@ -172,14 +142,7 @@ def job(
         # Its all-to-all is what savings are measured by, those of DES too.
         dense[MODEL_SECTION]["exchange"] = "all_to_all"
         configs = {BASELINE: dense, **configs}
-    return {
-        "format": format,
-        "data": None if data is None else str(data.resolve()),
-        "max_rows": max_rows,
-        "epochs": epochs,
-        "seeds": list(range(seeds)),
-        "configs": configs,
-    }
+    return configs
 
 
 def complete(
@@ -220,133 +183,58 @@ def complete(
     return made
 
 
-def _train(content: dict[str, Any], ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
+def _train(job: dict[str, Any], ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
-    from .demo import _environment
-    from .quality import as_dict, draw, markdown, outcomes, tables
-    from .runner import Runner, loopback
-
-    class HybridRunner(Runner):
-        module = "dct_plugin.integrations.dlrm.hybrid"
+    from ..figures import read_runs
+    from ..report import draw_quality, faults, markdown, run_tables
 
     console = Console()
     started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    job_file = folder / "job.json"
-    job_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    arguments = ["--job", str(job_file)]
-    interface = loopback()
-    if interface is not None:
-        arguments += ["--interface", interface]
-    runner = HybridRunner("dlrm", ranks, arguments, folder, _environment(ranks, interface))
-    with _Progress(console, runs=len(content["configs"]) * len(content["seeds"])) as progress:
-        events = runner.run(progress.follow)
-
-    found = outcomes(events)
-    start = events[0]
+    data = None if job["data"] is None else Path(job["data"])
+    done = launch("dlrm", **{**job, "data": data}, ranks=ranks, folder=folder, console=console)
+    runs = read_runs(done.events)
+    tables = run_tables(runs)
+    start = done.events[0]
     title = (
         f"{start['data']}: {start['training_rows']:,} training rows, {start['fields']} fields, "
-        f"{start['table_rows']:,} table rows, {ranks} ranks, {content['epochs']} epoch(s)"
+        f"{start['table_rows']:,} table rows, {ranks} ranks, {job['epochs']} epoch(s)"
     )
     console.print()
     console.print(Text(title))
-    for table in tables(found):
-        console.print(Padding(table, (1, 0, 0, 0)))
-    for outcome in found:
-        asked = content["configs"][outcome.name][MODEL_SECTION].get("exchange", "all_to_all")
-        if asked != "all_to_all":
-            console.print(Text(f"\n{outcome.name} exchanges"))
-            for line in outcome.exchange:
+    for table in tables:
+        console.print(Padding(table.rich(), (1, 0, 0, 0)))
+    for run in runs:
+        if job["configs"][run.name][MODEL_SECTION].get("exchange", "all_to_all") != "all_to_all":
+            console.print(Text(f"\n{run.name} exchanges"))
+            for line in run.exchange:
                 console.print(Text(f"  {line}"))
-    command = shlex.join(["dct", *sys.argv[1:]])
+    broken = faults(runs)
+    for line in broken:
+        console.print(Text(f"\n{line}"))
     written = []
     if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
         if report.suffix == ".md":
-            text = markdown(found, command=command, data=title)
+            write(report, markdown(tables, command=command(), data=title))
         else:
+            of_data = ("data", "rows", "training_rows", "fields", "table_rows", "ranks")
             figures = {
-                "command": command,
+                "command": command(),
                 "seconds": round(time.monotonic() - started, 1),
-                "data": {
-                    k: start[k] for k in ("data", "rows", "training_rows", "fields", "table_rows", "ranks")
-                },
-                "job": content,
-                "outcomes": {outcome.name: as_dict(outcome) for outcome in found},
-                "versions": _versions(),
+                "data": {key: start[key] for key in of_data},
+                "job": job,
+                "outcomes": {run.name: run.as_dict() for run in runs},
+                "versions": versions(),
             }
-            text = json.dumps(figures, indent=2) + "\n"
-        report.write_text(text, encoding="utf-8")
+            write(report, figures)
         written.append(str(report))
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        draw(found, plot, title=title)
+        draw_quality(runs, plot, title=title)
         written.append(str(plot))
     if written:
         console.print(Text(f"\nWrote {' and '.join(written)} in {time.monotonic() - started:.0f} s."))
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", "deepspeed", "numpy", "scikit-learn")
-    return {
-        "dct-plugin": __version__,
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in packages},
-    }
-
-
-class _Progress:
-    """One bar for the whole job, and a line for each finished epoch."""
-
-    def __init__(self, console: Any, *, runs: int) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self._console = console
-        self._runs, self._run = runs, 0
-        self._bars = Progress(
-            SpinnerColumn(),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-        )
-        self._task = self._bars.add_task("starting the ranks", total=None)
-
-    def __enter__(self) -> _Progress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def follow(self, event: dict[str, Any]) -> None:
-        """Take an event of the job."""
-        kind = event["event"]
-        if kind == "start":
-            self._bars.update(self._task, total=event["steps"])
-        elif kind == "run":
-            self._run += 1
-            name = f"run {self._run} of {self._runs}: {event['config']}, seed {event['seed']}"
-            self._bars.update(self._task, description=name)
-        elif kind == "step":
-            self._bars.advance(self._task)
-        elif kind == "epoch":
-            self._console.print(
-                f"{event['config']}, seed {event['seed']}, epoch {event['epoch'] + 1}: "
-                f"AUC {event['auc']:.4f}, log loss {event['log_loss']:.4f}",
-                highlight=False,
-                markup=False,
-            )
+    if broken:
+        raise typer.Exit(1)

@@ -1,0 +1,142 @@
+"""What both commands do: look at their files, start the ranks, and say with what they ran."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from dct_plugin import __version__
+from dct_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Launch", "chosen_format", "command", "launch", "read_json", "versions", "write"]
+
+#: Files that a format's ``--data`` directory holds; the other formats are one file.
+_DIRECTORIES = {"movielens": "u.data, u.item and u.user"}
+
+
+class Launch(NamedTuple):
+    """A finished launch of the trainer."""
+
+    events: list[dict[str, Any]]
+    command_lines: dict[str, str]
+    """How to repeat each run by itself."""
+
+
+def chosen_format(format: str | None, path: Path | None, allowed: tuple[str, ...]) -> str:
+    """The format of the data: ``format``, or what suits ``path``.
+
+    Reads the beginning of the data: a wrong file is better named before the ranks start.
+
+    Raises:
+        typer.BadParameter: The format is not allowed, or the data is not there.
+        DataFormatError: The data is of another format.
+    """
+    from ..data import load
+
+    format = format or ("diabetes" if path is None else "criteo")
+    if format not in allowed:
+        raise typer.BadParameter(f"{format!r}: must be one of {', '.join(allowed)}", param_hint="--format")
+    files = _DIRECTORIES.get(format)
+    kind = "file" if files is None else "directory"
+    if path is None and format != "diabetes":
+        files = "" if files is None else f" (with {files})"
+        raise typer.BadParameter(f"{format} needs --data {kind.upper()}{files}", param_hint="--data")
+    if path is not None and not (path.is_file() if files is None else path.is_dir()):
+        raise typer.BadParameter(f"{path}: no such {kind}", param_hint="--data")
+    try:
+        load(format, path, max_rows=1000)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
+    return format
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: It cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return content
+
+
+def launch(
+    name: str,
+    configs: dict[str, dict[str, Any]],
+    *,
+    ranks: int,
+    format: str,
+    data: Path | None,
+    max_rows: int | None,
+    epochs: int,
+    seeds: list[int],
+    split_seed: int = 0,
+    folder: Path,
+    console: Console,
+) -> Launch:
+    """Train all configurations under all seeds on local ranks and show the progress.
+
+    Args:
+        name: Of the log files.
+        configs: Name of a run -> DeepSpeed JSON; kept in ``folder``.
+        folder: For everything that is written.
+
+    Raises:
+        RunFailed: A rank failed.
+    """
+    from ..progress import LaunchProgress
+    from ..runner import Runner, config_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for run, content in configs.items():
+        write(config_file(folder, run), content)
+    arguments = ["--format", format, "--epochs", str(epochs), "--seeds", *map(str, seeds)]
+    arguments += ["--split-seed", str(split_seed)] if split_seed else []
+    arguments += ["--data", str(data)] if data is not None else []
+    arguments += ["--max-rows", str(max_rows)] if max_rows is not None else []
+
+    def runner(title: str, runs: list[str]) -> Runner:
+        return Runner(title, ranks, [*(str(config_file(folder, run)) for run in runs), *arguments], folder)
+
+    with LaunchProgress(console) as progress:
+        events = runner(name, list(configs)).run(progress.follow)
+    return Launch(events, {run: runner(run, [run]).command_line for run in configs})
+
+
+def write(path: Path, content: dict[str, Any] | str) -> None:
+    """Write text or JSON to a file, whose folder is made if it is not there."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def command() -> str:
+    """The command line of this program."""
+    return shlex.join(["dct", *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Of everything that figures depend on."""
+    packages = ("torch", "deepspeed", "numpy", "scikit-learn")
+    return {
+        "dct-plugin": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in packages},
+    }
