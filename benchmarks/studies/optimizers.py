@@ -143,7 +143,7 @@ def main() -> None:
             "density": statistics.mean(run["density"] for run in seeds),
             "auc": statistics.mean(aucs),
             "difference": difference.mean,
-            "interval": difference.half,
+            "interval": difference.half_width,
             "log_loss": statistics.mean(run["log_loss"] for run in seeds),
         }
         results.append(row)

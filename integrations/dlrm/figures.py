@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .intervals import Interval, paired
@@ -26,46 +26,40 @@ GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup")
 class Difference:
     """A run against the uncompressed one: quality paired by seed, and how many times fewer bytes."""
 
-    auc: Interval | None
-    log_loss: Interval | None
-    embeddings: float | None
-    crossing: float | None
-    gradients: float | None
+    auc_difference: Interval | None = None
+    log_loss_difference: Interval | None = None
+    embedding_reduction: float | None = None
+    crossing_reduction: float | None = None
+    gradient_reduction: float | None = None
 
 
 @dataclass
 class Run:
-    """One configuration over all its seeds. Bytes are per optimizer step, all ranks together."""
+    """One configuration over all its seeds. Bytes are per optimizer step, all ranks together.
+
+    ``sent`` and ``dense`` are payload bytes by class, as sent and had nothing been compressed. ``wire_bytes``
+    are by the interface's counter, headers included; None where there is none. ``losses`` are those of rank
+    0, ``auc`` and ``log_loss`` on the test part after the last epoch, ``seconds`` the training of one seed.
+    ``all_reduce_ms`` is the time of one ring all-reduce of the replicated ``weights`` in fp32;
+    ``ranks_in_step`` says whether all ranks ended with the same ones.
+    """
 
     name: str
-    auc: dict[int, float] = field(default_factory=dict)
-    """On the test part after the last epoch, by seed."""
+    auc: dict[int, float] = field(default_factory=dict)  # by seed, like log_loss and losses
     log_loss: dict[int, float] = field(default_factory=dict)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
-    """Seed, epoch, AUC and log loss of every epoch."""
-    exchange: list[str] = field(default_factory=list)
-    """How each part of the model exchanges embeddings, and why."""
     losses: dict[int, list[float]] = field(default_factory=dict)
-    """Training loss of every step on rank 0, by seed."""
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    exchange: list[str] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=dict)
-    """Payload bytes by class."""
     dense: dict[str, float] = field(default_factory=dict)
-    """Bytes by class, had nothing been compressed."""
     wire_bytes: float | None = None
-    """By the interface's counter, headers included; None where there is no counter."""
     step_ms: float = 0.0
-    """Median."""
     seconds: float = 0.0
-    """Training of one seed, without evaluation."""
     ranks_in_step: bool = True
-    """Whether all ranks ended with the same replicated weights."""
     batch_size: int = 0
     weights: int = 0
-    """Replicated ones."""
     all_reduce_ms: float = 0.0
-    """Time of one ring all-reduce of all replicated weights in fp32."""
-    difference: Difference | None = None
-    """To the uncompressed run."""
+    difference: Difference = Difference()
 
     @property
     def steps(self) -> int:
@@ -128,43 +122,26 @@ class Run:
             return theirs / ours if ours else None
 
         return Difference(
-            auc=change(self.auc, baseline.auc),
-            log_loss=change(self.log_loss, baseline.log_loss),
-            embeddings=fewer(self.embedding_bytes, baseline.embedding_bytes),
-            crossing=fewer(self.crossing_bytes, baseline.crossing_bytes),
-            gradients=fewer(self.gradient_bytes, baseline.gradient_bytes),
+            change(self.auc, baseline.auc),
+            change(self.log_loss, baseline.log_loss),
+            fewer(self.embedding_bytes, baseline.embedding_bytes),
+            fewer(self.crossing_bytes, baseline.crossing_bytes),
+            fewer(self.gradient_bytes, baseline.gradient_bytes),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        difference = self.difference or Difference(None, None, None, None, None)
-
-        def interval(value: Interval | None) -> dict[str, Any] | None:
-            if value is None:
-                return None
-            return {"mean": value.mean, "half_width": value.half, "pairs": value.pairs}
-
+        same = ("auc", "log_loss", "step_ms", "ranks_in_step", "exchange", "epochs")
+        kinds = ("embedding", "id", "gradient", "crossing")
         return {
-            "auc": self.auc,
-            "log_loss": self.log_loss,
-            "auc_difference": interval(difference.auc),
-            "log_loss_difference": interval(difference.log_loss),
-            "embedding_bytes_per_step": self.embedding_bytes,
-            "id_bytes_per_step": self.id_bytes,
-            "gradient_bytes_per_step": self.gradient_bytes,
-            "crossing_bytes_per_step": self.crossing_bytes,
-            "crossing_reduction": difference.crossing,
-            "embedding_reduction": difference.embeddings,
-            "gradient_reduction": difference.gradients,
+            **{name: getattr(self, name) for name in same},
+            **asdict(self.difference),
+            **{f"{kind}_bytes_per_step": getattr(self, f"{kind}_bytes") for kind in kinds},
             "layers": self.layers(),
             "bytes_per_step": {
                 name: {"dense": self.dense[name], "sent": self.sent[name]} for name in sorted(self.sent)
             },
             "interface_bytes_per_step": self.wire_bytes,
-            "step_ms": self.step_ms,
-            "ranks_in_step": self.ranks_in_step,
-            "exchange": self.exchange,
-            "epochs": self.epochs,
         }
 
 
@@ -204,5 +181,6 @@ def read_runs(events: Iterable[dict[str, Any]]) -> list[Run]:
     baseline = runs.get(BASELINE)
     if baseline is not None:
         for run in runs.values():
-            run.difference = None if run is baseline else run.against(baseline)
+            if run is not baseline:
+                run.difference = run.against(baseline)
     return sorted(runs.values(), key=lambda run: run.name != BASELINE)

@@ -12,18 +12,18 @@ __all__ = ["Interval", "paired"]
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of paired differences with its confidence interval; ``half`` is None for a single pair."""
+    """Mean of paired differences with its confidence interval; ``half_width`` is None for a single pair."""
 
     mean: float
-    half: float | None
+    half_width: float | None
     pairs: int
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f}" + ("" if self.half is None else f" ±{self.half:.4f}")
+        return f"{self.mean:+.4f}" + ("" if self.half_width is None else f" ±{self.half_width:.4f}")
 
     def inside(self, margin: float) -> bool | None:
         """Whether the whole interval is in [-margin, margin]; None without an interval."""
-        return None if self.half is None else abs(self.mean) + self.half <= margin
+        return None if self.half_width is None else abs(self.mean) + self.half_width <= margin
 
 
 def paired(differences: Sequence[float], *, confidence: float = 0.95) -> Interval:

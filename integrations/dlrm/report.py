@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dct_plugin.metrics import format_bytes
 
-from .figures import LAYERS, Difference, Run
+from .figures import LAYERS, Run
 from .speed import Comparison
 
 if TYPE_CHECKING:
@@ -66,39 +66,18 @@ class Rows(NamedTuple):
 
 def run_tables(runs: Sequence[Run]) -> list[Rows]:
     """Quality, bytes, and layers of all runs."""
-    none = Difference(None, None, None, None, None)
     quality, amounts, layers = [], [], []
     for run in runs:
-        to_dense = run.difference or none
-        quality.append(
-            [
-                run.name,
-                f"{run.mean_auc:.4f}",
-                _text(to_dense.auc),
-                f"{run.mean_log_loss:.4f}",
-                _text(to_dense.log_loss),
-                str(len(run.auc)),
-            ]
+        against, auc, log_loss = run.difference, f"{run.mean_auc:.4f}", f"{run.mean_log_loss:.4f}"
+        changes = [str(change or "") for change in (against.auc_difference, against.log_loss_difference)]
+        quality.append([run.name, auc, changes[0], log_loss, changes[1], str(len(run.auc))])
+        vectors, ids, both, gradients = map(
+            format_bytes, (run.embedding_bytes, run.id_bytes, run.crossing_bytes, run.gradient_bytes)
         )
-        amounts.append(
-            [
-                run.name,
-                format_bytes(run.embedding_bytes),
-                _times(to_dense.embeddings),
-                format_bytes(run.id_bytes),
-                format_bytes(run.crossing_bytes),
-                _times(to_dense.crossing),
-            ]
-        )
-        left = run.layers()
-        layers.append(
-            [
-                run.name,
-                *(_times(left.get(layer)) for layer in LAYERS),
-                format_bytes(run.gradient_bytes),
-                _times(to_dense.gradients),
-            ]
-        )
+        fewer, fewer_both = _times(against.embedding_reduction), _times(against.crossing_reduction)
+        amounts.append([run.name, vectors, fewer, ids, both, fewer_both])
+        left = [_times(run.layers().get(layer)) for layer in LAYERS]
+        layers.append([run.name, *left, gradients, _times(against.gradient_reduction)])
     return [
         Rows(
             "Quality on the test part: mean over seeds, difference to dense with 95 % interval",
@@ -116,10 +95,6 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
             layers,
         ),
     ]
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def _times(factor: float | None) -> str:
@@ -140,49 +115,27 @@ def markdown(tables: Iterable[Rows], *, command: str, data: str) -> str:
 def speed_table(comparison: Comparison, *, title: str) -> Rows:
     """The demo's table."""
     (dense, dense_cost), (dct, dct_cost) = comparison.sides
-    rows = [
-        [
-            "AUC (test)",
-            f"{dense.mean_auc:.4f}",
-            f"{dct.mean_auc:.4f}",
-            f"{comparison.auc_difference:+.4f}",
-        ],
-        [
-            "Log loss (test)",
-            f"{dense.mean_log_loss:.4f}",
-            f"{dct.mean_log_loss:.4f}",
-            f"{comparison.log_loss_difference:+.4f}",
-        ],
-        [
-            "Payload per step and rank",
-            format_bytes(dense_cost.payload_bytes),
-            format_bytes(dct_cost.payload_bytes),
-            _fewer(comparison.reduction),
-        ],
-    ]
+    rows: list[list[str]] = []
+
+    def add(name: str, form: Callable[[float], str], first: float, second: float, difference: str) -> None:
+        rows.append([name, form(first), form(second), difference])
+
+    add("AUC (test)", "{:.4f}".format, dense.mean_auc, dct.mean_auc, f"{comparison.auc_difference:+.4f}")
+    difference = f"{comparison.log_loss_difference:+.4f}"
+    add("Log loss (test)", "{:.4f}".format, dense.mean_log_loss, dct.mean_log_loss, difference)
+    payload = dense_cost.payload_bytes, dct_cost.payload_bytes
+    add("Payload per step and rank", format_bytes, *payload, _fewer(comparison.reduction))
     if comparison.wire_reduction is not None and dense.wire_bytes and dct.wire_bytes:
-        rows.append(
-            [
-                "On the wire per step, all ranks",
-                format_bytes(dense.wire_bytes),
-                format_bytes(dct.wire_bytes),
-                _fewer(comparison.wire_reduction),
-            ]
-        )
+        wire = dense.wire_bytes, dct.wire_bytes
+        add("On the wire per step, all ranks", format_bytes, *wire, _fewer(comparison.wire_reduction))
     density, target = 100 * dct_cost.density, 100 * dct_cost.density_target
-    rows += [
-        ["Gradient entries sent (target)", "100 %", f"{density:#.3g} % ({target:#.3g} %)", ""],
-        [
-            "Step here, median",
-            f"{dense.step_ms:.1f} ms",
-            f"{dct.step_ms:.1f} ms",
-            _faster(dense.step_ms / dct.step_ms),
-        ],
-    ]
+    rows.append(["Gradient entries sent (target)", "100 %", f"{density:#.3g} % ({target:#.3g} %)", ""])
+    faster = _faster(dense.step_ms / dct.step_ms)
+    add("Step here, median", "{:.1f} ms".format, dense.step_ms, dct.step_ms, faster)
     measured = len(rows) - 1
     for link in comparison.links():
-        name = f"Step at {link.name}, computed"
-        rows.append([name, f"{link.dense_ms:.1f} ms", f"{link.dct_ms:.1f} ms", _faster(link.speed_up)])
+        times = link.dense_ms, link.dct_ms
+        add(f"Step at {link.name}, computed", "{:.1f} ms".format, *times, _faster(link.speed_up))
     return Rows(title, ["", "dense", "DCT", "difference"], rows, section_after=measured)
 
 
@@ -280,11 +233,11 @@ def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
         axes.axhspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12, label=f"within {MARGIN_AUC:g}")
         axes.axhline(0.0, color="black", linewidth=0.8)
         for number, run in enumerate(run for run in runs if run.crossing_bytes):
-            difference = None if run.difference is None else run.difference.auc
+            difference = run.difference.auc_difference
             axes.errorbar(
                 run.crossing_bytes,
                 0.0 if difference is None else difference.mean,
-                yerr=None if difference is None else difference.half,
+                yerr=None if difference is None else difference.half_width,
                 fmt="os^Dvp"[number // 10 % 6],
                 color=f"C{number % 10}",
                 label=run.name,

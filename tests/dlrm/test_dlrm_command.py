@@ -96,10 +96,10 @@ def test_paired_interval_is_students() -> None:
     # Textbook: mean 0.75, sd 1.7078, t(0.975, 3) = 3.1824
     interval = paired([1.0, 2.0, 1.5, -1.5])
     assert interval.mean == pytest.approx(0.75)
-    assert interval.half == pytest.approx(3.1824463 * 1.5545632 / 2, rel=1e-6)
+    assert interval.half_width == pytest.approx(3.1824463 * 1.5545632 / 2, rel=1e-6)
     assert interval.inside(4.0) is True
     assert interval.inside(1.0) is False
-    assert paired([0.5]).half is None
+    assert paired([0.5]).half_width is None
     assert str(paired([0.5])) == "+0.5000"
     with pytest.raises(ValueError, match="no differences"):
         paired([])
@@ -145,16 +145,15 @@ def test_runs_are_paired_by_seed_and_layers_multiply() -> None:
     b = found[1]
     assert b.auc == {0: 0.71, 1: 0.73}  # of the last epoch
     assert len(b.epochs) == 4
-    assert b.difference is not None
-    assert b.difference.auc is not None
-    assert b.difference.auc.mean == pytest.approx(0.0)
-    assert b.difference.embeddings == pytest.approx(20)
+    assert b.difference.auc_difference is not None
+    assert b.difference.auc_difference.mean == pytest.approx(0.0)
+    assert b.difference.embedding_reduction == pytest.approx(20)
     assert b.layers() == {"lossless": 4.0, "bounded": 5.0}
     text = markdown(run_tables(found), command="dct dlrm", data="made up")
     assert "| b | 0.7200 | +0.0000 ±" in text
     assert "20x" in text
     assert b.crossing_bytes == 140
-    assert b.difference.crossing == pytest.approx(900 / 140)
+    assert b.difference.crossing_reduction == pytest.approx(900 / 140)
     console = Console(width=80, file=io.StringIO())
     for table in run_tables(found):
         console.print(table.rich())

@@ -19,7 +19,7 @@ import typer
 from dct_plugin.errors import ConfigError, DCTError
 
 from ..settings import MODEL_SECTION
-from .shared import chosen_format, command, launch, read_json, versions, write
+from .shared import Job, chosen_format, command, launch, read_json, versions, write
 
 __all__ = ["deepspeed_config", "demo"]
 
@@ -113,19 +113,16 @@ def demo(
     metrics_file.unlink(missing_ok=True)
     with_dct["dct"]["metrics"] = {**with_dct["dct"].get("metrics", {}), "path": str(metrics_file), "every": 1}
     console = Console()
-    done = launch(
-        "demo",
-        {BASELINE: dense, "dct": with_dct},
-        ranks=ranks,
-        format=format,
-        data=data,
+    job = Job(
+        format,
+        None if data is None else str(data),
         max_rows=QUICK_ROWS if quick else None,
         epochs=epochs or preset.epochs,
         seeds=[seed],
+        configs={BASELINE: dense, "dct": with_dct},
         split_seed=seed,
-        folder=out,
-        console=console,
     )
+    done = launch("demo", job, ranks=ranks, folder=out, console=console)
     metrics = read_metrics(metrics_file)
     if not metrics:
         raise DCTError(

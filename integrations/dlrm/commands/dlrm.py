@@ -18,7 +18,7 @@ from dct_plugin.errors import ConfigError
 
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
-from .shared import chosen_format, command, launch, read_json, versions, write
+from .shared import Job, chosen_format, command, launch, read_json, versions, write
 
 __all__ = ["complete", "configurations", "dlrm"]
 
@@ -87,14 +87,14 @@ def dlrm(
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
     format = chosen_format(format, data, FORMATS)
-    job: dict[str, Any] = {
-        "format": format,
-        "data": None if data is None else str(data.resolve()),
-        "max_rows": max_rows,
-        "epochs": epochs or EPOCHS[format],
-        "seeds": list(range(seeds)),
-        "configs": configurations(files, model=model, exchange=exchange, ranks=ranks, baseline=baseline),
-    }
+    job = Job(
+        format,
+        None if data is None else str(data.resolve()),
+        max_rows=max_rows,
+        epochs=epochs or EPOCHS[format],
+        seeds=list(range(seeds)),
+        configs=configurations(files, model=model, exchange=exchange, ranks=ranks, baseline=baseline),
+    )
     if compare and plot is None:
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
@@ -183,7 +183,7 @@ def complete(
     return made
 
 
-def _train(job: dict[str, Any], ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
+def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
@@ -193,21 +193,20 @@ def _train(job: dict[str, Any], ranks: int, report: Path | None, plot: Path | No
 
     console = Console()
     started = time.monotonic()
-    data = None if job["data"] is None else Path(job["data"])
-    done = launch("dlrm", **{**job, "data": data}, ranks=ranks, folder=folder, console=console)
+    done = launch("dlrm", job, ranks=ranks, folder=folder, console=console)
     runs = read_runs(done.events)
     tables = run_tables(runs)
     start = done.events[0]
     title = (
         f"{start['data']}: {start['training_rows']:,} training rows, {start['fields']} fields, "
-        f"{start['table_rows']:,} table rows, {ranks} ranks, {job['epochs']} epoch(s)"
+        f"{start['table_rows']:,} table rows, {ranks} ranks, {job.epochs} epoch(s)"
     )
     console.print()
     console.print(Text(title))
     for table in tables:
         console.print(Padding(table.rich(), (1, 0, 0, 0)))
     for run in runs:
-        if job["configs"][run.name][MODEL_SECTION].get("exchange", "all_to_all") != "all_to_all":
+        if job.configs[run.name][MODEL_SECTION].get("exchange", "all_to_all") != "all_to_all":
             console.print(Text(f"\n{run.name} exchanges"))
             for line in run.exchange:
                 console.print(Text(f"  {line}"))
@@ -224,7 +223,7 @@ def _train(job: dict[str, Any], ranks: int, report: Path | None, plot: Path | No
                 "command": command(),
                 "seconds": round(time.monotonic() - started, 1),
                 "data": {key: start[key] for key in of_data},
-                "job": job,
+                "job": job._asdict(),
                 "outcomes": {run.name: run.as_dict() for run in runs},
                 "versions": versions(),
             }

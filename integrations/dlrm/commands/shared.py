@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +19,32 @@ from dct_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Launch", "chosen_format", "command", "launch", "read_json", "versions", "write"]
+__all__ = ["Job", "Launch", "chosen_format", "command", "launch", "read_json", "versions", "write"]
 
 #: Files that a format's ``--data`` directory holds; the other formats are one file.
 _DIRECTORIES = {"movielens": "u.data, u.item and u.user"}
+
+
+class Job(NamedTuple):
+    """What the ranks are to do: all configurations, by the names of their runs, under all seeds."""
+
+    format: str
+    data: str | None
+    max_rows: int | None
+    epochs: int
+    seeds: list[int]
+    configs: dict[str, dict[str, Any]]
+    split_seed: int = 0
+    """Of the test part of Diabetes."""
+
+    def arguments(self) -> list[str]:
+        """Of the trainer, without the configurations."""
+        given = {"format": self.format, "data": self.data, "max-rows": self.max_rows, "epochs": self.epochs}
+        given["split-seed"] = self.split_seed or None
+        made = ["--seeds", *map(str, self.seeds)]
+        for name, value in given.items():
+            made += [] if value is None else [f"--{name}", str(value)]
+        return made
 
 
 class Launch(NamedTuple):
@@ -77,26 +100,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def launch(
-    name: str,
-    configs: dict[str, dict[str, Any]],
-    *,
-    ranks: int,
-    format: str,
-    data: Path | None,
-    max_rows: int | None,
-    epochs: int,
-    seeds: list[int],
-    split_seed: int = 0,
-    folder: Path,
-    console: Console,
-) -> Launch:
-    """Train all configurations under all seeds on local ranks and show the progress.
+def launch(name: str, job: Job, *, ranks: int, folder: Path, console: Console) -> Launch:
+    """Do a job on local ranks and show its progress.
 
     Args:
         name: Of the log files.
-        configs: Name of a run -> DeepSpeed JSON; kept in ``folder``.
-        folder: For everything that is written.
+        folder: For everything that is written, the configurations first.
 
     Raises:
         RunFailed: A rank failed.
@@ -104,20 +113,16 @@ def launch(
     from ..progress import LaunchProgress
     from ..runner import Runner, config_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for run, content in configs.items():
+    for run, content in job.configs.items():
         write(config_file(folder, run), content)
-    arguments = ["--format", format, "--epochs", str(epochs), "--seeds", *map(str, seeds)]
-    arguments += ["--split-seed", str(split_seed)] if split_seed else []
-    arguments += ["--data", str(data)] if data is not None else []
-    arguments += ["--max-rows", str(max_rows)] if max_rows is not None else []
 
-    def runner(title: str, runs: list[str]) -> Runner:
-        return Runner(title, ranks, [*(str(config_file(folder, run)) for run in runs), *arguments], folder)
+    def runner(title: str, runs: Iterable[str]) -> Runner:
+        files = [str(config_file(folder, run)) for run in runs]
+        return Runner(title, ranks, [*files, *job.arguments()], folder)
 
     with LaunchProgress(console) as progress:
-        events = runner(name, list(configs)).run(progress.follow)
-    return Launch(events, {run: runner(run, [run]).command_line for run in configs})
+        events = runner(name, job.configs).run(progress.follow)
+    return Launch(events, {run: runner(run, [run]).command_line for run in job.configs})
 
 
 def write(path: Path, content: dict[str, Any] | str) -> None:
