@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codecs.index import IndexEncoding
 from .codecs.message import MessageWriter
 from .codecs.payload import Payload, payload_bound
-from .codecs.sparse import IndexEncoding
 from .codecs.values import ValueDtype
 from .config import DataParallelConfig, DCTConfig
 from .feedback import Residual, Velocity

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .codecs.index import IndexEncoding
 from .codecs.payload import HEADER_NBYTES, Header, header_bytes, parse_payload, payload_bound
-from .codecs.sparse import IndexEncoding
 from .codecs.values import ValueDtype
 from .collectives import Exchange
 from .config import ActivationConfig, KernelConfig, PipelineConfig

@@ -105,7 +105,7 @@ class Threshold:
         if self.due(density):
             self.density = density
             if self.mode == "exact":
-                self.tau = kernels.exact_threshold(grad, residual, wanted(density, grad.numel()))
+                self.tau = float(kernels.exact_threshold(grad, residual, wanted(density, grad.numel())))
             else:
                 self.tau = self._sampled(kernels, grad, residual, sample_size(density))
             self.age = 0
@@ -117,7 +117,7 @@ class Threshold:
 
     def _sampled(self, kernels: Backend, grad: Tensor, residual: Tensor | None, samples: int) -> float:
         seed = (self.seed + 0x9E3779B9 * (self.step + 1)) & 0x7FFFFFFF
-        return kernels.sample_threshold(grad, residual, self.density, samples, seed)
+        return float(kernels.sample_threshold(grad, residual, self.density, samples, seed))
 
     def observe(self, above: int, numel: int) -> None:
         """Close a step in which ``above`` of ``numel`` entries reached tau (before any capacity limit)."""

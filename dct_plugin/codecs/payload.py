@@ -5,7 +5,7 @@ offset type field
 ====== ==== ===============================================================================================
 0      u16  magic 0xDC7A
 2      u8   version, 1
-3      u8   index encoding (:class:`~dct_plugin.codecs.sparse.IndexEncoding`)
+3      u8   index encoding (:class:`~dct_plugin.codecs.index.IndexEncoding`)
 4      u8   value dtype (:class:`~dct_plugin.codecs.values.ValueDtype`)
 5      u8   flags; bit 0: the tensor held a non-finite entry, or one of magnitude >= 2**126
             (then encoding and nnz are 0 and there is no body)
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .sparse import MAX_NUMEL, IndexEncoding, check_section, index_bound
+from .index import MAX_NUMEL, IndexEncoding, check_section, index_bound
 from .values import ValueDtype, value_nbytes
 
 MAGIC = 0xDC7A
@@ -66,6 +66,11 @@ class Header(NamedTuple):
     index_nbytes: int
     check1: int = 0
     check2: int = 0
+
+    @classmethod
+    def flagged(cls, value_dtype: ValueDtype, numel: int) -> Header:
+        """The header, and all there is, of a tensor with a non-finite entry."""
+        return cls(IndexEncoding.DENSE, value_dtype, True, 0, numel, 0, 0)
 
     @property
     def value_nbytes(self) -> int:
@@ -153,6 +158,17 @@ def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: 
     """Largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity`` (None: all)."""
     nnz = numel if capacity is None else max(0, min(capacity, numel))
     return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
+
+
+def write_payload(out: Tensor, header: Header, *sections: Tensor) -> int:
+    """Write a payload (sections: uint8) to the start of ``out``, with checksums; returns its bytes."""
+    at = HEADER_NBYTES
+    for section in sections:
+        out[at : at + section.numel()] = section
+        at += section.numel()
+    packed = bytearray(header.with_checks(out[HEADER_NBYTES:at]).pack())
+    out[:HEADER_NBYTES] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
+    return at
 
 
 def header_bytes(data: Tensor) -> bytes:

@@ -29,8 +29,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..codecs.index import MAX_NUMEL, IndexEncoding
 from ..codecs.payload import OVERFLOW_MAGNITUDE
-from ..codecs.sparse import MAX_NUMEL, IndexEncoding
 from ..errors import PayloadError
 from ..kernels.backend import Backend
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..codecs.sparse import IndexEncoding
+from ..codecs.index import IndexEncoding
 from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError

@@ -13,9 +13,20 @@ from collections.abc import Callable
 
 import torch
 
-from .backend import Backend, Stats
+from ..codecs.stats import Stats, read_stats
+from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Tau
 
-__all__ = ["Backend", "Stats", "get_backend", "register_backend"]
+__all__ = [
+    "GRAD_DTYPES",
+    "SMALLEST_TAU",
+    "Backend",
+    "Stats",
+    "Tau",
+    "backend_names",
+    "get_backend",
+    "read_stats",
+    "register_backend",
+]
 
 logger = logging.getLogger("dct_plugin.kernels")
 
@@ -35,6 +46,11 @@ def register_backend(name: str, factory: Callable[[], Backend], device_types: tu
         _factories[name] = (factory, device_types)
         _instances.pop(name, None)
         _failed.discard(name)
+
+
+def backend_names() -> tuple[str, ...]:
+    """What :func:`get_backend` takes for a name: ``auto`` and all registered ones."""
+    return ("auto", *_factories)
 
 
 def get_backend(device: torch.device | str, name: str = "auto", *, threads: int | None = None) -> Backend:
@@ -63,7 +79,7 @@ def _choose(device: torch.device, name: str) -> Backend:
         source = "DCT_KERNELS"
     if name != "auto":
         if name not in _factories:
-            allowed = ", ".join(["auto", *_factories])
+            allowed = ", ".join(backend_names())
             raise ValueError(f"{source}: kernel backend {name!r} is unknown; allowed: {allowed}")
         _, device_types = _factories[name]
         if not device_types or device.type in device_types:

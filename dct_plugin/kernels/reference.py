@@ -13,26 +13,20 @@ import time
 import torch
 from torch import Tensor
 
-from ..codecs.payload import (
-    HEADER_NBYTES,
-    OVERFLOW_MAGNITUDE,
-    Header,
-    parse_payload,
-    payload_bound,
-)
-from ..codecs.sparse import IndexEncoding, decode_indices, encode_indices
+from ..codecs.index import IndexEncoding, decode_indices, encode_indices
+from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, parse_payload, write_payload
+from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
-from ..errors import PayloadError
 from .backend import (
-    GRAD_DTYPES,
     SMALLEST_TAU,
-    Stats,
+    Tau,
     check_compress,
+    check_encode_shared,
     check_fraction,
-    check_out,
     check_pair,
     check_shared,
     check_vector,
+    parse_positions,
 )
 
 _MASK64 = (1 << 64) - 1
@@ -98,7 +92,7 @@ class ReferenceBackend:
         self,
         grad: Tensor,
         residual: Tensor | None,
-        tau: float,
+        tau: Tau,
         out: Tensor,
         *,
         residual_out: Tensor | None = None,
@@ -112,10 +106,9 @@ class ReferenceBackend:
         if has_overflow(grad):
             if args.residual_out is not None:
                 _keep_residual(residual, args.residual_out)
-            header = Header(IndexEncoding.DENSE, args.value_dtype, True, 0, args.numel, 0, 0)
             selected = time.perf_counter_ns()
-            nbytes = _write(out, header, [])
-            return Stats(nbytes, 0, 0, True, selected - began, time.perf_counter_ns() - selected)
+            nbytes = write_payload(out, Header.flagged(args.value_dtype, args.numel))
+            return _stats(nbytes, 0, 0, True, args.tau, began, selected)
 
         acc = self._accumulate(grad, residual, args.residual_out)
         if args.dense:
@@ -146,8 +139,8 @@ class ReferenceBackend:
                 idx = torch.arange(args.numel, dtype=torch.int64, device=grad.device)
             enc, param, index = encode_indices(idx, args.numel, args.encoding)
         header = Header(enc, args.value_dtype, False, param, args.numel, nnz, index.numel())
-        nbytes = _write(out, header, [index, body])
-        return Stats(nbytes, nnz, above, False, selected - began, time.perf_counter_ns() - selected)
+        nbytes = write_payload(out, header, index, body)
+        return _stats(nbytes, nnz, above, False, args.tau, began, selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
         """fp32(grad) + residual, in ``residual_out`` if there is one; else to be read only."""
@@ -159,14 +152,14 @@ class ReferenceBackend:
             residual_out = self._scratch("acc", grad.numel(), torch.float32, grad.device)
         return torch.add(residual, grad, out=residual_out)
 
-    def _select(self, acc: Tensor, tau: float) -> Tensor:
+    def _select(self, acc: Tensor, tau: Tau) -> Tensor:
         magnitude = torch.abs(acc, out=self._scratch("abs", acc.numel(), torch.float32, acc.device))
         mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
         return mask.nonzero().reshape(-1)
 
     def decode_add(self, payload: Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
-        header = parse_payload(payload, out.numel())
+        header = parse_positions(payload, out.numel())
         if header.nonfinite:
             out.fill_(float("nan"))
             return 0
@@ -179,34 +172,26 @@ class ReferenceBackend:
         return header.nnz
 
     def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
-        header = parse_payload(payload, numel)
+        header = parse_positions(payload, numel)
         mask = torch.zeros(numel, dtype=torch.bool, device=payload.device)
         if not header.nonfinite:
             mask[_indices(payload, header)] = True
         return mask
 
     def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
-        check_vector("source", source, GRAD_DTYPES)
-        vt = ValueDtype.parse(value_dtype)
         began = time.perf_counter_ns()
-        mask_header = parse_payload(index_payload, source.numel())
-        if mask_header.encoding is IndexEncoding.SHARED_MASK:
-            raise PayloadError("the payload given for the mask holds no positions")
-        check_out(out, payload_bound(mask_header.numel, mask_header.nnz, vt, IndexEncoding.SHARED_MASK))
+        mask, vt = check_encode_shared(source, index_payload, value_dtype, out)
         values = source[:0]
-        if not mask_header.nonfinite:
-            values = source[_indices(index_payload, mask_header)].to(torch.float32)
+        if not mask.nonfinite:
+            values = source[_indices(index_payload, mask)].to(torch.float32)
         selected = time.perf_counter_ns()
-        if mask_header.nonfinite or has_overflow(values):
-            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
-            nbytes, nnz = _write(out, header, []), 0
-        else:
-            body, _ = encode_values(values, vt)
-            nnz = mask_header.nnz
-            header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask_header.numel, nnz, 0)
-            nbytes = _write(out, header, [body])
-        elapsed = time.perf_counter_ns() - selected
-        return Stats(nbytes, nnz, mask_header.nnz, header.nonfinite, selected - began, elapsed)
+        if mask.nonfinite or has_overflow(values):
+            nbytes = write_payload(out, Header.flagged(vt, mask.numel))
+            return _stats(nbytes, 0, mask.nnz, True, 0.0, began, selected)
+        body, _ = encode_values(values, vt)
+        header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask.numel, mask.nnz, 0)
+        nbytes = write_payload(out, header, body)
+        return _stats(nbytes, mask.nnz, mask.nnz, False, 0.0, began, selected)
 
     def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
@@ -214,10 +199,10 @@ class ReferenceBackend:
         if header.nonfinite:
             out.fill_(float("nan"))
             return 0
-        mask_header = parse_payload(index_payload, out.numel())
-        check_shared(header, mask_header)
+        mask = parse_positions(index_payload, out.numel())
+        check_shared(header, mask)
         values = _values(payload, header)
-        idx = _indices(index_payload, mask_header)
+        idx = _indices(index_payload, mask)
         out[idx] = out[idx] + values
         return header.nnz
 
@@ -278,14 +263,10 @@ def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
     return torch.cat([idx[: first + capacity - count], idx[first:]])
 
 
-def _write(out: Tensor, header: Header, sections: list[Tensor]) -> int:
-    at = HEADER_NBYTES
-    for section in sections:
-        out[at : at + section.numel()] = section
-        at += section.numel()
-    header = header.with_checks(out[HEADER_NBYTES:at])
-    out[:HEADER_NBYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(out.device)
-    return at
+def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: int, selected: int) -> Stats:
+    encode_ns = time.perf_counter_ns() - selected
+    select_ns = selected - began
+    return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
 
 
 def _indices(payload: Tensor, header: Header) -> Tensor:

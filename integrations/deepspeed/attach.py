@@ -7,16 +7,12 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch.distributed import distributed_c10d
 
-from dct_plugin._version import __version__
-from dct_plugin.collectives.agreement import Agreement
-from dct_plugin.config import DCTConfig, options
+from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.errors import VersionError
 from dct_plugin.metrics import Metrics
 
-from ..autoload import STORE_KEY
+from ..host import startup
 from .checkpointing import CheckpointHooks
 from .reporting import Reporting
 from .stage0 import BoundaryHooks
@@ -84,13 +80,13 @@ class Attachment:
         return 1.0 / self.reducer.world_size if prescaled else 1.0
 
 
-def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
+def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment | None:
     """Attach to a finished engine; called for every engine whose JSON has a ``dct`` section.
 
     Args:
         engine: A ``DeepSpeedEngine`` after its ``__init__``.
         section: The ``dct`` section as read from the JSON.
-        number: Of the engine in this process; engines are made in the same order on all ranks.
+        topic: What the ranks agree on; engines are made in the same order on all ranks.
 
     Returns:
         What was attached (also ``engine.dct``), None when the section is disabled.
@@ -103,13 +99,8 @@ def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
     if ATTRIBUTE in engine.__dict__:
         return engine.__dict__[ATTRIBUTE]
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    agreement = Agreement(
-        _store(),
-        STORE_KEY.format(number=number, rank="").rstrip("/"),
-        rank=rank,
-        world_size=world_size,
-    )
-    try:
+    agreement = startup.join(topic)
+    with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=rank)
         if not config.enabled:
             agreement.abstain()
@@ -118,17 +109,9 @@ def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
         kind = check_engine(engine, deepspeed.__version__)
         reduces = config.data_parallel.enabled and kind != "none"
         attachment = Attachment(engine, config, kind) if reduces else None
-    except BaseException as error:
-        agreement.fail(error)
-        raise
+    path = attachment.description if attachment else "none"
     agreement.confirm(
-        {
-            **{option.path: option.value for option in options(config)},
-            "version of dct-plugin": __version__,
-            "version of deepspeed": deepspeed.__version__,
-            "version of torch": torch.__version__,
-            "gradient path": attachment.description if attachment else "none",
-        }
+        startup.facts_of(config, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
     )
     if attachment is None:
         if rank == 0:
@@ -150,16 +133,6 @@ def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
         if advice := known_fault(engine, deepspeed.__version__):
             logger.warning("dct: %s", advice)
     return attachment
-
-
-def _store() -> Any:
-    try:
-        return distributed_c10d._get_default_store()
-    except Exception as error:
-        raise VersionError(
-            f"the default process group has no key-value store, which dct needs at start-up ({error}); "
-            "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
-        ) from error
 
 
 def _describe(engine: Any, kind: str) -> str:

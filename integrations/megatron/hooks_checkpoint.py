@@ -26,8 +26,8 @@ import torch.distributed as dist
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError, VersionError
 
+from ..host.post_import import when_imported
 from .hooks import Hook, Session
-from .post_import import when_imported
 
 __all__ = ["CheckpointHook", "Place", "load", "save"]
 

@@ -31,8 +31,8 @@ from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.errors import DCTError
 
+from ..host.post_import import when_imported
 from .hooks import Hook, Session
-from .post_import import when_imported
 
 _NAME = "_dct_name"
 #: Wrappers of fully sharded models, by module.

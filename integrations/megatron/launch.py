@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dct_plugin._version import __version__
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
-from .post_import import when_imported
+from ..host.post_import import when_imported
 
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig, OptionDoc

@@ -24,8 +24,8 @@ from dct_plugin.codecs import (
     parse_payload,
     payload_bound,
 )
+from dct_plugin.codecs.index import check_section, index_bound
 from dct_plugin.codecs.payload import checksum
-from dct_plugin.codecs.sparse import check_section, index_bound
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend

@@ -310,7 +310,7 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    import megatron_cpu
+    from support import megatron_cpu
 
     megatron_cpu.install()
     from types import SimpleNamespace

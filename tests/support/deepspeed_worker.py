@@ -107,6 +107,8 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
         scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
+        if "dct" in engine.__dict__:
+            followed.append(engine.dct.reducer.loss_scale)
         scale_before = engine.dct.reducer.loss_scale if before else 1.0
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for micro in range(accumulation):
@@ -128,8 +130,6 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
         losses.append(total.item() / dist.get_world_size())
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         scales.append(scale)
-        if "dct" in engine.__dict__:
-            followed.append(engine.dct.reducer.loss_scale)
     result.update(
         losses=losses, norms=norms, scales=scales, residuals_kept=kept, scales_of_residuals=followed
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dct_plugin.integrations.megatron.post_import import when_imported
+from dct_plugin.integrations.host.post_import import when_imported
 
 from support import megatron_cpu
 
