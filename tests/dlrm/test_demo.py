@@ -88,7 +88,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
 def test_options_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"dct\.data_parallel\.sparsity = 1"):
         deepspeed_config(PRESET, None, ranks=2, **{**NONE_GIVEN, "sparsity": 1.0})
-    with pytest.raises(ConfigError, match="batch size 100: must be a multiple of 3 ranks"):
+    with pytest.raises(ConfigError, match="train_batch_size = 100: must be a multiple of 3 ranks"):
         deepspeed_config(PRESET, None, ranks=3, **{**NONE_GIVEN, "batch_size": 100})
 
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 import typer
 
-from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.errors import DCTError
 
 from ..settings import MODEL_SECTION
-from .shared import Job, chosen_format, command, launch, read_json, versions, write
+from .shared import Job, check_batch, chosen_format, command, launch, read_json, versions, write
 
 __all__ = ["deepspeed_config", "demo"]
 
@@ -197,15 +197,12 @@ def deepspeed_config(
     from dct_plugin.config import DCTConfig
 
     content: dict[str, Any] = {} if file is None else read_json(file)
-    batch_keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    if batch_size is not None or not any(key in content for key in batch_keys):
-        for key in batch_keys:
+    if batch_size is not None:
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             content.pop(key, None)
-        content["train_batch_size"] = batch_size or preset.batch_size
-        if content["train_batch_size"] % ranks:
-            raise ConfigError(
-                f"batch size {content['train_batch_size']}: must be a multiple of {ranks} ranks"
-            )
+        content["train_batch_size"] = batch_size
+    source = "the configuration" if file is None else str(file)
+    check_batch(content, preset.batch_size, ranks=ranks, source=source)
     ours = optimizer is not None or "optimizer" not in content
     if ours:
         content["optimizer"] = {"type": optimizer or OPTIMIZER}

@@ -18,13 +18,12 @@ from dct_plugin.errors import ConfigError
 
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
-from .shared import Job, chosen_format, command, launch, read_json, versions, write
+from .shared import Job, check_batch, chosen_format, command, launch, read_json, versions, write
 
 __all__ = ["complete", "configurations", "dlrm"]
 
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _DEFAULTS: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 0},
@@ -155,18 +154,10 @@ def complete(
 ) -> dict[str, Any]:
     """A configuration with the defaults of this command and the options that were given."""
     made = {**copy.deepcopy(_DEFAULTS), **copy.deepcopy(content)}
-    for key in (*_BATCH_KEYS, "gradient_accumulation_steps"):
-        value = made.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{source}: {key} = {json.dumps(value)}: must be an integer >= 1")
     for key in ("optimizer", "zero_optimization"):
         if not isinstance(made[key], dict):
             raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
-    if not any(key in made for key in _BATCH_KEYS):
-        made["train_batch_size"] = _BATCH_SIZE * made.get("gradient_accumulation_steps", 1)
-    size = made.get("train_batch_size")
-    if size is not None and size % (ranks * made.get("gradient_accumulation_steps", 1)):
-        raise ConfigError(f"{source}: train_batch_size = {size}: must be a multiple of {ranks} ranks")
+    check_batch(made, _BATCH_SIZE, ranks=ranks, source=source)
     section = made.setdefault(MODEL_SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")

@@ -19,7 +19,20 @@ from dct_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Job", "Launch", "chosen_format", "command", "launch", "read_json", "versions", "write"]
+__all__ = [
+    "Job",
+    "Launch",
+    "check_batch",
+    "chosen_format",
+    "command",
+    "launch",
+    "read_json",
+    "versions",
+    "write",
+]
+
+#: Keys of a DeepSpeed JSON of which one gives the batch.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 #: Files that a format's ``--data`` directory holds; the other formats are one file.
 _DIRECTORIES = {"movielens": "u.data, u.item and u.user"}
@@ -98,6 +111,26 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return content
+
+
+def check_batch(config: dict[str, Any], default: int, *, ranks: int, source: str) -> None:
+    """Check the batch keys of a DeepSpeed JSON; without any, a batch is ``default`` samples per micro-step.
+
+    Raises:
+        ConfigError: A key is no integer of at least 1, or the batch cannot be split over the ranks.
+    """
+    accumulation = "gradient_accumulation_steps"
+    for key in (*BATCH_KEYS, accumulation):
+        value = config.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{source}: {key} = {json.dumps(value)}: must be an integer >= 1")
+    parts = config.get(accumulation, 1)
+    if not any(key in config for key in BATCH_KEYS):
+        config["train_batch_size"] = default * parts
+    size = config.get("train_batch_size")
+    if size is not None and size % (ranks * parts):
+        steps = "" if parts == 1 else f" times {parts} accumulation steps"
+        raise ConfigError(f"{source}: train_batch_size = {size}: must be a multiple of {ranks} ranks{steps}")
 
 
 def launch(name: str, job: Job, *, ranks: int, folder: Path, console: Console) -> Launch:
