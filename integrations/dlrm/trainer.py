@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,29 +27,19 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from sklearn.metrics import log_loss, roc_auc_score
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.config import DCTConfig, EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.embedding.des import Choice, Traffic
-from dct_plugin.embedding.tables import ShardedTables
+from dct_plugin.config import MetricsConfig
 from dct_plugin.metrics import InterfaceCounter, Metrics
 
 from .data import ClickDataset, Rows, epoch_batches, load
-from .experts import Experts
-from .models import DLRM, build
-from .models.parts import seeded
-from .optimizers import HybridOptimizer, hybrid_groups
+from .engine import make_engine
+from .measure import bytes_per_step, gathered, same_on_all_ranks, time_all_reduce, unrecorded
 from .runner import run_name
-from .settings import MODEL_SECTION, ModelSettings, model_settings
-from .speed import ring_bytes
 
 __all__ = ["Training", "main"]
-
-#: ``dct.embedding`` of a run without a ``dct`` section: a plain all-to-all of every vector.
-PLAIN = {"enabled": False, "deduplicate": False}
 
 Report = Callable[..., None]  # takes the name of an event, and its fields as keywords
 
@@ -155,26 +143,9 @@ class Training:
         self.name, self.clicks, self.seed, self.epochs, self.report = name, clicks, seed, epochs, report
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.metrics = Metrics(MetricsConfig(), rank=self.rank, world_size=self.world_size)
-        self.choices: list[Choice] = []
-        self.reasons: list[str] = []
         self.step_ms: list[float] = []
-        settings = model_settings(config, name)
-        content = {key: value for key, value in config.items() if key != MODEL_SECTION}
-        if settings.tables == "replicated":
-            widths = {"embedding_dim": settings.embedding_dim, **settings.widths}
-            self.model: nn.Module = DLRM(clicks.dense.shape[1], clicks.cardinalities, **widths, seed=seed)
-        else:
-            dct = config.get("dct")
-            channel = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct).embedding
-            self.model = self._sharded(settings, channel)
-        optimizer = None
-        if settings.table_optimizer is not None:
-            optimizer = two_optimizers(self.model, settings, content.pop("optimizer"))
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model,
-            config=content,
-            optimizer=optimizer,
-            model_parameters=None if optimizer else [p for p in self.model.parameters() if p.requires_grad],
+        self.engine, self.choices, self.notes = make_engine(
+            name, config, clicks, seed=seed, metrics=self.metrics
         )
         self.shape = (
             self.engine.gradient_accumulation_steps(),
@@ -184,59 +155,25 @@ class Training:
         self.batch_size = math.prod(self.shape)
         self.steps = epochs * (clicks.num_train // self.batch_size)
 
-    def _sharded(self, settings: ModelSettings, channel: EmbeddingChannelConfig) -> nn.Module:
-        """A model with tables behind an all-to-all or in shards."""
-
-        def make_tables(cardinalities: Sequence[int], dim: int, table_seed: int, tables: str) -> nn.Module:
-            with seeded(table_seed):
-                return ShardedTables(
-                    cardinalities,
-                    dim,
-                    config=channel,
-                    sparse=settings.sparse_gradients,
-                    average_gradients=False,  # DeepSpeed does that
-                    name=tables,
-                    metrics=self.metrics,
-                )
-
-        model, self.choices = build(
-            settings.model,
-            self.clicks.dense.shape[1],
-            self.clicks.cardinalities,
-            embedding_dim=settings.embedding_dim,
-            seed=self.seed,
-            exchange=settings.exchange,
-            make_tables=make_tables,
-            compression=settings.compression or 1.0,
-            average_gradients=False,
-            **settings.widths,
-        )
-        self.reasons = [str(choice) for choice in self.choices]
-        if settings.exchange == "auto" and settings.compression is None and compresses(channel):
-            self.reasons.append(
-                "(N*K)/(T*m) counts uncompressed vectors, but the channel makes the all-to-all smaller: "
-                f"measure how much with exchange = all_to_all and give it as {MODEL_SECTION}.compression"
-            )
-        return Experts(model)
-
     def train(self, interface: str | None) -> None:
         """All epochs, each followed by an evaluation; reports as it goes."""
-        replicated = [p for p in self.model.parameters() if getattr(p, "allreduce", True)]
-        weights = sum(p.numel() for p in self.model.parameters())
-        shared = sum(p.numel() for p in replicated)
+        engine = self.engine
+        weights = list(engine.module.parameters())
+        replicated = [p for p in weights if getattr(p, "allreduce", True)]
+        shared, total = (sum(p.numel() for p in some) for some in (replicated, weights))
         self.report(
             "run",
             config=self.name,
             seed=self.seed,
             steps=self.steps,
             batch_size=self.batch_size,
-            exchange=self.reasons,
-            parameters=[shared, weights - shared],
-            all_reduce_ms=time_all_reduce(shared, self.engine.device),
+            exchange=[*map(str, self.choices), *self.notes],
+            parameters=[shared, total - shared],
+            all_reduce_ms=time_all_reduce(shared, engine.device),
         )
         counter = InterfaceCounter([interface] if interface else None)
         on_wire, seconds = 0, 0.0
-        to_tensors = tensors_of(self.clicks.train, self.engine)
+        to_tensors = tensors_of(self.clicks.train, engine)
         for epoch in range(self.epochs):
             dist.barrier()
             counter.start()
@@ -251,7 +188,7 @@ class Training:
             seconds += time.perf_counter() - begin
             on_wire += counter.stop().tx
             self.report("evaluate")
-            with self._unrecorded():
+            with unrecorded(engine.module, self.metrics):
                 probability = self.predict(self.clicks.test)
             label = self.clicks.test.label
             self.report(
@@ -269,8 +206,8 @@ class Training:
             step_ms=statistics.median(self.step_ms),
             seconds=seconds,
             interface_bytes=on_wire / self.steps if counter.available else None,
-            bytes=self.bytes_per_step(shared),
-            ranks_in_step=same_on_all_ranks(replicated, self.engine.device),
+            bytes=bytes_per_step(engine, self.metrics, self.steps),
+            ranks_in_step=same_on_all_ranks(replicated, engine.device),
         )
 
     def _step(self, batch: np.ndarray, to_tensors: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> float:
@@ -302,80 +239,12 @@ class Training:
         self.engine.train()
         return torch.cat(gathered(torch.cat(parts)))[:count].cpu().numpy()
 
-    @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """Bytes of an evaluation are not those of training."""
-        modules: list[Any] = [m for m in self.model.modules() if getattr(m, "metrics", None) is self.metrics]
-        each_traffic = (getattr(module, "traffic", None) for module in self.model.modules())
-        traffic = [each for each in each_traffic if isinstance(each, Traffic)]
-        before = [dict(vars(each)) for each in traffic]
-        for module in modules:
-            module.metrics = None
-        yield
-        for module in modules:
-            module.metrics = self.metrics
-        for each, values in zip(traffic, before, strict=True):
-            vars(each).update(values)
-
-    def bytes_per_step(self, shared: int) -> dict[str, dict[str, float]]:
-        """``{class: {dense, sent}}`` bytes per optimizer step, all ranks together. A collective.
-
-        Args:
-            shared: Number of replicated weights.
-        """
-        classes: dict[str, list[float]] = {}
-
-        def add(name: str, dense: float, sent: float) -> None:
-            total = classes.setdefault(name, [0.0, 0.0])
-            total[0] += dense
-            total[1] += sent
-
-        attached = self.engine.__dict__.get("dct")
-        for metrics in [self.metrics, *([attached.metrics] if attached is not None else [])]:
-            for name, summary in metrics.summary().classes.items():
-                add(name, summary.dense_bytes, summary.sent_bytes)
-        for module in self.model.modules():
-            traffic = getattr(module, "traffic", None)
-            if isinstance(traffic, Traffic):
-                add("des_forward", traffic.forward_bytes, traffic.forward_bytes)
-                add("des_backward", traffic.backward_bytes, traffic.backward_bytes)
-                add("embedding_ids", traffic.id_bytes, traffic.id_bytes)
-        if attached is None:
-            size = self.steps * ring_bytes(shared, self.world_size)
-            add("gradient", size, size)
-        everyones: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(everyones, classes)
-        names = sorted({name for one in everyones for name in one})
-        return {
-            name: {
-                kind: sum(one.get(name, (0.0, 0.0))[i] for one in everyones) / self.steps
-                for i, kind in enumerate(("dense", "sent"))
-            }
-            for name in names
-        }
-
     def close(self) -> None:
         """Free the engine before the next run."""
         self.engine.destroy()
         self.metrics.close()
-        del self.engine, self.model
+        del self.engine
         gc.collect()
-
-
-def two_optimizers(
-    model: nn.Module, settings: ModelSettings, section: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """One optimizer of the tables' own method for them, and of DeepSpeed's ``section`` for all else."""
-    assert settings.table_optimizer is not None
-    rest = {k: v for k, v in section.get("params", {}).items() if k in ("lr", "betas", "eps")}
-    rest["method"] = section["type"].lower()
-    return HybridOptimizer(hybrid_groups(model, tables=settings.table_optimizer.model_dump(), rest=rest))
-
-
-def compresses(channel: EmbeddingChannelConfig) -> bool:
-    """Whether fewer bytes cross than there are vectors."""
-    lossy = channel.sparsity > 0 or channel.error_bound is not None or channel.gradient_bound is not None
-    return channel.enabled and (channel.deduplicate or lossy)
 
 
 def tensors_of(rows: Rows, engine: Any) -> Callable[[Any], tuple[Tensor, Tensor, Tensor]]:
@@ -387,35 +256,6 @@ def tensors_of(rows: Rows, engine: Any) -> Callable[[Any], tuple[Tensor, Tensor,
         return dense.to(dtype), categorical, label
 
     return to_tensors
-
-
-def time_all_reduce(numel: int, device: torch.device, repeats: int = 7) -> float:
-    """Milliseconds that one all-reduce of ``numel`` fp32 numbers takes on this link (median)."""
-    numbers = torch.zeros(numel, device=device)
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(numbers)
-        get_accelerator().synchronize()
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times)
-
-
-def same_on_all_ranks(parameters: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether these are bitwise the same on all ranks."""
-    digest = hashlib.sha256()
-    for parameter in parameters:
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(digest.digest()), dtype=torch.int64, device=device)
-    return all(torch.equal(mine, other) for other in gathered(mine))
-
-
-def gathered(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all ranks, of one shape and dtype."""
-    everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, tensor)
-    return everyones
 
 
 if __name__ == "__main__":
