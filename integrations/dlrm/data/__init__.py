@@ -37,14 +37,12 @@ def load(
     Raises ``ValueError`` for an unknown format or a path left out, ``FileNotFoundError``,
     :class:`DataFormatError`.
     """
+    if format not in FORMATS:
+        raise ValueError(f"unknown data format {format!r}; known formats: {', '.join(FORMATS)}")
     if format == "diabetes":
         return load_diabetes(path, seed=seed, max_rows=max_rows)
-    if format == "criteo":
-        if path is None:
-            raise ValueError("format 'criteo' needs the path of a train.txt or train.txt.gz file")
-        return load_criteo(path, max_rows=max_rows)
-    if format == "movielens":
-        if path is None:
-            raise ValueError("format 'movielens' needs the directory that holds u.data, u.item and u.user")
-        return load_movielens(path, max_rows=max_rows)
-    raise ValueError(f"unknown data format {format!r}; known formats: {', '.join(FORMATS)}")
+    if path is None:
+        files = {"criteo": "path of a train.txt or train.txt.gz file"}
+        files["movielens"] = "directory that holds u.data, u.item and u.user"
+        raise ValueError(f"format {format!r} needs the {files[format]}")
+    return (load_criteo if format == "criteo" else load_movielens)(path, max_rows=max_rows)

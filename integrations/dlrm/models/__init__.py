@@ -11,12 +11,10 @@ from torch import nn
 
 from dct_plugin.embedding.des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
 
-from .dcn import DCN
-from .deepfm import DeepFM
+from .deep import DCN, DeepFM, WideDeep
 from .dlrm import DLRM
 from .parts import seeded
 from .tables import EmbeddingTables
-from .wide_deep import WideDeep
 
 __all__ = ["DCN", "DLRM", "MODELS", "DeepFM", "EmbeddingTables", "MakeTables", "WideDeep", "build"]
 

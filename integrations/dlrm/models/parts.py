@@ -28,7 +28,6 @@ __all__ = [
     "Wide",
     "evaluate",
     "mlp",
-    "rest_of_mlp",
     "seeded",
 ]
 
@@ -47,11 +46,6 @@ def mlp(widths: Sequence[int], *, last_relu: bool = False) -> nn.Sequential:
     for fan_in, fan_out in itertools.pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))
-
-
-def rest_of_mlp(hidden: Sequence[int]) -> nn.Sequential:
-    """What follows the first layer of an MLP with these hidden widths, down to one logit."""
-    return nn.Sequential(nn.ReLU(), *mlp([*hidden, 1]))
 
 
 class Operator(nn.Module):
