@@ -201,7 +201,7 @@ def deepspeed_config(
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             content.pop(key, None)
         content["train_batch_size"] = batch_size
-    source = "the configuration" if file is None else str(file)
+    source = "--batch-size" if batch_size is not None else "the configuration" if file is None else str(file)
     check_batch(content, preset.batch_size, ranks=ranks, source=source)
     ours = optimizer is not None or "optimizer" not in content
     if ours:
