@@ -49,7 +49,7 @@ COMMANDS = [
     ),
     LazyCommand(
         name="patch-launch",
-        target="dct_plugin.integrations.megatron.patch_launch:patch_launch",
+        target="dct_plugin.integrations.megatron.patch.command:app",
         help="Have a Megatron launch script start its training with the plugin, or take that back.",
     ),
     LazyCommand(
