@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dct_plugin.integrations.dlrm.quality import paired
+from dct_plugin.integrations.dlrm.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job, train
