@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.models import DLRM
 from links import HEADER_BYTES, Links, LinksError, Network, packets_sent
 from rich.box import SIMPLE_HEAD
 from rich.console import Console

@@ -54,14 +54,14 @@ COMMANDS = [
     ),
     LazyCommand(
         name="demo",
-        target="dct_plugin.integrations.dlrm.demo:demo",
+        target="dct_plugin.integrations.dlrm.commands.demo:demo",
         help="Train a recommender on real data on two local ranks, dense and with DCT, and compare.",
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",
     ),
     LazyCommand(
         name="dlrm",
-        target="dct_plugin.integrations.dlrm.command:dlrm",
+        target="dct_plugin.integrations.dlrm.commands.dlrm:dlrm",
         help="Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.dlrm.model import EmbeddingTables
-from dct_plugin.integrations.dlrm.models import build
+from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, build
 from dct_plugin.integrations.dlrm.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 from support.processes import run
 from torch import Tensor, nn
@@ -144,11 +143,12 @@ def test_operators_are_the_textbook_formulas() -> None:
         (got_wide,) = evaluate(source, wide_tables(ids), [wide], dense)
         torch.testing.assert_close(got_wide, wide_tables(ids).sum((1, 2)) + wide.dense(dense).squeeze(1))
         for hidden in (4, 100):
-            dot = DotLayer(len(CARDINALITIES), DENSE, hidden)
+            layer = nn.Linear(DENSE + 36, hidden)
+            dot = DotLayer(len(CARDINALITIES), layer)
             (got_dot,) = evaluate(source, e, [dot], dense)
             row, column = torch.tril_indices(9, 9, -1)
             products = (e[:, row] * e[:, column]).sum(2)
-            torch.testing.assert_close(got_dot, dot.layer(torch.cat([dense, products], dim=1)))
+            torch.testing.assert_close(got_dot, layer(torch.cat([dense, products], dim=1)))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -235,7 +235,7 @@ def _wrong_placement(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError) as error:
         FieldShards((4, 5), 2, placement=[[0], [0]])
     with pytest.raises(ValueError, match="column shards"):
-        build("dlrm", 3, (4, 5), exchange="des")[0].__class__(3, FieldShards((4, 5), 2))
+        DLRM(3, (4, 5), embedding_dim=2, tables=FieldShards((4, 5), 2))
     dist.barrier()  # a rank must not leave while others still connect
     assert ColumnShards((4, 5), 3).weight.shape == (9, 1 + rank)
     return str(error.value)

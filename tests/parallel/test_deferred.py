@@ -62,6 +62,7 @@ def _reduce(rank: int, world_size: int, backend: str, exchange: str) -> dict[str
     return {"arrived": arrived, "state": reducer.state_dict(), "sent": sent, "reads": reads}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", sorted(ROUNDS))
 def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -> None:
     expected = run(2, _reduce, "reference", exchange)
@@ -94,6 +95,7 @@ def _activations(rank: int, world_size: int, backend: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_activations_are_read_once_per_round_and_have_the_same_bits() -> None:
     for mine, other in zip(run(2, _activations, "deferred"), run(2, _activations, "reference"), strict=True):
         assert same(mine, other)

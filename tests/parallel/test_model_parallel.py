@@ -266,6 +266,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives_and_their_gradients(world_size: int) -> None:
     reports = processes.run(world_size, _collectives)
@@ -290,6 +291,7 @@ def _uneven(rank: int, world_size: int) -> None:
         comm.all_to_all(x, stream, [1, 1])
 
 
+@pytest.mark.slow
 def test_all_to_all_with_uneven_splits() -> None:
     processes.run(2, _uneven)
 
@@ -298,6 +300,7 @@ def _documented(rank: int, world_size: int, code: str) -> None:
     exec(code, {"rank": rank})
 
 
+@pytest.mark.slow
 def test_the_documented_example_runs() -> None:
     page = (ROOT / "docs" / "model-parallel.md").read_text()
     processes.run(2, _documented, page.split("```python\n")[1].split("```")[0])

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.processes import run
 
@@ -73,6 +74,7 @@ def test_streams_go_on_bitwise() -> None:
     assert found == {kind: expected[kind] for kind in found}
 
 
+@pytest.mark.slow
 def test_reducers_go_on_bitwise() -> None:
     expected = json.loads((DATA / "digests.json").read_text())
     assert run(2, _reduce, str(DATA)) == [expected["reducer"]] * 2

@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from dct_plugin.integrations.dlrm.experts import Experts
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer, hybrid_groups
 from deepspeed import comm as dist
 from torch import Tensor

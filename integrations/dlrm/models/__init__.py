@@ -1,4 +1,4 @@
-"""Recommender models, each on tables at home, behind an all-to-all, or in shards (DES)."""
+"""Recommender models, each on local tables, behind an all-to-all, or in shards (DES)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.embedding.des import (
+from dct_plugin.embedding import (
     Choice,
     ColumnShards,
     Embeddings,
@@ -21,13 +20,12 @@ from dct_plugin.embedding.des import (
 )
 from dct_plugin.metrics import Metrics
 
-from ..model import EmbeddingTables
-from .dcn import DCN
-from .deepfm import DeepFM
+from .deep import DCN, DeepFM, WideDeep
 from .dlrm import DLRM
-from .wide_deep import WideDeep
+from .parts import seeded
+from .tables import EmbeddingTables
 
-__all__ = ["DCN", "DLRM", "MODELS", "DeepFM", "MakeTables", "WideDeep", "build"]
+__all__ = ["DCN", "DLRM", "MODELS", "DeepFM", "EmbeddingTables", "MakeTables", "WideDeep", "build"]
 
 MODELS: dict[str, Any] = {"dlrm": DLRM, "deepfm": DeepFM, "widedeep": WideDeep, "dcn": DCN}
 
@@ -37,8 +35,7 @@ MakeTables = Callable[[Sequence[int], int, int, str], nn.Module]
 
 def local_tables(cardinalities: Sequence[int], dim: int, seed: int, name: str) -> nn.Module:
     """All tables here."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return EmbeddingTables(cardinalities, dim)
 
 
@@ -82,7 +79,8 @@ def build(
     if exchange not in ("all_to_all", "des", "auto"):
         raise ValueError(f"exchange={exchange!r}: must be 'all_to_all', 'des' or 'auto'")
     model_class = MODELS[name]
-    known = set(inspect.signature(model_class).parameters) - {"num_dense", "tables", "wide_tables", "seed"}
+    arguments = set(inspect.signature(model_class).parameters)
+    known = arguments - {"num_dense", "cardinalities", "embedding_dim", "tables", "wide_tables", "seed"}
     if unknown := set(settings) - known:
         raise ValueError(f"{name} has no setting {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}")
 
@@ -108,7 +106,9 @@ def build(
             metrics=metrics,
         )
 
-    sources = [source("embedding", embedding_dim, seed)]
-    if any(part.tables == "wide" for part in parts):
-        sources.append(source("wide", 1, seed + 1))
-    return model_class(num_dense, *sources, seed=seed, **settings), choices
+    made: dict[str, Any] = {"tables": source("embedding", embedding_dim, seed)}
+    if "wide_tables" in arguments:
+        made["wide_tables"] = source("wide", 1, seed + 1)
+    if "cardinalities" in arguments:
+        made |= {"cardinalities": cardinalities, "embedding_dim": embedding_dim}
+    return model_class(num_dense, **made, seed=seed, **settings), choices
