@@ -21,10 +21,12 @@ _PUBLIC = {
     "ConfigError": "errors",
     "DCTConfig": "config",
     "DCTError": "errors",
+    "DCTState": "integrations.ddp",
     "DesyncError": "errors",
     "Payload": "codecs.payload",
     "PayloadError": "errors",
     "VersionError": "errors",
+    "dct_hook": "integrations.ddp",
 }
 
 __all__ = [
@@ -32,11 +34,13 @@ __all__ = [
     "ConfigError",
     "DCTConfig",
     "DCTError",
+    "DCTState",
     "DesyncError",
     "Payload",
     "PayloadError",
     "VersionError",
     "__version__",
+    "dct_hook",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -13,10 +14,11 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.metrics import Metrics
 
 from ..host import startup
-from .checkpointing import CheckpointHooks
-from .reporting import Reporting
+from ..host.patches import Patches
+from ..host.reporting import Reporting
+from ..host.steps import StepHooks
+from . import checkpointing
 from .stage0 import BoundaryHooks
-from .stepping import StepLink
 from .support import check_engine, check_version, known_fault
 from .zero import PartitionHooks
 
@@ -33,51 +35,68 @@ class Attachment:
         config: The validated section.
         reducer: Sums the gradients; holds residuals and thresholds.
         metrics: Bytes, densities and times so far.
+        steps: Optimizer steps so far.
         description: The hooks that were chosen, in words.
     """
 
     def __init__(self, engine: Any, config: DCTConfig, kind: str) -> None:
-        group = engine.seq_data_parallel_group
-        # What can be skipped and taken back are steps under loss scaling; see StepLink.
-        scaled = bool(engine.fp16_enabled())
+        # Under dynamic loss scaling (fp16) an optimizer learns only in step(), after all gradients were
+        # reduced, that they overflowed: such a step is taken back. In fp32 and bf16 only non-finite gradients
+        # skip a step, which never enter a residual; what the finite tensors had sent in that step is lost
+        # with its batch.
+        self._scaled = bool(engine.fp16_enabled())
         self.config = config
         self.metrics = Metrics(
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
         self.reducer = GradientReducer(
             config,
-            group,
+            engine.seq_data_parallel_group,
             metrics=self.metrics,
             device=engine.device,
-            transactional=scaled,
-            loss_scale=float(engine.optimizer.loss_scale) if scaled else 1.0,
+            transactional=self._scaled,
+            loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
         )
-        self._link = StepLink(self.reducer, engine.optimizer, may_roll_back=scaled)
+        self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
+        self.description = _describe(engine, kind)
+        self._patches = Patches()
         self._hooks: BoundaryHooks | PartitionHooks
         if kind == "zero":
-            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self._link)
+            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps)
         else:
-            self._hooks = BoundaryHooks(engine, self.reducer, self._link)
-        self._reporting = Reporting(engine, self.metrics)
-        self.description = _describe(engine, kind)
+            self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
 
     def install(self, engine: Any) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
-        self._hooks.install()
-        take_model_step = engine._take_model_step
-
-        def _take_model_step(*args: Any, **keywords: Any) -> Any:
-            result = take_model_step(*args, **keywords)
-            self._link.after_step()
-            return result
-
-        engine._take_model_step = _take_model_step
-        CheckpointHooks(engine, self.reducer, self._unit).install()
-        self._reporting.install(engine)
-
-    def _unit(self) -> float:
+        optimizer, patches = engine.optimizer, self._patches
+        self._hooks.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
-        return 1.0 / self.reducer.world_size if prescaled else 1.0
+        unit = 1.0 / self.reducer.world_size if prescaled else 1.0
+        checkpointing.install(engine, self.reducer, self.steps, unit, patches)
+        # The monitor, but not the engine: one that is dropped must not live until the process ends.
+        reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
+
+        def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            def _take_model_step(*args: Any, **keywords: Any) -> Any:
+                result = original(*args, **keywords)
+                self.steps.end(
+                    skipped=self._scaled and bool(getattr(optimizer, "overflow", False)),
+                    loss_scale=float(optimizer.loss_scale) if self._scaled else None,
+                )
+                return result
+
+            return _take_model_step
+
+        def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+            def destroy(*args: Any, **keywords: Any) -> Any:
+                reporting.finish()
+                patches.undo()
+                return original(*args, **keywords)
+
+            return destroy
+
+        patches.wrap(engine, "_take_model_step", make_step)
+        patches.wrap(engine, "destroy", make_destroy)
 
 
 def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment | None:

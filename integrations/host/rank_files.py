@@ -18,12 +18,15 @@ import torch.distributed as dist
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError
 
-__all__ = ["NoState", "load", "load_reducer", "save", "save_reducer"]
+__all__ = ["FRESH", "NoState", "load", "load_reducer", "save", "save_reducer"]
 
 logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]
 Folder = str | os.PathLike[str]
+
+#: The state of a reducer that has not reduced anything.
+FRESH: State = {"step": 0, "loss_scale": 1.0, "streams": {}}
 
 
 class NoState(Exception):

@@ -10,16 +10,14 @@ became ready, which is the same on all ranks, over a process group that nothing 
 finished when the call returns: a second thread would launch NCCL kernels in between those of tensor and
 pipeline parallelism, in an order that differs from rank to rank, and kernels of several communicators that
 wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron
-asks for, they stand in one queue).
+asks for, they are in one queue).
 """
 
 from __future__ import annotations
 
 import functools
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +30,8 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.errors import DCTError
 
 from ..host.post_import import when_imported
-from .hooks import Hook, Session
+from .session import Hook, Session
+from .worker import ReductionHandle, ReductionWorker
 
 _NAME = "_dct_name"
 #: Wrappers of fully sharded models, by module.
@@ -40,6 +39,19 @@ _SHARDING = (
     ("megatron.core.distributed.torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),
     ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
 )
+
+
+@dataclass
+class _Reduction:
+    """How the gradients of one process group are reduced."""
+
+    name: str
+    """``dense`` or ``expert``; that of a second group of one kind is ``dense 1`` and so on."""
+    unit: float
+    reducer: GradientReducer
+    worker: ReductionWorker | None
+    scale_known: bool
+    """Whether the reducer has been given the loss scale of the gradients that come to it."""
 
 
 class DataParallelHook(Hook):
@@ -52,20 +64,14 @@ class DataParallelHook(Hook):
         self.session = session
         self.config = session.config.data_parallel
         self.experts = session.config.model_parallel.expert_gradients
-        self.reducers: dict[str, GradientReducer] = {}
-        """By kind: ``dense``, ``expert``; a second group of one kind is ``dense 1`` and so on."""
-        # The groups themselves: the id of one that was destroyed may be given to another.
-        self._names: dict[dist.ProcessGroup, str] = {}
-        self._units: dict[str, float] = {}
+        # By the groups themselves: the id of one that was destroyed may be given to another.
+        self._reductions: dict[dist.ProcessGroup, _Reduction] = {}
         self._loaded: dict[str, Any] = {}
-        self._unscaled: set[str] = set()
-        self._workers: dict[str, _Worker] = {}
         self._transactional = False
         self._models = 0
         self._unnamed = 0
-        self._scale: tuple[float, float] | None = (
-            None  # loss scale of this iteration's gradients, and of the next's
-        )
+        self._scale: tuple[float, float] | None = None
+        """Loss scale of this iteration's gradients, and of the next's."""
         self._overflow = False
         patches = session.patches
         patches.wrap(
@@ -95,33 +101,31 @@ class DataParallelHook(Hook):
 
     # -- iterations -----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         used, coming = self._scale or (None, None)
-        for name, reducer in self.reducers.items():
-            late = used if name in self._unscaled else None
-            reducer.end_step(skipped=self._overflow, loss_scale=coming, reduced_at=late)
-            if used is not None:
-                self._unscaled.discard(name)
+        for each in self._reductions.values():
+            late = None if each.scale_known else used
+            each.reducer.end_step(skipped=self._overflow, loss_scale=coming, reduced_at=late)
+            each.scale_known |= used is not None
         self._overflow = False
 
     def state_dict(self) -> dict[str, Any]:
         own = {
-            name: {"unit": self._units[name], "state": reducer.state_dict()}
-            for name, reducer in self.reducers.items()
+            each.name: {"unit": each.unit, "state": each.reducer.state_dict()}
+            for each in self._reductions.values()
         }
         return {"reducers": {**self._loaded, **own}}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        # The reducers are made again at their next reduction, when their units are known.
-        self.reducers.clear()
-        self._names.clear()
+        self.close()  # reducers are made again at their next reduction, when their units are known
         self._loaded = dict(state["reducers"]) if state is not None else {}
         self._scale, self._overflow = None, False
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.stop()
-        self._workers.clear()
+        for each in self._reductions.values():
+            if each.worker is not None:
+                each.worker.stop()
+        self._reductions.clear()
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
@@ -194,10 +198,10 @@ class DataParallelHook(Hook):
 
     # -- reduction ------------------------------------------------------------------------------------------
 
-    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> _Handle | None:
+    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> ReductionHandle | None:
         """Reduce a bucket group; what Megatron is to wait for, if it asked for overlap."""
-        name = self._name(group, ranks)
-        reducer = self.reducers[name]
+        reduction = self._reduction(group, ranks)
+        reducer = reduction.reducer
         scale = 1.0 / ranks.size() if group.ddp_config.average_in_collective else 1.0
         views = [
             (key, start, view, bucket) for bucket in group.buckets for key, start, view in self._views(bucket)
@@ -215,27 +219,25 @@ class DataParallelHook(Hook):
                 scale=scale,
             )
 
-        if (worker := self._workers.get(name)) is not None:
-            return _Handle(worker.submit(work))
+        if reduction.worker is not None:
+            return reduction.worker.submit(work)
         work()
-        return _Handle(None) if group.ddp_config.overlap_grad_reduce else None
+        return ReductionHandle() if group.ddp_config.overlap_grad_reduce else None
 
-    def _name(self, group: Any, ranks: dist.ProcessGroup) -> str:
-        """Name of the reducer of a bucket group; it is made at the first use, by all of its ranks."""
-        if (name := self._names.get(ranks)) is not None:
-            return name
+    def _reduction(self, group: Any, ranks: dist.ProcessGroup) -> _Reduction:
+        """That of a bucket group; it is made at the first use, by all ranks of the group."""
+        if (known := self._reductions.get(ranks)) is not None:
+            return known
         kind = "expert" if _is_expert(group) else "dense"
-        same = sum(other.split()[0] == kind for other in self.reducers)
+        same = sum(other.name.split()[0] == kind for other in self._reductions.values())
         name = f"{kind} {same}" if same else kind
         device = group.buckets[0].grad_data.device
-        exchange_over = ranks
+        exchange_over, worker = ranks, None
         if group.ddp_config.overlap_grad_reduce and device.type == "cpu":
             members = dist.get_process_group_ranks(ranks)
             exchange_over = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            if name not in self._workers:
-                self._workers[name] = _Worker(f"dct gradients {name}")
-        self._units[name] = _unit(group, ranks)
-        reducer = self.reducers[name] = GradientReducer(
+            worker = ReductionWorker(f"dct gradients {name}")
+        reducer = GradientReducer(
             self.session.config,
             exchange_over,
             metrics=self.session.metrics,
@@ -243,13 +245,12 @@ class DataParallelHook(Hook):
             transactional=self._transactional,
             step=self.session.step,
         )
-        if (saved := self._loaded.pop(name, None)) is not None:
-            ratio = self._units[name] / saved["unit"]
-            reducer.load_state_dict(checkpoint.in_unit(saved["state"], ratio))
-        else:
-            self._unscaled.add(name)
-        self._names[ranks] = name
-        return name
+        unit, saved = _unit(group, ranks), self._loaded.pop(name, None)
+        if saved is not None:
+            reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
+        made = _Reduction(name, unit, reducer, worker, scale_known=saved is not None)
+        self._reductions[ranks] = made
+        return made
 
     def _views(self, bucket: Any) -> list[tuple[str, int, Tensor]]:
         """``(name, first entry in the bucket, 1-D view)`` of the bucket's gradients, without padding."""
@@ -300,51 +301,3 @@ def _fill_buffers(group: Any) -> None:
         for parameter in getattr(bucket, "params_with_extra_main_grads", ()):
             if (copy := getattr(parameter, "main_grad_copy_in_grad_buffer", None)) is not None:
                 copy.copy_(parameter.main_grad)
-
-
-class _Handle:
-    """What Megatron waits for; an error of the reduction is raised there."""
-
-    def __init__(self, result: Future[None] | None) -> None:
-        self._result = result
-
-    def wait(self, *arguments: Any) -> None:
-        """Return when the bucket group is reduced."""
-        if self._result is not None:
-            self._result.result()
-
-
-class _Worker:
-    """A thread that reduces bucket groups one after the other.
-
-    A daemon: a rank that fails elsewhere must be able to end, so that its sockets close and the others see
-    it, while this thread still waits for them.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Queue ``work``; the result holds its error, and so do all later ones."""
-        result: Future[None] = Future()
-        self._tasks.put((result, work))
-        return result
-
-    def stop(self) -> None:
-        """End the thread behind what is queued."""
-        self._tasks.put(None)
-
-    def _serve(self) -> None:
-        failure: BaseException | None = None
-        while (task := self._tasks.get()) is not None:
-            result, work = task
-            try:
-                if failure is not None:
-                    raise failure
-                work()
-            except BaseException as error:
-                failure = error
-                result.set_exception(error)
-            else:
-                result.set_result(None)

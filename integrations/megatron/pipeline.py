@@ -4,14 +4,15 @@ All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send
 one method. Forward a boundary's activation goes as a message of fixed size
 (:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep its mask, and the gradient comes back
 as values only, without padding where the order of messages is known. Which micro-batch a gradient belongs
-to is told by the number in the message: the receiver of an activation remembers it together with the
-tensor, and recognises the gradient to send as that tensor's ``.grad``.
+to is in the number of the message: the receiver of an activation keeps it together with the tensor, and
+recognises the gradient to send as that tensor's ``.grad``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,54 +24,35 @@ from dct_plugin.kernels import Stats
 from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
 
-from .hooks import Hook, Session
+from .session import Session
+from .streams import ActivationHook
 
 _CHUNK = "_dct_chunk"
 _PREFIX = "pipeline boundary "
 
 
-class PipelineHook(Hook):
+class PipelineHook(ActivationHook):
     """Replaces ``P2PCommunicator._communicate`` and notes which model chunk a tensor comes from."""
 
     def __init__(self, session: Session) -> None:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-        self.session = session
         self.config = session.config.model_parallel.pipeline
-        self.streams: dict[tuple[int, int], FixedMessages] = {}
-        """By boundary and, of interleaved schedules, model chunk (this rank's when it sends)."""
+        super().__init__(session, self.config, _PREFIX)
         self._p2p = p2p_communication
-        self._loaded: dict[str, Any] = {}
         self._number = 0
         self._sent: dict[int, Mask] = {}
         self._received: list[tuple[Tensor, Mask, FixedMessages]] = []
-        self._checked: set[int] = set()
+        self._checked: Any = None
         session.patches.wrap(p2p_communication.P2PCommunicator, "_communicate", self._make_communicate)
         session.patches.wrap(schedules, "forward_step", self._make_forward_step)
 
     # -- iterations -----------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
+        super().begin(training)
         self._sent.clear()
         self._received.clear()
-        for messages in self.streams.values():
-            messages.stream.training = training
-
-    def settle(self) -> None:
-        for messages in self.streams.values():
-            messages.stream.advance()
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {_stream_key(*place): m.stream.state_dict() for place, m in self.streams.items()}
-        return {"streams": {**self._loaded, **own}}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self.streams.clear()
-        self._loaded = {
-            key: part
-            for key, part in (state or {"streams": {}})["streams"].items()
-            if key.startswith(_PREFIX)
-        }
 
     # -- communication --------------------------------------------------------------------------------------
 
@@ -114,9 +96,9 @@ class PipelineHook(Hook):
                     wait_on_reqs=wait_on_reqs,
                 )
             config = communicator.config
-            if id(config) not in self._checked:
+            if config is not self._checked:
                 _check(config)
-                self._checked.add(id(config))
+                self._checked = config
             # Without interleaving gradients come back in the order of the activations, so that both ends know
             # the mask, and the message is as long as its values.
             ordered = not config.virtual_pipeline_model_parallel_size
@@ -128,17 +110,14 @@ class PipelineHook(Hook):
             from_prev = _empty(tensor_shape, config) if recv_prev else None
             from_next = _empty(tensor_shape, config) if recv_next else None
             into_prev, into_next = from_prev, from_next
+            finish: dict[str, Callable[[], None]] = {}  # by Megatron's name of the transfer
             if from_prev is not None and sparse_prev:
                 into_prev = self._buffer(from_prev, before, gradient=False)
+                finish["recv_prev"] = partial(self._decode, into_prev, from_prev, before)
             if from_next is not None and sparse_next:
                 awaited = next(iter(self._sent.values()), None) if ordered else None
                 into_next = self._buffer(from_next, behind, gradient=True, mask=awaited)
-
-            finish: dict[str, Callable[[], None]] = {}
-            if from_prev is not None and sparse_prev:
-                finish["recv_prev"] = lambda: self._decode(into_prev, from_prev, before)
-            if from_next is not None and sparse_next:
-                finish["recv_next"] = lambda: self._decode_gradient(into_next, from_next, behind)
+                finish["recv_next"] = partial(self._decode_gradient, into_next, from_next, behind)
             if config.batch_p2p_comm and not wait_on_reqs:
                 raise DCTError("Megatron asked for batched communication that it does not wait for")
             transfer = self._p2p._batched_p2p_ops if config.batch_p2p_comm else self._p2p._p2p_ops
@@ -164,7 +143,7 @@ class PipelineHook(Hook):
                 request.wait()
             if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self._record_wait(began)
+            self._record_time(exchange_ms=_since(began))
             for action in finish.values():
                 action()
             return from_prev, from_next, None
@@ -179,23 +158,12 @@ class PipelineHook(Hook):
         return self.config.sparsity_of(boundary) > 0 and self.session.step >= self.config.warmup_steps
 
     def _messages(self, boundary: int, chunk: int = 0) -> FixedMessages:
-        messages = self.streams.get((boundary, chunk))
-        if messages is None:
-            stream = ActivationStream(
-                self.config,
-                name=_stream_key(boundary, chunk),
-                rank=dist.get_rank(),
-                sparsity=self.config.sparsity_of(boundary),
-                kernel_config=self.session.config.kernels,
-            )
-            if (state := self._loaded.pop(_stream_key(boundary, chunk), None)) is not None:
-                stream.load_state_dict(state)
-            stream.step, stream.training = self.session.step, self.session.training
-            messages = self.streams[boundary, chunk] = FixedMessages(stream)
-        return messages
+        """Of a boundary and, in interleaved schedules, model chunk (this rank's when it sends)."""
+        name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
+        return FixedMessages(self.stream(name, self.config.sparsity_of(boundary)))
 
     def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, mask: Mask | None = None) -> Tensor:
-        """Room for the message about ``tensor``."""
+        """A buffer for the message about ``tensor``."""
         messages = self._messages(boundary)
         size = messages.nbytes(tensor.numel(), tensor.dtype, gradient=gradient, mask=mask)
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
@@ -210,9 +178,9 @@ class PipelineHook(Hook):
         return message
 
     def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
-        for place, (tensor, _, _) in enumerate(self._received):
+        for position, (tensor, _, _) in enumerate(self._received):
             if tensor.grad is gradient:
-                _, mask, messages = self._received.pop(place)
+                _, mask, messages = self._received.pop(position)
                 break
         else:
             raise DCTError(
@@ -224,20 +192,18 @@ class PipelineHook(Hook):
         self._record("pipeline_gradient", messages.stream, gradient, message, stats)
         return message
 
-    def _decode(self, message: Tensor | None, out: Tensor, boundary: int) -> None:
-        assert message is not None
+    def _decode(self, message: Tensor, out: Tensor, boundary: int) -> None:
         messages = self._messages(boundary)
         began = time.perf_counter()
         mask = messages.decode(message, out.detach())
         if self.session.training and torch.is_grad_enabled():
             self._received.append((out, mask, messages))
-        self._record_decoding(began)
+        self._record_time(decode_ms=_since(began))
 
-    def _decode_gradient(self, message: Tensor | None, out: Tensor, boundary: int) -> None:
-        assert message is not None
+    def _decode_gradient(self, message: Tensor, out: Tensor, boundary: int) -> None:
         began = time.perf_counter()
         self._messages(boundary).decode_gradient(message, self._sent, out.detach())
-        self._record_decoding(began)
+        self._record_time(decode_ms=_since(began))
 
     # -- metrics --------------------------------------------------------------------------------------------
 
@@ -259,28 +225,10 @@ class PipelineHook(Hook):
             )
         )
 
-    def _record_decoding(self, began: float) -> None:
-        self._record_time(decode_ms=1e3 * (time.perf_counter() - began))
-
-    def _record_wait(self, began: float) -> None:
-        self._record_time(exchange_ms=1e3 * (time.perf_counter() - began))
-
     def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
         if self.session.training:
-            self.session.metrics.record(
-                Record(
-                    "pipeline",
-                    dense_bytes=0,
-                    sent_bytes=0,
-                    numel=0,
-                    nnz=0,
-                    target_density=1.0,
-                    tau=0.0,
-                    tensors=0,
-                    exchange_ms=exchange_ms,
-                    decode_ms=decode_ms,
-                )
-            )
+            record = Record("pipeline", tensors=0, exchange_ms=exchange_ms, decode_ms=decode_ms)
+            self.session.metrics.record(record)
 
 
 class _Handle:
@@ -300,14 +248,15 @@ class _Handle:
         if request is not None:
             began = time.perf_counter()
             request.wait()
-            self._hook._record_wait(began)
+            self._hook._record_time(exchange_ms=_since(began))
             if self._finish is not None:
                 self._finish()
             self._kept = None
 
 
-def _stream_key(boundary: int, chunk: int) -> str:
-    return f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
+def _since(began: float) -> float:
+    """Milliseconds."""
+    return 1e3 * (time.perf_counter() - began)
 
 
 def _empty(shape: Any, config: Any) -> Tensor:

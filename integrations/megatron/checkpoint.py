@@ -26,10 +26,12 @@ import torch.distributed as dist
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError, VersionError
 
+from ..host import rank_files
 from ..host.post_import import when_imported
-from .hooks import Hook, Session
+from ..host.rank_files import NoState
+from .session import Hook, Session
 
-__all__ = ["CheckpointHook", "Place", "load", "save"]
+__all__ = ["CheckpointHook", "RankCoordinates", "load", "save"]
 
 logger = logging.getLogger("dct_plugin")
 
@@ -38,8 +40,11 @@ _MODULE = "megatron.training.checkpointing"
 _WRAPPED = ("save_checkpoint", "load_checkpoint", "get_checkpoint_name", "_load_base_checkpoint")
 
 
-class Place(NamedTuple):
-    """Where a rank stands: sizes of what cuts the parameters, and the ranks there and among its replicas."""
+class RankCoordinates(NamedTuple):
+    """Which part of the model a rank holds: sizes of what cuts the parameters, and its rank in each.
+
+    ``data`` and ``replicas`` are rank and size among those that hold the same parameters.
+    """
 
     layout: dict[str, int]
     tensor: int
@@ -49,7 +54,7 @@ class Place(NamedTuple):
     replicas: int
 
     @classmethod
-    def here(cls) -> Place:
+    def of_this_rank(cls) -> RankCoordinates:
         """This process's; a plain process group counts as data-parallel ranks."""
         from megatron.core import parallel_state as ps
 
@@ -72,30 +77,34 @@ class Place(NamedTuple):
         )
 
     def file(self, folder: str | os.PathLike[str], data: int | None = None) -> Path:
-        """Where this rank, or the one that holds the same parameters at place ``data``, keeps its state."""
+        """State of this rank, or of the one with the same parameters and data-parallel rank ``data``."""
         number = self.data if data is None else data
         return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{number:05d}.pt"
+
+    def described(self, data: int | None = None) -> dict[str, int]:
+        """What its file says about the rank that wrote it."""
+        number = self.data if data is None else data
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": number}
 
 
 def save(session: Session, folder: str | os.PathLike[str]) -> None:
     """Write every rank's state; a collective over all ranks.
 
     Raises:
-        DCTError: On every rank, if one cannot write; names the ranks.
+        DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
-    place, problem = Place.here(), None
-    content = {
-        "layout": place.layout,
-        "place": {"tensor": place.tensor, "pipeline": place.pipeline, "data": place.data},
-        "expert": place.expert,
-        "world_size": place.replicas,
-        "state": session.state_dict(),
-    }
-    try:
-        checkpoint.write(place.file(folder), content)
-    except OSError as error:
-        problem = f"{place.file(folder)}: {error}"
-    _raise_together(_gathered(problem), "cannot save residuals")
+    own = RankCoordinates.of_this_rank()
+
+    def content() -> State:
+        return {
+            "layout": own.layout,
+            "place": own.described(),
+            "expert": own.expert,
+            "world_size": own.replicas,
+            "state": session.state_dict(),
+        }
+
+    rank_files.save(own.file(folder), content)
 
 
 def load(session: Session, folder: str | os.PathLike[str]) -> bool:
@@ -107,83 +116,69 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     Raises:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
-    state: State | None = None
-    lack = problem = None
-    try:
-        state, lack = _read(Place.here(), Path(folder))
-    except DCTError as error:
-        problem = str(error)
-    answers = _gathered((problem, lack))
-    _raise_together([fault for fault, _ in answers], "cannot load residuals")
-    reasons = {reason: rank for rank, (_, reason) in reversed(list(enumerate(answers))) if reason}
-    if state is None or reasons:
-        session.load_state_dict(None)
-        if dist.get_rank() == 0:
-            count = sum(1 for _, reason in answers if reason)
-            words = "; ".join(f"rank {rank}: {reason}" for reason, rank in list(reasons.items())[:3])
-            logger.warning(
-                "dct: %s: no residuals for %d of %d ranks (%s); training goes on with residuals of zero and "
-                "new thresholds",
-                folder,
-                count,
-                len(answers),
-                words,
-            )
-        return False
+    own = RankCoordinates.of_this_rank()
+    state = rank_files.load(lambda: _read(own, Path(folder)), folder)
     session.load_state_dict(state)
-    if dist.get_rank() == 0:
+    if state is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
-    return True
+    return state is not None
 
 
-def _read(place: Place, folder: Path) -> tuple[State | None, str | None]:
-    """The state for this rank, or why there is none."""
-    own, first = place.file(folder), place.file(folder, 0)
+def _read(rank: RankCoordinates, folder: Path) -> State:
+    """The state for a rank.
+
+    Raises:
+        NoState: There is none.
+        DCTError: A file is damaged or belongs elsewhere.
+    """
+    own, first = rank.file(folder), rank.file(folder, 0)
     known = own if own.exists() else first  # on node-local storage only the own file is here
     if not known.exists():
         other = next(folder.glob("dct_tp*_pp*_dp*.pt"), None) if folder.is_dir() else None
         if other is None:
-            return None, "the checkpoint holds no dct_tp*_pp*_dp*.pt files"
-        found = checkpoint.read(other)
-        return None, _other_layout(found, place) or f"{known.name} is missing"
+            raise NoState("the checkpoint holds no dct_tp*_pp*_dp*.pt files")
+        _check_layout(checkpoint.read(other), rank)
+        raise NoState(f"{known.name} is missing")
     content = checkpoint.read(known)
-    if (reason := _other_layout(content, place)) is not None:
-        return None, reason
+    _check_layout(content, rank)
     saved = int(content["world_size"])
-    if saved == place.replicas:
-        if not own.exists():
-            return None, f"{own.name} is missing"
-        _check_place(own, content, place, place.data)
+    numbers = [rank.data] if saved == rank.replicas else range(saved)
+    for number in numbers:
+        if not rank.file(folder, number).exists():
+            raise NoState(f"{rank.file(folder, number).name} is missing")
+    if saved == rank.replicas:
+        _check_writer(own, content, rank, rank.data)
         state: State = content["state"]
-        return state, None
-    files = [place.file(folder, number) for number in range(saved)]
-    if missing := [file.name for file in files if not file.exists()]:
-        return None, f"{missing[0]} is missing"
+        return state
 
     def contents() -> Iterator[State]:
-        for number, file in enumerate(files):
+        for number in numbers:
+            file = rank.file(folder, number)
             part = checkpoint.read(file, saved)
-            _check_place(file, part, place, number)
+            _check_writer(file, part, rank, number)
             yield part
 
-    return _resharded(contents, content["state"], place), None
+    return _resharded(contents, content["state"], rank)
 
 
-def _other_layout(content: State, place: Place) -> str | None:
-    if content["layout"] == place.layout:
-        return None
-    names = [name for name in place.layout if content["layout"].get(name) != place.layout[name]]
-    sizes = ", ".join(f"{name} {content['layout'].get(name)} -> {place.layout[name]}" for name in names)
-    return f"the parameters are cut in another way ({sizes}), which residuals cannot follow"
+def _check_layout(content: State, rank: RankCoordinates) -> None:
+    saved, layout = content["layout"], rank.layout
+    if saved != layout:
+        sizes = ", ".join(
+            f"{name} {saved.get(name)} -> {layout[name]}"
+            for name in layout
+            if saved.get(name) != layout[name]
+        )
+        raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")
 
 
-def _check_place(file: Path, content: State, place: Place, data: int) -> None:
-    expected = {"tensor": place.tensor, "pipeline": place.pipeline, "data": data}
+def _check_writer(file: Path, content: State, rank: RankCoordinates, data: int) -> None:
+    expected = rank.described(data)
     if content["place"] != expected:
         raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {expected}")
 
 
-def _resharded(contents: Callable[[], Iterator[State]], first: State, place: Place) -> State:
+def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: RankCoordinates) -> State:
     """For another number of replicas: the mean of the residuals; activations' thresholds are measured anew.
 
     ``contents`` reads the files one by one; every kind of gradient takes its own pass over them.
@@ -198,7 +193,7 @@ def _resharded(contents: Callable[[], Iterator[State]], first: State, place: Pla
                     content["state"]["reducers"][name]
                     for content in contents()
                     # Replicas of an expert layer are the ranks with the same experts.
-                    if not expert or content["expert"] == place.expert
+                    if not expert or content["expert"] == rank.expert
                 ),
                 unit=part["unit"],
             ),
@@ -317,17 +312,3 @@ class CheckpointHook(Hook):
             return result
 
         return load_checkpoint
-
-
-def _gathered(value: Any) -> list[Any]:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, value)
-    return answers
-
-
-def _raise_together(problems: list[str | None], what: str) -> None:
-    """All ranks stop where one must, so that none waits for it."""
-    faults = [f"  rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    if faults:
-        more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []
-        raise DCTError("\n".join([what, *faults[:5], *more]))

@@ -7,16 +7,17 @@ in front of column-parallel layers. Every layer has a threshold of its own, whic
 iterations only, so that recomputation finds the same masks. Embeddings, output layers and experts are
 left to Megatron.
 
-Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and
-density ``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-
-reduce, so it wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel
-form shrink for any ``t``.
+Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and density
+``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-reduce, so it
+wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel form shrink for any
+``t``.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,36 +26,35 @@ from torch import Tensor
 from dct_plugin.errors import DCTError
 from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
 
-from .hooks import Hook, Session
+from .session import Session
+from .streams import ActivationHook
 
 _SITE = "_dct_site"
 _PREFIX = "layer "
 
 
-class _Site:
+class _Site(NamedTuple):
     """One parallel linear layer inside a transformer layer."""
 
-    def __init__(self, name: str, dense: bool) -> None:
-        self.name = name
-        self.dense = dense
-        self.stream: ActivationStream | None = None
+    name: str
+    dense: bool
 
 
-class TensorHook(Hook):
+class TensorHook(ActivationHook):
     """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use."""
 
     def __init__(self, session: Session) -> None:
         from megatron.core.tensor_parallel import layers, mappings
         from megatron.core.transformer import transformer_layer
 
-        self.session = session
         self.config = session.config.model_parallel.tensor
-        self.sites: list[_Site] = []
+        super().__init__(session, self.config, _PREFIX)
+        self._sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
-        self._loaded: dict[str, Any] = {}
         self._current: _Site | None = None
-        self._collectives: dict[int, MaskedCollectives] = {}
-        self._seen: set[int] = set()
+        self._collectives: dict[dist.ProcessGroup, MaskedCollectives] = {}
+        # The layers themselves: the id of one that is gone may be given to another.
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         patches = session.patches
         patches.wrap(transformer_layer.TransformerLayer, "forward", self._make_layer_forward)
         patches.wrap(layers.RowParallelLinear, "forward", self._make_linear_forward)
@@ -68,37 +68,12 @@ class TensorHook(Hook):
             patches.wrap(layers.ColumnParallelLinear, "forward", self._make_linear_forward)
             patches.wrap(layers, "linear_with_grad_accumulation_and_async_allreduce", self._make_linear)
 
-    # -- iterations -----------------------------------------------------------------------------------------
-
-    def begin(self, training: bool) -> None:
-        for site in self.sites:
-            if site.stream is not None:
-                site.stream.training = training
-
-    def settle(self) -> None:
-        for site in self.sites:
-            if site.stream is not None:
-                site.stream.advance()
-
-    def state_dict(self) -> dict[str, Any]:
-        own = {site.name: site.stream.state_dict() for site in self.sites if site.stream is not None}
-        return {"streams": {**self._loaded, **own}}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        for site in self.sites:
-            site.stream = None
-        self._loaded = {
-            key: part
-            for key, part in (state or {"streams": {}})["streams"].items()
-            if key.startswith(_PREFIX)
-        }
-
-    # -- where we are ---------------------------------------------------------------------------------------
+    # -- layers --------------------------------------------------------------------------------------------
 
     def _make_layer_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
-            if id(layer) not in self._seen:
-                self._seen.add(id(layer))
+            if layer not in self._seen:
+                self._seen.add(layer)
                 self._register(layer)
             return original(layer, *arguments, **keywords)
 
@@ -112,11 +87,11 @@ class TensorHook(Hook):
         for name, module in layer.named_modules():
             if isinstance(module, self._linears) and not getattr(module, "is_expert", False):
                 label = f"{_PREFIX}{number} {name}"
-                if same := sum(site.name.split(" #")[0] == label for site in self.sites):
+                if same := sum(site.name.split(" #")[0] == label for site in self._sites):
                     label += f" #{same}"  # layers for multi-token prediction count from 1 again
                 site = _Site(label, outside)
                 setattr(module, _SITE, site)
-                self.sites.append(site)
+                self._sites.append(site)
 
     def _make_linear_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(linear: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -128,7 +103,7 @@ class TensorHook(Hook):
 
         return forward
 
-    def _stream(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
+    def _running(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
         """Stream of the layer that is running, None where it is left to Megatron."""
         site = self._current
         if site is None or site.dense or ranks.size() == 1:
@@ -137,20 +112,13 @@ class TensorHook(Hook):
             self.config.sparsity == 0 or self.session.step < self.config.warmup_steps
         ):
             return None
-        if site.stream is None:
-            site.stream = ActivationStream(
-                self.config, name=site.name, rank=dist.get_rank(), kernel_config=self.session.config.kernels
-            )
-            if (state := self._loaded.pop(site.name, None)) is not None:
-                site.stream.load_state_dict(state)
-            site.stream.step, site.stream.training = self.session.step, self.session.training
-        return site.stream
+        return self.stream(site.name)
 
     def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> MaskedCollectives:
-        collectives = self._collectives.get(id(ranks))
+        collectives = self._collectives.get(ranks)
         if collectives is None:
             collectives = MaskedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
-            self._collectives[id(ranks)] = collectives
+            self._collectives[ranks] = collectives
         return collectives
 
     # -- collectives ----------------------------------------------------------------------------------------
@@ -161,7 +129,7 @@ class TensorHook(Hook):
         class Masked(original):
             @classmethod
             def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
-                stream = hook._stream(group)
+                stream = hook._running(group)
                 # Given split sizes belong to dispatching tokens to experts.
                 if stream is None or any(item is not None and item is not False for item in arguments):
                     return original.apply(input_, group, *arguments, **keywords)
@@ -176,7 +144,7 @@ class TensorHook(Hook):
             ranks = keywords.get("tp_group")
             stream = None
             if keywords.get("sequence_parallel") and ranks is not None:
-                stream = self._stream(ranks)
+                stream = self._running(ranks)
             if ranks is not None and stream is not None:
                 input = self._group(ranks, input.device).all_gather(input, stream)
                 keywords["sequence_parallel"] = False
