@@ -12,19 +12,21 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .codecs.payload import Payload
-    from .compressor import Compressor
     from .config import DCTConfig
     from .errors import ConfigError, DCTError, DesyncError, PayloadError, VersionError
+    from .stream import Compressor
 
 _PUBLIC = {
-    "Compressor": "compressor",
+    "Compressor": "stream",
     "ConfigError": "errors",
     "DCTConfig": "config",
     "DCTError": "errors",
+    "DCTState": "integrations.ddp",
     "DesyncError": "errors",
     "Payload": "codecs.payload",
     "PayloadError": "errors",
     "VersionError": "errors",
+    "dct_hook": "integrations.ddp",
 }
 
 __all__ = [
@@ -32,11 +34,13 @@ __all__ = [
     "ConfigError",
     "DCTConfig",
     "DCTError",
+    "DCTState",
     "DesyncError",
     "Payload",
     "PayloadError",
     "VersionError",
     "__version__",
+    "dct_hook",
 ]
 
 

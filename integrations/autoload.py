@@ -9,11 +9,11 @@ JSON has no ``dct`` section is left as it is; for one that has,
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
+import importlib
 import sys
 import warnings
-from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -21,25 +21,21 @@ ENGINE_MODULE = "deepspeed.runtime.engine"
 ENGINE_CLASS = "DeepSpeedEngine"
 SECTION = "dct"
 
-#: Key, in the default process group's store, under which rank ``rank`` says what its engine number ``number``
-#: runs. Engines without the section say so too: a rank whose JSON lacks it is then named at once, not after a
-#: time limit.
-STORE_KEY = "dct_plugin/engine{number}/{rank}"
-ABSENT = '{"absent": true}'
+#: What engines agree on at start-up, see :mod:`.host.startup`. Those without the section say so there: a rank
+#: whose JSON lacks it is then named at once, not after a time limit.
+TOPIC = "deepspeed"
 
 _WRAPPED = "_dct_wrapped"
 _DEPTH = "_dct_init_depth"
-_engines = 0
 
 
 def autoload() -> None:
     """Watch for the DeepSpeed engine, or hook it if it is already there. Idempotent; never raises."""
     try:
-        module = sys.modules.get(ENGINE_MODULE)
-        if module is not None and hasattr(module, ENGINE_CLASS):
-            install(module)
-        elif not any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _EngineFinder())
+        # Here, so that not even an incomplete installation breaks "import torch".
+        from .host.post_import import when_imported
+
+        when_imported(ENGINE_MODULE, _install_safely)
     except Exception as error:
         _warn(f"could not wait for DeepSpeed: {error!r}")
 
@@ -64,50 +60,11 @@ def install(module: ModuleType) -> None:
     setattr(engine_class, _WRAPPED, True)
 
 
-class _EngineFinder(MetaPathFinder):
-    """Finds the engine's module through the other finders and hooks it once it has run; then it is gone."""
-
-    def __init__(self) -> None:
-        self._busy = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != ENGINE_MODULE or self._busy:
-            return None
-        self._busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _HookingLoader(spec.loader, self)
-            return spec
-        finally:
-            self._busy = False
-
-
-class _HookingLoader(Loader):
-    """The module's own loader, and then :func:`install`."""
-
-    def __init__(self, loader: Any, finder: _EngineFinder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        # Only now: a failed import may be tried again.
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        try:
-            install(module)
-        except Exception as error:
-            _warn(f"could not hook {ENGINE_MODULE}: {error!r}; a {SECTION!r} section will have no effect")
+def _install_safely(module: ModuleType) -> None:
+    try:
+        install(module)
+    except Exception as error:
+        _warn(f"could not hook {ENGINE_MODULE}: {error!r}; a {SECTION!r} section will have no effect")
 
 
 def _with_subclasses(cls: type) -> list[type]:
@@ -147,20 +104,19 @@ def engine_ready(engine: Any) -> None:
         DCTError: The section is wrong, ranks disagree, or this DeepSpeed is not supported.
         ImportError: There is a section, but the plugin is not completely installed.
     """
-    global _engines
-    number, _engines = _engines, _engines + 1
     section = find_section(engine)
     if section is None:
-        _announce_absence(number)
+        _announce_absence()
         return
     try:
-        from .deepspeed.attach import attach
+        # By name: the package of that module imports this one.
+        attach = importlib.import_module(".deepspeed.attach", __package__).attach
     except ImportError as error:
         raise ImportError(
             f"the DeepSpeed configuration has a {SECTION!r} section, but dct-plugin is not completely "
             f"installed ({error}); install it with: pip install 'dct-plugin[deepspeed]'"
         ) from error
-    attach(engine, section, number=number)
+    attach(engine, section, topic=TOPIC)
 
 
 def find_section(engine: Any) -> Any:
@@ -174,14 +130,13 @@ def find_section(engine: Any) -> Any:
     return config.get(SECTION)
 
 
-def _announce_absence(number: int) -> None:
-    try:
-        distributed = sys.modules["torch.distributed.distributed_c10d"]
-        if distributed.is_initialized():
-            key = STORE_KEY.format(number=number, rank=distributed.get_rank())
-            distributed._get_default_store().set(key, ABSENT)
-    except Exception:  # a courtesy to the other ranks: without a store they find out by waiting
-        return
+def _announce_absence() -> None:
+    # A courtesy to the other ranks: without a process group or a store they find out by waiting.
+    with contextlib.suppress(Exception):
+        if sys.modules["torch.distributed"].is_initialized():
+            from .host.startup import abstain
+
+            abstain(TOPIC)
 
 
 def _warn(message: str) -> None:

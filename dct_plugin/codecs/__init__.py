@@ -1,9 +1,10 @@
-"""Wire formats: header and payload, index encodings, value types."""
+"""Wire formats: header and payload, index encodings, value types, messages."""
 
 from __future__ import annotations
 
+from .index import IndexEncoding, decode_indices, encode_indices
+from .message import MessageWriter, read_messages
 from .payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, parse_payload, payload_bound
-from .sparse import IndexEncoding, decode_indices, encode_indices
 from .values import ValueDtype, decode_values, encode_values, value_nbytes
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "OVERFLOW_MAGNITUDE",
     "Header",
     "IndexEncoding",
+    "MessageWriter",
     "Payload",
+    "Stats",
     "ValueDtype",
     "decode_indices",
     "decode_values",
@@ -19,5 +22,7 @@ __all__ = [
     "encode_values",
     "parse_payload",
     "payload_bound",
+    "read_messages",
+    "read_stats",
     "value_nbytes",
 ]

@@ -5,7 +5,7 @@ offset type field
 ====== ==== ===============================================================================================
 0      u16  magic 0xDC7A
 2      u8   version, 1
-3      u8   index encoding (:class:`~dct_plugin.codecs.sparse.IndexEncoding`)
+3      u8   index encoding (:class:`~dct_plugin.codecs.index.IndexEncoding`)
 4      u8   value dtype (:class:`~dct_plugin.codecs.values.ValueDtype`)
 5      u8   flags; bit 0: the tensor held a non-finite entry, or one of magnitude >= 2**126
             (then encoding and nnz are 0 and there is no body)
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .sparse import MAX_NUMEL, IndexEncoding, check_section, index_bound
+from .index import MAX_NUMEL, IndexEncoding, check_section, index_bound
 from .values import ValueDtype, value_nbytes
 
 MAGIC = 0xDC7A
@@ -66,6 +66,11 @@ class Header(NamedTuple):
     index_nbytes: int
     check1: int = 0
     check2: int = 0
+
+    @classmethod
+    def flagged(cls, value_dtype: ValueDtype, numel: int) -> Header:
+        """The header, and all there is, of a tensor with a non-finite entry."""
+        return cls(IndexEncoding.DENSE, value_dtype, True, 0, numel, 0, 0)
 
     @property
     def value_nbytes(self) -> int:
@@ -155,6 +160,17 @@ def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: 
     return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
 
 
+def write_payload(out: Tensor, header: Header, *sections: Tensor) -> int:
+    """Write a payload (sections: uint8) to the start of ``out``, with checksums; returns its bytes."""
+    at = HEADER_NBYTES
+    for section in sections:
+        out[at : at + section.numel()] = section
+        at += section.numel()
+    packed = bytearray(header.with_checks(out[HEADER_NBYTES:at]).pack())
+    out[:HEADER_NBYTES] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
+    return at
+
+
 def header_bytes(data: Tensor) -> bytes:
     """The first (at most) 40 bytes of a uint8 tensor on any device."""
     return data[:HEADER_NBYTES].cpu().numpy().tobytes()
@@ -174,11 +190,17 @@ def parse_payload(data: Tensor, numel: int | None = None, *, verify: bool = True
     header = Header.parse(header_bytes(data), data.numel())
     if header.nbytes != data.numel():
         raise PayloadError(f"payload announces {header.nbytes} bytes, the buffer has {data.numel()}")
-    if numel is not None and header.numel != numel:
-        raise PayloadError(f"payload is of a tensor of {header.numel} entries, expected {numel}")
+    if numel is not None:
+        check_numel(header, numel)
     if verify:
         verify_checksum(header, data)
     return header
+
+
+def check_numel(header: Header, numel: int) -> None:
+    """Raise :class:`PayloadError` unless the payload is of a tensor of ``numel`` entries."""
+    if header.numel != numel:
+        raise PayloadError(f"payload is of a tensor of {header.numel} entries, expected {numel}")
 
 
 def verify_checksum(header: Header, data: Tensor) -> None:
@@ -211,15 +233,20 @@ class Payload:
 
     @classmethod
     def split(cls, message: Tensor, *, verify: bool = True) -> list[Payload]:
-        """The payloads of a message, uint8, which is a concatenation of them (views, no copies)."""
+        """The payloads of a message, uint8, which is a concatenation of them (views, no copies).
+
+        A message on a device is copied to the host once, to find the headers.
+
+        Raises:
+            PayloadError: the reason; ``verify=False`` leaves the checksums to a later decode.
+        """
         if message.dtype is not torch.uint8 or message.dim() != 1 or not message.is_contiguous():
             raise PayloadError(f"a message is a contiguous 1-D uint8 tensor, got {message.dtype}")
         payloads = []
-        at = 0
+        at, host = 0, message.cpu()
         while at < message.numel():
-            rest = message[at:]
-            header = Header.parse(header_bytes(rest), rest.numel())
-            payload = cls(rest[: header.nbytes], header)
+            header = Header.parse(header_bytes(host[at:]), message.numel() - at)
+            payload = cls(message[at : at + header.nbytes], header)
             if verify:
                 verify_checksum(header, payload.data)
             payloads.append(payload)

@@ -20,6 +20,8 @@ TIME_LIMIT = 120.0
 #: Seconds in which a rank that is about to fail lets the others read why: rank 0 may be the one serving the
 #: store.
 _FAREWELL = 10.0
+#: What may be the matter with a rank that says nothing.
+HINT = "dct-plugin is not installed or not active there (is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?)"
 
 Facts = Mapping[str, Any]
 
@@ -41,15 +43,24 @@ class Agreement:
         topic: Prefix of the keys, the same on all ranks and used once in the life of the store.
         rank, world_size: Of this process, counted over everybody who shares the store.
         limit: Seconds to wait for the others.
+        hint: Besides a crash, what may be the matter with a rank that says nothing.
     """
 
     def __init__(
-        self, store: Store, topic: str, *, rank: int, world_size: int, limit: float = TIME_LIMIT
+        self,
+        store: Store,
+        topic: str,
+        *,
+        rank: int,
+        world_size: int,
+        limit: float = TIME_LIMIT,
+        hint: str = HINT,
     ) -> None:
         self.topic = topic
         self.rank = rank
         self.world_size = world_size
         self.limit = limit
+        self.hint = hint
         self._store = store
 
     def confirm(self, facts: Facts) -> None:
@@ -110,7 +121,7 @@ class Agreement:
             if len(heard) == self.world_size or time.monotonic() >= until:
                 break
             time.sleep(pause)
-        fault = describe(heard, self.world_size, self.limit)
+        fault = describe(heard, self.world_size, self.limit, self.hint)
         verdict = {
             "fault": fault,
             "present": sum("absent" not in statement for statement in heard.values()),
@@ -129,9 +140,9 @@ class Agreement:
                 return verdict if verdict["fault"] else None
             first = first or self._read(0)
             if first is not None and "absent" in first:
-                return {"fault": describe({0: first}, 1, self.limit), "present": 1}
+                return {"fault": describe({0: first}, 1, self.limit, self.hint), "present": 1}
             time.sleep(pause)
-        return {"fault": _no_answer([0], self.limit), "present": 1}
+        return {"fault": _no_answer([0], self.limit, self.hint), "present": 1}
 
     def _farewell(self, present: int) -> None:
         """Wait until everybody has read the verdict: the first to exit may take the store with it."""
@@ -153,13 +164,14 @@ def _pauses() -> Iterator[float]:
         pause = min(1.5 * pause, 0.25)
 
 
-def describe(heard: Mapping[int, Any], world_size: int, limit: float) -> str:
+def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str = HINT) -> str:
     """What keeps the ranks from agreeing, for people; empty when nothing does.
 
     Args:
         heard: Statement by rank: ``{"facts": ...}``, ``{"error": ...}`` or ``{"absent": true}``.
         world_size: Ranks that should have stated something.
         limit: Seconds they had.
+        hint: What may be the matter with those that did not.
     """
     faults = [
         f"{_ranks([rank])} failed at start-up: {statement['error']}"
@@ -173,7 +185,7 @@ def describe(heard: Mapping[int, Any], world_size: int, limit: float) -> str:
         )
     missing = [rank for rank in range(world_size) if rank not in heard]
     if missing and not faults:  # after a failure the wait is cut short: then silence says nothing
-        faults.append(_no_answer(missing, limit))
+        faults.append(_no_answer(missing, limit, hint))
     faults += differences({rank: s["facts"] for rank, s in heard.items() if "facts" in s})
     return "; ".join(faults)
 
@@ -192,11 +204,8 @@ def differences(facts: Mapping[int, Facts]) -> list[str]:
     return lines
 
 
-def _no_answer(missing: Sequence[int], limit: float) -> str:
-    return (
-        f"{_ranks(missing)} did not report within {limit:g} s: crashed, or dct-plugin is not installed or "
-        "not active there (is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?)"
-    )
+def _no_answer(missing: Sequence[int], limit: float, hint: str) -> str:
+    return f"{_ranks(missing)} did not report within {limit:g} s: crashed, or {hint}"
 
 
 def _has(ranks: Sequence[int]) -> str:

@@ -13,9 +13,20 @@ from collections.abc import Callable
 
 import torch
 
-from .backend import Backend, Stats
+from ..codecs.stats import Stats, read_stats
+from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Tau
 
-__all__ = ["Backend", "Stats", "get_backend", "register_backend"]
+__all__ = [
+    "GRAD_DTYPES",
+    "SMALLEST_TAU",
+    "Backend",
+    "Stats",
+    "Tau",
+    "backend_names",
+    "get_backend",
+    "read_stats",
+    "register_backend",
+]
 
 logger = logging.getLogger("dct_plugin.kernels")
 
@@ -37,13 +48,17 @@ def register_backend(name: str, factory: Callable[[], Backend], device_types: tu
         _failed.discard(name)
 
 
+def backend_names() -> tuple[str, ...]:
+    """What :func:`get_backend` takes for a name: ``auto`` and all registered ones."""
+    return ("auto", *_factories)
+
+
 def get_backend(device: torch.device | str, name: str = "auto", *, threads: int | None = None) -> Backend:
     """The kernels for tensors on ``device``.
 
     Args:
-        name: ``auto``, ``reference``, ``cpu`` or another registered name. ``auto`` takes the environment
-            variable ``DCT_KERNELS`` if it is set, else the fastest backend that works here; which one that
-            is, is logged once.
+        name: one of :func:`backend_names`. ``auto`` takes the environment variable ``DCT_KERNELS`` if it is
+            set, else the fastest backend that works here; the choice is logged once.
         threads: threads per call of a compiled CPU backend; None: as many as torch uses.
     Raises:
         ValueError: unknown name, or a backend that does not serve this device.
@@ -57,18 +72,18 @@ def get_backend(device: torch.device | str, name: str = "auto", *, threads: int 
 
 
 def _choose(device: torch.device, name: str) -> Backend:
-    source = "name"
-    if name == "auto":
+    from_environment = name == "auto"
+    if from_environment:
         name = os.environ.get("DCT_KERNELS", "").strip().lower() or "auto"
-        source = "DCT_KERNELS"
     if name != "auto":
         if name not in _factories:
-            allowed = ", ".join(["auto", *_factories])
+            source = "DCT_KERNELS" if from_environment else "kernels.backend"
+            allowed = ", ".join(backend_names())
             raise ValueError(f"{source}: kernel backend {name!r} is unknown; allowed: {allowed}")
         _, device_types = _factories[name]
         if not device_types or device.type in device_types:
             return _instance(name)
-        if source == "name":
+        if not from_environment:
             served = ", ".join(device_types)
             raise ValueError(f"kernel backend {name!r} serves {served} tensors, not {device.type}")
     for candidate, (_, device_types) in reversed(list(_factories.items())):

@@ -1,47 +1,37 @@
-"""What every kernel backend offers, and the argument checks they share."""
+"""What every kernel backend offers, and the argument checks they share.
+
+The host never has to wait for a kernel between two tensors. Thresholds may stay on the device, from
+:meth:`Backend.sample_threshold` into :meth:`Backend.compress`; so may the :class:`~dct_plugin.codecs.Stats`
+that come back, which :func:`~dct_plugin.codecs.read_stats` or :func:`~dct_plugin.codecs.read_messages` read
+for all tensors of a collective at once. What the host needs in between, the room for a payload, follows from
+``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs.payload_bound`).
+"""
 
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..codecs.payload import Header, payload_bound
-from ..codecs.sparse import MAX_NUMEL, IndexEncoding
+from ..codecs.index import CODECS, MAX_NUMEL, NO_POSITIONS, IndexEncoding
+from ..codecs.payload import Header, Payload, check_numel, parse_payload, payload_bound, verify_checksum
+from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALLEST_TAU = torch.finfo(torch.float32).tiny  # smallest positive normal fp32
-
-
-class Stats(NamedTuple):
-    """What one compression did.
-
-    Attributes:
-        nbytes: size of the payload, bytes.
-        nnz: entries sent.
-        above: entries with ``|acc| >= tau`` before the capacity limit.
-        nonfinite: the input held a non-finite entry (or one of magnitude 2**126 or more); nothing was sent or
-            changed.
-        select_ns: time of finite check + accumulate + select, nanoseconds.
-        encode_ns: time of writing the payload, nanoseconds.
-    """
-
-    nbytes: int
-    nnz: int
-    above: int
-    nonfinite: bool
-    select_ns: int
-    encode_ns: int
+SMALLEST_TAU = float(torch.finfo(torch.float32).tiny)  # smallest positive normal fp32
+Tau: TypeAlias = float | Tensor
+"""A threshold: on the host, or fp32 [] on the gradient's device."""
 
 
 class Backend(Protocol):
     """The hot loops. All tensors are 1-D, contiguous and on one device; the residual is fp32.
 
-    Every backend writes the same bytes, residuals and decoded values, bit for bit.
+    Every backend writes the same bytes, residuals and decoded values, bit for bit. A payload is given as a
+    uint8 tensor, or as a :class:`~dct_plugin.codecs.Payload`, whose header the host knows already.
     """
 
     name: str
@@ -50,7 +40,7 @@ class Backend(Protocol):
         self,
         grad: Tensor,
         residual: Tensor | None,
-        tau: float,
+        tau: Tau,
         out: Tensor,
         *,
         residual_out: Tensor | None = None,
@@ -68,7 +58,8 @@ class Backend(Protocol):
         Args:
             grad: fp32, bf16 or fp16 [numel]; never modified.
             residual: fp32 [numel], finite; None: no error feedback (zeros).
-            tau: threshold > 0, may be inf; 0 sends every entry (dense, ``capacity`` ignored).
+            tau: threshold > 0, may be inf; the number 0 sends every entry (dense, ``capacity`` ignored). A
+                tensor is not read: it is taken to be positive and raised to :data:`SMALLEST_TAU`.
             out: uint8, at least ``payload_bound(numel, capacity, value_dtype, encoding)`` bytes.
             residual_out: fp32 [numel], either ``residual`` itself (default) or apart from it.
             encoding: force an index encoding (tests, benchmarks).
@@ -79,8 +70,8 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> int:
-        """``out[index] += value`` for a payload, uint8; ``out`` is fp32 [numel]. Returns nnz.
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
+        """``out[index] += value``; ``out`` is fp32 [numel]. Returns nnz.
 
         Raises:
             PayloadError: the payload is not valid, or not of ``out.numel()`` entries; ``out`` is untouched
@@ -88,11 +79,13 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         """Which entries a payload keeps, bool [numel]. Raises :class:`PayloadError`."""
         ...
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         """Values of ``source`` (fp32, bf16 or fp16 [numel]) at the positions of an earlier payload, without
         the positions.
 
@@ -102,13 +95,15 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+    def decode_shared_add(
+        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    ) -> int:
         """:meth:`decode_add` for a payload of :meth:`encode_shared`, at ``index_payload``'s positions."""
         ...
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
-    ) -> float:
+    ) -> Tau:
         """Threshold that keeps about ``keep_fraction`` of ``|grad + residual|``, from ``num_samples`` random
         positions.
 
@@ -117,18 +112,18 @@ class Backend(Protocol):
         """
         ...
 
-    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
+    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> Tau:
         """The ``k``-th largest ``|grad + residual|``; non-finite and tiny as in :meth:`sample_threshold`."""
         ...
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
     ) -> tuple[IndexEncoding, int, Tensor]:
-        """See :func:`dct_plugin.codecs.sparse.encode_indices`."""
+        """See :func:`dct_plugin.codecs.index.encode_indices`."""
         ...
 
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
-        """See :func:`dct_plugin.codecs.sparse.decode_indices`."""
+        """See :func:`dct_plugin.codecs.index.decode_indices`."""
         ...
 
 
@@ -136,7 +131,7 @@ class CompressArgs(NamedTuple):
     """Checked and normalised arguments of :meth:`Backend.compress`."""
 
     numel: int
-    tau: float  # exactly representable in fp32
+    tau: Tau  # exactly representable in fp32
     dense: bool
     capacity: int
     start: int
@@ -167,7 +162,7 @@ def check_out(out: Tensor, needed: int) -> None:
 def check_compress(
     grad: Tensor,
     residual: Tensor | None,
-    tau: float,
+    tau: Tau,
     out: Tensor,
     residual_out: Tensor | None,
     capacity: int | None,
@@ -175,41 +170,39 @@ def check_compress(
     value_dtype: int,
     encoding: int | None,
 ) -> CompressArgs:
-    check_vector("grad", grad, GRAD_DTYPES)
+    check_pair(grad, residual)
     numel = grad.numel()
     if numel > MAX_NUMEL:
         raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
-    if residual is not None:
-        check_vector("residual", residual, (torch.float32,), numel)
     if residual_out is None:
         residual_out = residual
     else:
         check_vector("residual_out", residual_out, (torch.float32,), numel)
-    tau = float(tau)
-    if not tau >= 0:
-        raise ValueError(f"tau is {tau}; it must be 0 (send everything) or positive")
-    dense = tau == 0
-    if not dense:
-        tau = max(ctypes.c_float(tau).value, SMALLEST_TAU)
+    tau, dense = _check_tau(tau)
     vt = ValueDtype.parse(value_dtype)
     enc = None if encoding is None else IndexEncoding.parse(encoding)
-    if enc is IndexEncoding.SHARED_MASK or (enc is IndexEncoding.DENSE and not dense and numel):
+    # Some entries may or may not be kept: the encoding has to hold any number of them, none for example.
+    if enc is not None and not CODECS[enc].can_hold(numel if dense else 0, numel):
         raise ValueError(f"index encoding {enc.label} cannot be forced here")
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity is {capacity}; it must be at least 0")
     limit = numel if dense or capacity is None else min(int(capacity), numel)
     check_out(out, payload_bound(numel, limit, vt, enc))
-    for other in (residual, residual_out, out):
-        if other is not None and other.device != grad.device:
+    for other in (residual, residual_out, out, tau):
+        if isinstance(other, Tensor) and other.device != grad.device:
             raise ValueError(f"grad is on {grad.device}, another argument on {other.device}")
     return CompressArgs(numel, tau, dense, limit, int(start) % max(numel, 1), vt, enc, residual_out)
 
 
-def check_fraction(keep_fraction: float, num_samples: int) -> None:
-    if not 0 < keep_fraction <= 1:
-        raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+def _check_tau(tau: Tau) -> tuple[Tau, bool]:
+    """The threshold as it is applied, and whether it sends everything; a tensor is not read."""
+    if isinstance(tau, Tensor):
+        if tau.dtype != torch.float32 or tau.dim():
+            raise ValueError(f"tau must be a number or fp32 [], got {tau.dtype} of shape {tuple(tau.shape)}")
+        return tau.clamp(min=SMALLEST_TAU), False
+    if not tau >= 0:
+        raise ValueError(f"tau is {tau}; it must be 0 (send everything) or positive")
+    return (max(ctypes.c_float(tau).value, SMALLEST_TAU), False) if tau else (0.0, True)
 
 
 def check_pair(grad: Tensor, residual: Tensor | None) -> None:
@@ -218,11 +211,64 @@ def check_pair(grad: Tensor, residual: Tensor | None) -> None:
         check_vector("residual", residual, (torch.float32,), grad.numel())
 
 
-def check_shared(header: Header, mask_header: Header) -> None:
+def check_sample(grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int) -> None:
+    check_pair(grad, residual)
+    if not 0 < keep_fraction <= 1:
+        raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+
+
+def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
+    check_pair(grad, residual)
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
+
+
+def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:
+    """``payload`` with its header, checked; ``verify=False`` leaves the checksum to the kernel.
+
+    Raises:
+        PayloadError: the payload is not valid, or not of ``numel`` entries.
+    """
+    if not isinstance(payload, Payload):
+        return Payload(payload, parse_payload(payload, numel, verify=verify))
+    check_numel(payload.header, numel)
+    if verify:
+        verify_checksum(payload.header, payload.data)
+    return payload
+
+
+def open_positions(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:
+    """:func:`open_payload` for one that has to hold its own positions."""
+    opened = open_payload(payload, numel, verify=verify)
+    if opened.header.encoding is IndexEncoding.SHARED_MASK:
+        raise PayloadError(NO_POSITIONS)
+    return opened
+
+
+def check_encode_shared(
+    source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor, *, verify: bool = True
+) -> tuple[Payload, Header]:
+    """Check the arguments of :meth:`Backend.encode_shared`.
+
+    Returns:
+        the payload of the mask, and the header to write if no value that is sent overflows.
+    """
+    check_vector("source", source, GRAD_DTYPES)
+    vt = ValueDtype.parse(value_dtype)
+    mask = open_positions(index_payload, source.numel(), verify=verify)
+    check_out(out, payload_bound(mask.numel, mask.nnz, vt, IndexEncoding.SHARED_MASK))
+    if mask.nonfinite:
+        return mask, Header.flagged(vt, mask.numel)
+    return mask, Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask.numel, mask.nnz, 0)
+
+
+def check_shared(payload: Payload, mask: Payload) -> None:
     """Raise :class:`PayloadError` unless a shared-mask payload fits the payload its mask comes from."""
-    if header.encoding is not IndexEncoding.SHARED_MASK:
-        raise PayloadError(f"payload has encoding {header.encoding.label}, expected shared_mask")
-    if mask_header.nonfinite or mask_header.encoding is IndexEncoding.SHARED_MASK:
-        raise PayloadError("the payload given for the mask holds no positions")
-    if mask_header.nnz != header.nnz:
-        raise PayloadError(f"payload has {header.nnz} values, the mask {mask_header.nnz} positions")
+    if payload.header.encoding is not IndexEncoding.SHARED_MASK:
+        raise PayloadError(f"payload has encoding {payload.encoding}, expected shared_mask")
+    if mask.nonfinite:
+        raise PayloadError("the payload given for the mask is flagged non-finite and holds no positions")
+    if mask.nnz != payload.nnz:
+        raise PayloadError(f"payload has {payload.nnz} values, the mask {mask.nnz} positions")

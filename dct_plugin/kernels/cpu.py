@@ -10,20 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs.payload import Header, parse_payload, payload_bound
-from ..codecs.sparse import IndexEncoding, check_positions, check_section
+from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_section
+from ..codecs.payload import Header, Payload, verify_checksum, write_payload
+from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
 from . import build
 from .backend import (
     GRAD_DTYPES,
-    Stats,
+    Tau,
     check_compress,
-    check_fraction,
-    check_out,
-    check_pair,
+    check_encode_shared,
+    check_exact,
+    check_sample,
     check_shared,
     check_vector,
+    open_payload,
+    open_positions,
 )
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -109,9 +112,10 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _payload(data: Tensor, header: Header) -> _Payload:
+def _view(payload: Payload) -> _Payload:
+    header = payload.header
     return _Payload(
-        data.data_ptr(),
+        payload.data.data_ptr(),
         header.nbytes,
         header.numel,
         header.nnz,
@@ -124,8 +128,9 @@ def _payload(data: Tensor, header: Header) -> _Payload:
     )
 
 
-def _on_cpu(**tensors: Tensor | None) -> None:
+def _on_cpu(**tensors: Payload | Tensor | None) -> None:
     for name, tensor in tensors.items():
+        tensor = tensor.data if isinstance(tensor, Payload) else tensor
         if tensor is not None and tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}, these kernels serve cpu tensors")
 
@@ -167,7 +172,7 @@ class CpuBackend:
         self,
         grad: Tensor,
         residual: Tensor | None,
-        tau: float,
+        tau: Tau,
         out: Tensor,
         *,
         residual_out: Tensor | None = None,
@@ -189,7 +194,7 @@ class CpuBackend:
             args.numel,
             args.capacity,
             args.start,
-            args.tau,
+            float(args.tau),
             _GRAD_CODE[grad.dtype],
             args.value_dtype,
             -1 if args.encoding is None else args.encoding,
@@ -197,83 +202,72 @@ class CpuBackend:
             max(1, min(threads, _MAX_THREADS)),
         )
         _check(self._library.dct_compress(byref(call)))
-        return Stats(call.nbytes, call.nnz, call.above, bool(call.nonfinite), call.select_ns, call.encode_ns)
+        return Stats(
+            call.nbytes,
+            call.nnz,
+            call.above,
+            bool(call.nonfinite),
+            tau=call.tau,
+            select_ns=call.select_ns,
+            encode_ns=call.encode_ns,
+        )
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
         _on_cpu(payload=payload, out=out)
-        header = parse_payload(payload, out.numel(), verify=False)
-        if header.encoding is IndexEncoding.SHARED_MASK:
-            raise PayloadError(
-                "a shared_mask payload holds no positions; decode it with the payload that does"
-            )
-        return self._decode(payload, header, payload, header, out)
+        payload = open_positions(payload, out.numel(), verify=False)
+        return self._decode(payload, payload, out)
 
-    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+    def decode_shared_add(
+        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    ) -> int:
         check_vector("out", out, (torch.float32,))
         _on_cpu(payload=payload, index_payload=index_payload, out=out)
-        header = parse_payload(payload, out.numel(), verify=False)
-        mask_header = parse_payload(index_payload, out.numel(), verify=False)
-        if not header.nonfinite:
-            check_shared(header, mask_header)
-        return self._decode(payload, header, index_payload, mask_header, out)
+        payload = mask = open_payload(payload, out.numel(), verify=False)
+        if not payload.nonfinite:
+            mask = open_positions(index_payload, out.numel(), verify=False)
+            check_shared(payload, mask)
+        return self._decode(payload, mask, out)
 
-    def _decode(self, payload: Tensor, header: Header, mask: Tensor, mask_header: Header, out: Tensor) -> int:
-        if header.nonfinite:
-            parse_payload(payload)  # checksum
+    def _decode(self, payload: Payload, mask: Payload, out: Tensor) -> int:
+        if payload.nonfinite:
+            verify_checksum(payload.header, payload.data)
             out.fill_(float("nan"))
             return 0
-        own = _payload(payload, header)
-        other = own if mask is payload else _payload(mask, mask_header)
+        own = _view(payload)
+        other = own if mask is payload else _view(mask)
         _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
-        return header.nnz
+        return payload.nnz
 
-    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         _on_cpu(payload=payload)
-        header = parse_payload(payload, numel, verify=False)
-        if header.encoding is IndexEncoding.SHARED_MASK:
-            raise PayloadError(
-                "a shared_mask payload holds no positions; decode it with the payload that does"
-            )
+        payload = open_positions(payload, numel, verify=False)
         mask = torch.zeros(numel, dtype=torch.bool)
-        _check(self._library.dct_decode_mask(byref(_payload(payload, header)), mask.data_ptr()))
+        _check(self._library.dct_decode_mask(byref(_view(payload)), mask.data_ptr()))
         return mask
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
-        check_vector("source", source, GRAD_DTYPES)
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         _on_cpu(source=source, index_payload=index_payload, out=out)
-        vt = ValueDtype.parse(value_dtype)
         began = time.perf_counter_ns()
-        mask_header = parse_payload(index_payload, source.numel(), verify=False)
-        if mask_header.encoding is IndexEncoding.SHARED_MASK:
-            raise PayloadError("the payload given for the mask holds no positions")
-        check_out(out, payload_bound(mask_header.numel, mask_header.nnz, vt, IndexEncoding.SHARED_MASK))
-        nnz = mask_header.nnz
-        if mask_header.nonfinite:
-            parse_payload(index_payload)  # checksum
-            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
-            packed = header.with_checks(out[:0]).pack()
-            out[: header.nbytes] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-            return Stats(header.nbytes, 0, 0, True, 0, time.perf_counter_ns() - began)
-        flag = c_int32()
-        mask = _payload(index_payload, mask_header)
-        code = _GRAD_CODE[source.dtype]
-        _check(
-            self._library.dct_encode_shared(
-                source.data_ptr(), code, byref(mask), vt, out.data_ptr(), byref(flag)
-            )
-        )
-        header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask_header.numel, nnz, 0)
-        if flag.value:
-            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
+        mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
+        if header.nonfinite:
+            verify_checksum(mask.header, mask.data)
+            write_payload(out, header)
+        else:
+            flag, code, vt = c_int32(), _GRAD_CODE[source.dtype], header.value_dtype
+            arguments = (source.data_ptr(), code, byref(_view(mask)), vt, out.data_ptr(), byref(flag))
+            _check(self._library.dct_encode_shared(*arguments))
+            if flag.value:
+                header = Header.flagged(vt, mask.numel)
         elapsed = time.perf_counter_ns() - began
-        return Stats(header.nbytes, header.nnz, nnz, header.nonfinite, 0, elapsed)
+        return Stats(header.nbytes, header.nnz, mask.nnz, header.nonfinite, encode_ns=elapsed)
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_fraction(keep_fraction, num_samples)
-        check_pair(grad, residual)
+        check_sample(grad, residual, keep_fraction, num_samples)
         _on_cpu(grad=grad, residual=residual)
         tau = c_float()
         status = self._library.dct_sample_threshold(
@@ -290,10 +284,8 @@ class CpuBackend:
         return tau.value
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_pair(grad, residual)
+        check_exact(grad, residual, k)
         _on_cpu(grad=grad, residual=residual)
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
         tau = c_float()
         code, numel = _GRAD_CODE[grad.dtype], grad.numel()
         _check(
@@ -319,9 +311,7 @@ class CpuBackend:
         check_vector("data", data, (torch.uint8,))
         enc = check_section(encoding, param, data.numel(), nnz, numel)
         if enc is IndexEncoding.SHARED_MASK:
-            raise PayloadError(
-                "a shared_mask payload holds no positions; decode it with the payload that does"
-            )
+            raise PayloadError(NO_POSITIONS)
         positions = np.empty(nnz, dtype=np.uint32)
         arguments = (data.data_ptr() or None, data.numel(), nnz, numel)
         _check(self._library.dct_decode_indices(enc, param, *arguments, positions.ctypes.data))

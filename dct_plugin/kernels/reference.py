@@ -1,8 +1,6 @@
-"""Kernels in plain torch, for any device: the definition the compiled backends are tested against, and the
-fallback.
+"""Kernels in plain torch, for any device: what compiled backends are tested against, and the fallback.
 
-Large temporaries are kept from call to call (per thread and device), because fresh pages cost more than the
-arithmetic.
+Large temporaries are kept from call to call, per thread and device: fresh pages cost more than arithmetic.
 """
 
 from __future__ import annotations
@@ -13,26 +11,21 @@ import time
 import torch
 from torch import Tensor
 
-from ..codecs.payload import (
-    HEADER_NBYTES,
-    OVERFLOW_MAGNITUDE,
-    Header,
-    parse_payload,
-    payload_bound,
-)
-from ..codecs.sparse import IndexEncoding, decode_indices, encode_indices
+from ..codecs.index import IndexEncoding, decode_indices, encode_indices
+from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
+from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
-from ..errors import PayloadError
 from .backend import (
-    GRAD_DTYPES,
     SMALLEST_TAU,
-    Stats,
+    Tau,
     check_compress,
-    check_fraction,
-    check_out,
-    check_pair,
+    check_encode_shared,
+    check_exact,
+    check_sample,
     check_shared,
     check_vector,
+    open_payload,
+    open_positions,
 )
 
 _MASK64 = (1 << 64) - 1
@@ -98,7 +91,7 @@ class ReferenceBackend:
         self,
         grad: Tensor,
         residual: Tensor | None,
-        tau: float,
+        tau: Tau,
         out: Tensor,
         *,
         residual_out: Tensor | None = None,
@@ -112,10 +105,9 @@ class ReferenceBackend:
         if has_overflow(grad):
             if args.residual_out is not None:
                 _keep_residual(residual, args.residual_out)
-            header = Header(IndexEncoding.DENSE, args.value_dtype, True, 0, args.numel, 0, 0)
             selected = time.perf_counter_ns()
-            nbytes = _write(out, header, [])
-            return Stats(nbytes, 0, 0, True, selected - began, time.perf_counter_ns() - selected)
+            nbytes = write_payload(out, Header.flagged(args.value_dtype, args.numel))
+            return _stats(nbytes, 0, 0, True, args.tau, began, selected)
 
         acc = self._accumulate(grad, residual, args.residual_out)
         if args.dense:
@@ -146,8 +138,8 @@ class ReferenceBackend:
                 idx = torch.arange(args.numel, dtype=torch.int64, device=grad.device)
             enc, param, index = encode_indices(idx, args.numel, args.encoding)
         header = Header(enc, args.value_dtype, False, param, args.numel, nnz, index.numel())
-        nbytes = _write(out, header, [index, body])
-        return Stats(nbytes, nnz, above, False, selected - began, time.perf_counter_ns() - selected)
+        nbytes = write_payload(out, header, index, body)
+        return _stats(nbytes, nnz, above, False, args.tau, began, selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
         """fp32(grad) + residual, in ``residual_out`` if there is one; else to be read only."""
@@ -159,73 +151,54 @@ class ReferenceBackend:
             residual_out = self._scratch("acc", grad.numel(), torch.float32, grad.device)
         return torch.add(residual, grad, out=residual_out)
 
-    def _select(self, acc: Tensor, tau: float) -> Tensor:
+    def _select(self, acc: Tensor, tau: Tau) -> Tensor:
         magnitude = torch.abs(acc, out=self._scratch("abs", acc.numel(), torch.float32, acc.device))
         mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
         return mask.nonzero().reshape(-1)
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
-        header = parse_payload(payload, out.numel())
-        if header.nonfinite:
-            out.fill_(float("nan"))
-            return 0
-        values = _values(payload, header)
-        if header.encoding is IndexEncoding.DENSE:
-            out.add_(values)
-            return header.nnz
-        idx = _indices(payload, header)
-        out[idx] = out[idx] + values
-        return header.nnz
+        payload = open_positions(payload, out.numel())
+        if payload.header.encoding is IndexEncoding.DENSE and not payload.nonfinite:
+            out.add_(_values(payload))
+            return payload.nnz
+        return _scatter_add(payload, payload, out)
 
-    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
-        header = parse_payload(payload, numel)
-        mask = torch.zeros(numel, dtype=torch.bool, device=payload.device)
-        if not header.nonfinite:
-            mask[_indices(payload, header)] = True
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
+        payload = open_positions(payload, numel)
+        mask = torch.zeros(numel, dtype=torch.bool, device=payload.data.device)
+        if not payload.nonfinite:
+            mask[_indices(payload)] = True
         return mask
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
-        check_vector("source", source, GRAD_DTYPES)
-        vt = ValueDtype.parse(value_dtype)
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         began = time.perf_counter_ns()
-        mask_header = parse_payload(index_payload, source.numel())
-        if mask_header.encoding is IndexEncoding.SHARED_MASK:
-            raise PayloadError("the payload given for the mask holds no positions")
-        check_out(out, payload_bound(mask_header.numel, mask_header.nnz, vt, IndexEncoding.SHARED_MASK))
-        values = source[:0]
-        if not mask_header.nonfinite:
-            values = source[_indices(index_payload, mask_header)].to(torch.float32)
+        mask, header = check_encode_shared(source, index_payload, value_dtype, out)
+        values = source[:0] if mask.nonfinite else source[_indices(mask)].to(torch.float32)
         selected = time.perf_counter_ns()
-        if mask_header.nonfinite or has_overflow(values):
-            header = Header(IndexEncoding.DENSE, vt, True, 0, mask_header.numel, 0, 0)
-            nbytes, nnz = _write(out, header, []), 0
-        else:
-            body, _ = encode_values(values, vt)
-            nnz = mask_header.nnz
-            header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask_header.numel, nnz, 0)
-            nbytes = _write(out, header, [body])
-        elapsed = time.perf_counter_ns() - selected
-        return Stats(nbytes, nnz, mask_header.nnz, header.nonfinite, selected - began, elapsed)
+        if header.nonfinite or has_overflow(values):
+            nbytes = write_payload(out, Header.flagged(header.value_dtype, header.numel))
+            return _stats(nbytes, 0, mask.nnz, True, 0.0, began, selected)
+        body, _ = encode_values(values, header.value_dtype)
+        nbytes = write_payload(out, header, body)
+        return _stats(nbytes, mask.nnz, mask.nnz, False, 0.0, began, selected)
 
-    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+    def decode_shared_add(
+        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    ) -> int:
         check_vector("out", out, (torch.float32,))
-        header = parse_payload(payload, out.numel())
-        if header.nonfinite:
-            out.fill_(float("nan"))
-            return 0
-        mask_header = parse_payload(index_payload, out.numel())
-        check_shared(header, mask_header)
-        values = _values(payload, header)
-        idx = _indices(index_payload, mask_header)
-        out[idx] = out[idx] + values
-        return header.nnz
+        payload = mask = open_payload(payload, out.numel())
+        if not payload.nonfinite:
+            mask = open_positions(index_payload, out.numel())
+            check_shared(payload, mask)
+        return _scatter_add(payload, mask, out)
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_fraction(keep_fraction, num_samples)
-        check_pair(grad, residual)
+        check_sample(grad, residual, keep_fraction, num_samples)
         if num_samples < grad.numel():
             where = sample_positions(grad.numel(), num_samples, seed, grad.device)
             grad = grad[where]
@@ -236,9 +209,7 @@ class ReferenceBackend:
         return _kth_largest(magnitude, rank_of(keep_fraction, magnitude.numel()))
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_pair(grad, residual)
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
+        check_exact(grad, residual, k)
         magnitude = _finite_magnitude(grad, residual)
         if magnitude.numel() == 0:
             return SMALLEST_TAU
@@ -278,21 +249,28 @@ def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
     return torch.cat([idx[: first + capacity - count], idx[first:]])
 
 
-def _write(out: Tensor, header: Header, sections: list[Tensor]) -> int:
-    at = HEADER_NBYTES
-    for section in sections:
-        out[at : at + section.numel()] = section
-        at += section.numel()
-    header = header.with_checks(out[HEADER_NBYTES:at])
-    out[:HEADER_NBYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(out.device)
-    return at
+def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: int, selected: int) -> Stats:
+    encode_ns = time.perf_counter_ns() - selected
+    select_ns = selected - began
+    return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
 
 
-def _indices(payload: Tensor, header: Header) -> Tensor:
-    section = payload[HEADER_NBYTES : HEADER_NBYTES + header.index_nbytes]
+def _scatter_add(payload: Payload, mask: Payload, out: Tensor) -> int:
+    if payload.nonfinite:
+        out.fill_(float("nan"))
+        return 0
+    values, idx = _values(payload), _indices(mask)
+    out[idx] = out[idx] + values
+    return payload.nnz
+
+
+def _indices(payload: Payload) -> Tensor:
+    header = payload.header
+    section = payload.data[HEADER_NBYTES : HEADER_NBYTES + header.index_nbytes]
     return decode_indices(header.encoding, header.param, section, header.nnz, header.numel)
 
 
-def _values(payload: Tensor, header: Header) -> Tensor:
-    section = payload[HEADER_NBYTES + header.index_nbytes : header.nbytes]
+def _values(payload: Payload) -> Tensor:
+    header = payload.header
+    section = payload.data[HEADER_NBYTES + header.index_nbytes : header.nbytes]
     return decode_values(section, header.nnz, header.value_dtype)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
-from torch.distributed import distributed_c10d
 
-from dct_plugin._version import __version__
-from dct_plugin.collectives.agreement import Agreement
-from dct_plugin.config import DCTConfig, options
+from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.errors import VersionError
 from dct_plugin.metrics import Metrics
 
-from ..autoload import STORE_KEY
-from .checkpointing import CheckpointHooks
-from .reporting import Reporting
+from ..host import startup
+from ..host.patches import Patches
+from ..host.reporting import Reporting
+from ..host.steps import StepHooks
+from . import checkpointing
 from .stage0 import BoundaryHooks
-from .stepping import StepLink
 from .support import check_engine, check_version, known_fault
 from .zero import PartitionHooks
 
@@ -37,60 +35,78 @@ class Attachment:
         config: The validated section.
         reducer: Sums the gradients; holds residuals and thresholds.
         metrics: Bytes, densities and times so far.
+        steps: Optimizer steps so far.
         description: The hooks that were chosen, in words.
     """
 
     def __init__(self, engine: Any, config: DCTConfig, kind: str) -> None:
-        group = engine.seq_data_parallel_group
-        # What can be skipped and taken back are steps under loss scaling; see StepLink.
-        scaled = bool(engine.fp16_enabled())
+        # Under dynamic loss scaling (fp16) an optimizer learns only in step(), after all gradients were
+        # reduced, that they overflowed: such a step is taken back. In fp32 and bf16 only non-finite gradients
+        # skip a step, which never enter a residual; what the finite tensors had sent in that step is lost
+        # with its batch.
+        self._scaled = bool(engine.fp16_enabled())
         self.config = config
         self.metrics = Metrics(
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
         self.reducer = GradientReducer(
-            config,
-            group,
+            config.data_parallel,
+            engine.seq_data_parallel_group,
             metrics=self.metrics,
             device=engine.device,
-            transactional=scaled,
-            loss_scale=float(engine.optimizer.loss_scale) if scaled else 1.0,
+            kernels=config.kernels,
+            transactional=self._scaled,
+            loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
         )
-        self._link = StepLink(self.reducer, engine.optimizer, may_roll_back=scaled)
+        self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
+        self.description = _describe(engine, kind)
+        self._patches = Patches()
         self._hooks: BoundaryHooks | PartitionHooks
         if kind == "zero":
-            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self._link)
+            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps)
         else:
-            self._hooks = BoundaryHooks(engine, self.reducer, self._link)
-        self._reporting = Reporting(engine, self.metrics)
-        self.description = _describe(engine, kind)
+            self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
 
     def install(self, engine: Any) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
-        self._hooks.install()
-        take_model_step = engine._take_model_step
-
-        def _take_model_step(*args: Any, **keywords: Any) -> Any:
-            result = take_model_step(*args, **keywords)
-            self._link.after_step()
-            return result
-
-        engine._take_model_step = _take_model_step
-        CheckpointHooks(engine, self.reducer, self._unit).install()
-        self._reporting.install(engine)
-
-    def _unit(self) -> float:
+        optimizer, patches = engine.optimizer, self._patches
+        self._hooks.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
-        return 1.0 / self.reducer.world_size if prescaled else 1.0
+        unit = 1.0 / self.reducer.world_size if prescaled else 1.0
+        checkpointing.install(engine, self.reducer, self.steps, unit, patches)
+        # The monitor, but not the engine: one that is dropped must not live until the process ends.
+        reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
+
+        def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            def _take_model_step(*args: Any, **keywords: Any) -> Any:
+                result = original(*args, **keywords)
+                self.steps.end(
+                    skipped=self._scaled and bool(getattr(optimizer, "overflow", False)),
+                    loss_scale=float(optimizer.loss_scale) if self._scaled else None,
+                )
+                return result
+
+            return _take_model_step
+
+        def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+            def destroy(*args: Any, **keywords: Any) -> Any:
+                reporting.finish()
+                patches.undo()
+                return original(*args, **keywords)
+
+            return destroy
+
+        patches.wrap(engine, "_take_model_step", make_step)
+        patches.wrap(engine, "destroy", make_destroy)
 
 
-def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
+def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment | None:
     """Attach to a finished engine; called for every engine whose JSON has a ``dct`` section.
 
     Args:
         engine: A ``DeepSpeedEngine`` after its ``__init__``.
         section: The ``dct`` section as read from the JSON.
-        number: Of the engine in this process; engines are made in the same order on all ranks.
+        topic: What the ranks agree on; engines are made in the same order on all ranks.
 
     Returns:
         What was attached (also ``engine.dct``), None when the section is disabled.
@@ -103,13 +119,8 @@ def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
     if ATTRIBUTE in engine.__dict__:
         return engine.__dict__[ATTRIBUTE]
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    agreement = Agreement(
-        _store(),
-        STORE_KEY.format(number=number, rank="").rstrip("/"),
-        rank=rank,
-        world_size=world_size,
-    )
-    try:
+    agreement = startup.join(topic)
+    with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=rank)
         if not config.enabled:
             agreement.abstain()
@@ -118,17 +129,9 @@ def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
         kind = check_engine(engine, deepspeed.__version__)
         reduces = config.data_parallel.enabled and kind != "none"
         attachment = Attachment(engine, config, kind) if reduces else None
-    except BaseException as error:
-        agreement.fail(error)
-        raise
+    path = attachment.description if attachment else "none"
     agreement.confirm(
-        {
-            **{option.path: option.value for option in options(config)},
-            "version of dct-plugin": __version__,
-            "version of deepspeed": deepspeed.__version__,
-            "version of torch": torch.__version__,
-            "gradient path": attachment.description if attachment else "none",
-        }
+        startup.facts_of(config, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
     )
     if attachment is None:
         if rank == 0:
@@ -150,16 +153,6 @@ def attach(engine: Any, section: Any, *, number: int = 0) -> Attachment | None:
         if advice := known_fault(engine, deepspeed.__version__):
             logger.warning("dct: %s", advice)
     return attachment
-
-
-def _store() -> Any:
-    try:
-        return distributed_c10d._get_default_store()
-    except Exception as error:
-        raise VersionError(
-            f"the default process group has no key-value store, which dct needs at start-up ({error}); "
-            "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
-        ) from error
 
 
 def _describe(engine: Any, kind: str) -> str:

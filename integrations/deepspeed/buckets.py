@@ -47,29 +47,29 @@ class Averaging(NamedTuple):
         return cls(1.0, 1.0 / world_size)
 
 
-class Staging:
-    """A gradient buffer in the type it is communicated in, 1-D and contiguous.
+class CommBuffer:
+    """A gradient in the type it is communicated in, 1-D and contiguous.
 
     DeepSpeed rounds gradients to ``communication_data_type`` before it sends them, so the same is done here.
 
     Args:
-        buffer: Gradient of any shape and layout.
+        grad: Of any shape and layout.
         dtype: Communication type.
         factor: Multiplied in before the sum, see :class:`Averaging`.
     """
 
-    def __init__(self, buffer: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
-        self._buffer = buffer
-        flat = buffer.reshape(-1)
-        self._aliased = flat.data_ptr() == buffer.data_ptr() and flat.dtype == dtype
+    def __init__(self, grad: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+        self._grad = grad
+        flat = grad.reshape(-1)
+        self._aliased = flat.data_ptr() == grad.data_ptr() and flat.dtype == dtype
         self.flat = flat if flat.dtype == dtype else flat.to(dtype)
         if factor != 1.0:
             self.flat.mul_(factor)
 
     def write_back(self) -> None:
-        """Put the result into the buffer, if it is not there already."""
+        """Put the result into the gradient, if it is not there already."""
         if not self._aliased:
-            self._buffer.copy_(self.flat.view(self._buffer.shape))
+            self._grad.copy_(self.flat.view(self._grad.shape))
 
 
 def pieces(sizes: Sequence[tuple[str, int]]) -> list[Piece]:

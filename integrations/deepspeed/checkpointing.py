@@ -2,114 +2,73 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 import os
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer
 
-#: The state of a reducer that has not reduced anything.
-_NOTHING: dict[str, Any] = {"step": 0, "loss_scale": 1.0, "streams": {}}
+from ..host import rank_files
+from ..host.patches import Patches
+from ..host.steps import StepHooks
 
-logger = logging.getLogger("dct_plugin")
 
-
-class CheckpointHooks:
-    """Wraps ``save_checkpoint`` and ``load_checkpoint`` of an engine.
+def install(engine: Any, reducer: GradientReducer, steps: StepHooks, unit: float, patches: Patches) -> None:
+    """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
 
     Args:
-        engine: DeepSpeed's engine.
+        engine: DeepSpeed's engine; this instance is patched.
         reducer: Whose state is saved.
+        steps: Of the engine's optimizer.
         unit: Factor on the gradients that reach the reducer, see :func:`dct_plugin.checkpoint.save`.
+        patches: Keeps what was replaced.
     """
+    group = reducer.exchange.group
+    # Of the class: a subclass may pass its arguments on unseen.
+    signature = inspect.signature(DeepSpeedEngine.load_checkpoint)
 
-    def __init__(self, engine: Any, reducer: GradientReducer, unit: Callable[[], float]) -> None:
-        self.engine = engine
-        self.reducer = reducer
-        self.unit = unit
-
-    def install(self) -> None:
-        """Patch the engine instance."""
-        engine = self.engine
-        save, load = engine.save_checkpoint, engine.load_checkpoint
-
-        def save_checkpoint(_: Any, save_dir: Any, tag: Any = None, *args: Any, **keywords: Any) -> Any:
+    def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **keywords: Any) -> Any:
             # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
             if save_dir:
-                self.save(
-                    os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
+                folder = os.path.join(
+                    save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)
                 )
-            return save(save_dir, tag, *args, **keywords)
+                rank_files.save_reducer(folder, reducer.state_dict, group=group, unit=unit)
+            return original(save_dir, tag, *args, **keywords)
 
-        def load_checkpoint(
-            _: Any,
-            load_dir: Any,
-            tag: Any = None,
-            load_module_strict: bool = True,
-            load_optimizer_states: bool = True,
-            load_lr_scheduler_states: bool = True,
-            load_module_only: bool = False,
-            **keywords: Any,
-        ) -> Any:
-            found = load(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                **keywords,
-            )
-            if found[0] is not None:
-                training = load_optimizer_states and not load_module_only
-                self.load(self._folder(load_dir, tag) if training else None)
+        return save_checkpoint
+
+    def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*args: Any, **keywords: Any) -> Any:
+            found = original(*args, **keywords)
+            if found[0] is None:
+                return found
+            given = signature.bind(engine, *args, **keywords)
+            given.apply_defaults()
+            asked = given.arguments
+            state = None
+            if asked["load_optimizer_states"] and not asked["load_module_only"]:
+                folder = _folder(engine, asked["load_dir"], asked["tag"])
+                state = rank_files.load_reducer(folder, group=group, unit=unit)
+            scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
+            reducer.load_state_dict(state or rank_files.FRESH, loss_scale=scale)
+            steps.step = reducer.step
             return found
 
-        engine.save_checkpoint = MethodType(save_checkpoint, engine)
-        engine.load_checkpoint = MethodType(load_checkpoint, engine)
+        return load_checkpoint
 
-    def _folder(self, load_dir: Any, tag: Any) -> str:
-        """Where DeepSpeed has just loaded from."""
-        if tag is None:
-            latest = "latest_universal" if self.engine.load_universal_checkpoint() else "latest"
-            with open(os.path.join(load_dir, latest), encoding="utf-8") as file:
-                tag = file.read().strip()
-        return os.path.join(load_dir, str(tag))
+    patches.wrap(engine, "save_checkpoint", make_save)
+    patches.wrap(engine, "load_checkpoint", make_load)
 
-    def save(self, folder: str) -> None:
-        """Write this rank's state."""
-        reducer = self.reducer
-        checkpoint.save(
-            folder, reducer.state_dict(), rank=reducer.rank, world_size=reducer.world_size, unit=self.unit()
-        )
 
-    def load(self, folder: str | None) -> None:
-        """Restore this rank's state (a collective); None or missing files start from zero residuals."""
-        reducer = self.reducer
-        state = None
-        if folder is not None:
-            state = checkpoint.load(
-                folder, rank=reducer.rank, world_size=reducer.world_size, unit=self.unit()
-            )
-        # A rank without its file would count warm-up steps of its own: all have a state, or none has.
-        there = torch.tensor([state is not None, state is None], dtype=torch.int32, device=self.engine.device)
-        dist.all_reduce(there, group=reducer.exchange.group)
-        having, missing = there.tolist()
-        if state is None or missing:
-            if folder is not None and reducer.rank == 0:
-                logger.warning(
-                    "dct: %s: %s; training goes on with residuals of zero and new thresholds",
-                    folder,
-                    "the checkpoint holds no dct_rank_*.pt files"
-                    if not having
-                    else f"{missing} of {missing + having} ranks cannot read their dct_rank_*.pt files",
-                )
-            state = _NOTHING
-        scaled = bool(self.engine.fp16_enabled())
-        reducer.load_state_dict(state, loss_scale=float(self.engine.optimizer.loss_scale) if scaled else None)
+def _folder(engine: Any, load_dir: Any, tag: Any) -> str:
+    """Where DeepSpeed has just loaded from."""
+    if tag is None:
+        latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
+        with open(os.path.join(load_dir, latest), encoding="utf-8") as file:
+            tag = file.read().strip()
+    return os.path.join(load_dir, str(tag))

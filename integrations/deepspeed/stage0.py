@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
 
-from .buckets import Averaging, Piece, Staging
-from .stepping import StepLink
+from ..host.patches import Patches
+from ..host.steps import StepHooks
+from .buckets import Averaging, CommBuffer, Piece
 
 logger = logging.getLogger("dct_plugin")
 
@@ -29,37 +29,37 @@ class BoundaryHooks:
     Args:
         engine: Stage 0 in any precision, or ZeRO-1 with :class:`BF16_Optimizer`.
         reducer: Over the engine's data-parallel group.
-        link: To the optimizer's steps.
+        steps: Of the engine's optimizer.
     """
 
-    def __init__(self, engine: Any, reducer: GradientReducer, link: StepLink) -> None:
+    def __init__(self, engine: Any, reducer: GradientReducer, steps: StepHooks) -> None:
         self.engine = engine
         self.reducer = reducer
-        self.link = link
+        self.steps = steps
         self._layout: dict[int, list[Piece]] | None = None
         self._unknown_reported = False
 
-    def install(self) -> None:
+    def install(self, patches: Patches) -> None:
         """Patch the engine instance."""
         engine = self.engine
         collect, reduce = engine.buffered_allreduce_fallback, engine.allreduce_and_copy
 
-        def buffered_allreduce_fallback(_: Any, *args: Any, **keywords: Any) -> None:
+        def buffered_allreduce_fallback(*args: Any, **keywords: Any) -> None:
             self._layout = None  # gradients are other tensors in every step
-            self.link.before_reduction()
+            self.steps.begin()
             try:
                 collect(*args, **keywords)
             finally:
                 self._layout = None
 
         def allreduce_and_copy(
-            _: Any, small_bucket: list[Tensor], dp_group: Any, dp_world_size: float | None = None
+            small_bucket: list[Tensor], dp_group: Any, dp_world_size: float | None = None
         ) -> None:
             if not self._reduce(small_bucket):
                 reduce(small_bucket, dp_group, dp_world_size)
 
-        engine.buffered_allreduce_fallback = MethodType(buffered_allreduce_fallback, engine)
-        engine.allreduce_and_copy = MethodType(allreduce_and_copy, engine)
+        patches.replace(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
+        patches.replace(engine, "allreduce_and_copy", allreduce_and_copy)
 
     def _reduce(self, bucket: list[Tensor]) -> bool:
         """Reduce a bucket of gradients in place; False, and nothing done, if they are not all ours."""
@@ -79,15 +79,15 @@ class BoundaryHooks:
             predivide=engine.gradient_predivide_factor(),
         )
         with torch.no_grad():
-            staged = [Staging(tensor, engine.communication_data_type, averaging.before) for tensor in bucket]
+            buffers = [CommBuffer(grad, engine.communication_data_type, averaging.before) for grad in bucket]
             entries = [
-                (piece.name, piece.of(staging.flat))
-                for staging, layout in zip(staged, known, strict=True)
+                (piece.name, piece.of(buffer.flat))
+                for buffer, layout in zip(buffers, known, strict=True)
                 for piece in layout
             ]
             self.reducer.all_reduce(entries, scale=averaging.after)
-            for staging in staged:
-                staging.write_back()
+            for buffer in buffers:
+                buffer.write_back()
         return True
 
     def _gradients(self) -> Iterator[tuple[int, list[Piece]]]:

@@ -7,66 +7,56 @@ wrongly.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dct_plugin.errors import ConfigError, VersionError
 
-#: First version that is supported, and first that is not.
-SUPPORTED = ((0, 19, 0), (0, 20, 0))
+from ..host import signatures
+from ..host.signatures import Target
+from ..host.versions import VersionRange, parse, unsupported
+
+SUPPORTED = VersionRange("0.19.0", "0.20.0")
 #: Versions that ran: the last one the whole suite, the others every kind of hook.
 TESTED = ("0.19.0", "0.19.4", "0.19.8")
+
+_REMEDY = "install a supported DeepSpeed, update dct-plugin, or set dct.enabled to false to train without it"
 
 _ENGINE = "deepspeed.runtime.engine", "DeepSpeedEngine"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
 
 
-class Hook(NamedTuple):
-    """A method we replace, wrap or call, and the parameters we pass or receive (``self`` left out)."""
-
-    module: str
-    cls: str
-    method: str
-    parameters: tuple[str, ...]
+def _target(owner: tuple[str, str], method: str, parameters: str = "") -> Target:
+    module, cls = owner
+    return Target(module, f"{cls}.{method}", ("self", *parameters.split()))
 
 
-HOOKS = (
-    Hook(*_ENGINE, "buffered_allreduce_fallback", ("grads", "elements_per_buffer")),
-    Hook(*_ENGINE, "allreduce_and_copy", ("small_bucket", "dp_group", "dp_world_size")),
-    Hook(*_ENGINE, "_take_model_step", ("lr_kwargs",)),
-    Hook(*_ENGINE, "save_checkpoint", ("save_dir", "tag", "client_state", "save_latest")),
-    Hook(
-        *_ENGINE,
+#: Methods that are replaced, wrapped or called, and the parameters that are passed or received.
+TARGETS = (
+    _target(_ENGINE, "buffered_allreduce_fallback", "grads elements_per_buffer"),
+    _target(_ENGINE, "allreduce_and_copy", "small_bucket dp_group dp_world_size"),
+    _target(_ENGINE, "_take_model_step", "lr_kwargs"),
+    _target(_ENGINE, "save_checkpoint", "save_dir tag client_state save_latest"),
+    _target(
+        _ENGINE,
         "load_checkpoint",
-        (
-            "load_dir",
-            "tag",
-            "load_module_strict",
-            "load_optimizer_states",
-            "load_lr_scheduler_states",
-            "load_module_only",
-        ),
+        "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only",
     ),
-    Hook(*_ENGINE, "destroy", ()),
-    Hook(*_ZERO, "average_tensor", ("tensor", "communication_data_type")),
-    Hook(
-        *_ZERO,
+    _target(_ENGINE, "destroy"),
+    _target(_ZERO, "average_tensor", "tensor communication_data_type"),
+    _target(
+        _ZERO,
         "allreduce_and_scatter",
-        ("bucket", "communication_data_type", "numel_per_bucket", "log", "divide", "process_group"),
+        "bucket communication_data_type numel_per_bucket log divide process_group",
     ),
-    Hook(*_ZERO, "gradient_reduction_w_predivide", ("tensor", "communication_data_type")),
-    Hook(
-        *_ZERO,
-        "allreduce_bucket",
-        ("bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
-    ),
-    Hook(*_ZERO, "get_param_id", ("param",)),
-    Hook(*_BF16, "get_grads_for_reduction", ()),
+    _target(_ZERO, "gradient_reduction_w_predivide", "tensor communication_data_type"),
+    _target(_ZERO, "allreduce_bucket", "bucket communication_data_type rank log divide process_group"),
+    _target(_ZERO, "get_param_id", "param"),
+    _target(_BF16, "get_grads_for_reduction"),
 )
 
 #: Optimizer wrappers with gradient paths of their own; anything else at stage 0 is reduced by the engine.
@@ -91,35 +81,10 @@ def check_version(version: str) -> None:
     Raises:
         VersionError: Says what was found, what is supported and what to do.
     """
-    version = version.strip()
-    first, end = SUPPORTED
-    supported = f">= {_dotted(first)}, < {_dotted(end)} (tested: {', '.join(TESTED)})"
-    remedy = (
-        "Install a supported DeepSpeed, update dct-plugin, or set dct.enabled to false to train without it."
-    )
-    number = _parse(version)
-    if not first <= number < end:
-        raise VersionError(f"DeepSpeed {version} is not supported; supported is {supported}. {remedy}")
-    if faults := list(_changed_hooks()):
-        raise VersionError(
-            f"DeepSpeed {version} differs from the versions that dct-plugin knows ({supported}): "
-            + "; ".join(faults)
-            + f". {remedy}"
-        )
-
-
-def _changed_hooks() -> Iterator[str]:
-    for hook in HOOKS:
-        where = f"{hook.module}.{hook.cls}.{hook.method}"
-        try:
-            method = getattr(getattr(import_module(hook.module), hook.cls), hook.method)
-        except (ImportError, AttributeError):
-            yield f"{where} is missing"
-            continue
-        found = list(inspect.signature(method).parameters)[1:]
-        # Parameters that a later version adds at the end do not reach us.
-        if tuple(found[: len(hook.parameters)]) != hook.parameters:
-            yield f"{where} takes ({', '.join(found)}), expected ({', '.join(hook.parameters)})"
+    supported = f"{SUPPORTED} (tested: {', '.join(TESTED)})"
+    if version not in SUPPORTED:
+        raise unsupported(f"DeepSpeed {version}", supported, _REMEDY)
+    signatures.require(TARGETS, f"DeepSpeed {version}", supported, _REMEDY)
 
 
 def check_engine(engine: Any, version: str) -> str:
@@ -159,7 +124,7 @@ def check_engine(engine: Any, version: str) -> str:
 
 def known_fault(engine: Any, version: str) -> str:
     """What DeepSpeed itself does wrong in this combination, with or without the plugin; mostly empty."""
-    if engine.fp16_enabled() and int(engine.zero_optimization_stage()) == 0 and _parse(version) <= (0, 19, 8):
+    if engine.fp16_enabled() and int(engine.zero_optimization_stage()) == 0 and parse(version) <= (0, 19, 8):
         return (
             f"DeepSpeed {version} divides gradients by the loss scale in fp16 at ZeRO stage 0, but "
             "engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): parameters "
@@ -221,17 +186,3 @@ def _has(thing: Any, name: str) -> bool:
     except Exception:
         return False
     return True
-
-
-def _parse(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits or not part[0].isdigit():
-            break
-        numbers.append(int(digits))
-    return tuple(numbers[:3])
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -19,7 +19,6 @@ The all-gather of updated parameters after the step stays dense.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,9 +26,10 @@ from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer, Shard
 
-from .buckets import Averaging, Staging, pieces
+from ..host.patches import Patches
+from ..host.steps import StepHooks
+from .buckets import Averaging, CommBuffer, pieces
 from .stage0 import is_expert
-from .stepping import StepLink
 
 
 class PartitionHooks:
@@ -38,13 +38,13 @@ class PartitionHooks:
     Args:
         optimizer: DeepSpeed's optimizer.
         reducer: Over the optimizer's data-parallel group.
-        link: To the optimizer's steps.
+        steps: Of the optimizer.
     """
 
-    def __init__(self, optimizer: Any, reducer: GradientReducer, link: StepLink) -> None:
+    def __init__(self, optimizer: Any, reducer: GradientReducer, steps: StepHooks) -> None:
         self.optimizer = optimizer
         self.reducer = reducer
-        self.link = link
+        self.steps = steps
         self.to_owners = bool(optimizer.reduce_scatter)
         # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
         self.average = bool(getattr(optimizer, "gradient_average", True))
@@ -56,17 +56,17 @@ class PartitionHooks:
         """Whether ``average_tensor`` divides gradients by the number of ranks before they come here."""
         return self.to_owners and self.average and bool(self.optimizer.contiguous_gradients)
 
-    def install(self) -> None:
+    def install(self, patches: Patches) -> None:
         """Patch the optimizer instance."""
         optimizer = self.optimizer
         average, scatter = optimizer.average_tensor, optimizer.allreduce_and_scatter
         predivide, reduce = optimizer.gradient_reduction_w_predivide, optimizer.allreduce_bucket
         # One bucket for all owners instead of one per owner: then everything comes through
         # allreduce_and_scatter.
-        optimizer.use_multi_rank_bucket_allreduce = True
+        patches.replace(optimizer, "use_multi_rank_bucket_allreduce", True)
 
-        def average_tensor(_: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-            self.link.before_reduction()
+        def average_tensor(tensor: Tensor, communication_data_type: torch.dtype) -> None:
+            self.steps.begin()
             self._bucket = tensor
             try:
                 average(tensor, communication_data_type)
@@ -74,7 +74,6 @@ class PartitionHooks:
                 self._bucket = None
 
         def allreduce_and_scatter(
-            _: Any,
             bucket: list[Any],
             communication_data_type: torch.dtype,
             *args: Any,
@@ -86,16 +85,13 @@ class PartitionHooks:
             else:
                 self._scatter(bucket, communication_data_type)
 
-        def gradient_reduction_w_predivide(
-            _: Any, tensor: Tensor, communication_data_type: torch.dtype
-        ) -> Tensor:
+        def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
             found = self._parameters(communication_data_type)
             if tensor.numel() == 0 or any(is_expert(parameter) for _, _, parameter in found):
                 return predivide(tensor, communication_data_type)
             return self._all_reduce(tensor, communication_data_type)
 
         def allreduce_bucket(
-            _: Any,
             bucket: list[Tensor],
             communication_data_type: torch.dtype,
             rank: int | None = None,
@@ -113,16 +109,11 @@ class PartitionHooks:
                     divide=divide,
                     process_group=process_group,
                 )
-            self.link.before_reduction()
+            self.steps.begin()
             return self._reduce_loose(bucket, layout, communication_data_type)
 
-        for method in (
-            average_tensor,
-            allreduce_and_scatter,
-            gradient_reduction_w_predivide,
-            allreduce_bucket,
-        ):
-            setattr(optimizer, method.__name__, MethodType(method, optimizer))
+        for method in average_tensor, allreduce_and_scatter, gradient_reduction_w_predivide, allreduce_bucket:
+            patches.replace(optimizer, method.__name__, method)
 
     # -- the three collectives -------------------------------------------------------------------------------
 
@@ -137,11 +128,11 @@ class PartitionHooks:
         tensor = self._bucket
         assert tensor is not None
         found = self._parameters(dtype)
-        staging = Staging(tensor, dtype)
+        buffer = CommBuffer(tensor, dtype)
         layout = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in found])
         self.reducer.reduce_scatter(
             [
-                (piece.name, piece.of(staging.flat), self._shards_of(group, identity, parameter))
+                (piece.name, piece.of(buffer.flat), self._shards_of(group, identity, parameter))
                 for piece, (group, identity, parameter) in zip(layout, found, strict=True)
                 if not is_expert(parameter)
             ]
@@ -149,7 +140,7 @@ class PartitionHooks:
         for owners, part, *accumulators in bucket:
             if self._owned_here(owners):
                 start = part.storage_offset() - tensor.storage_offset()
-                result = staging.flat.narrow(0, start, part.numel())
+                result = buffer.flat.narrow(0, start, part.numel())
                 if accumulators and accumulators[0] is not None:
                     accumulators[0].add_(result.to(accumulators[0].dtype))
                 if result.data_ptr() != part.data_ptr():
@@ -164,34 +155,34 @@ class PartitionHooks:
             postscale=optimizer.postscale_gradients,
             predivide=optimizer.gradient_predivide_factor,
         )
-        staging = Staging(tensor, dtype, averaging.before)
+        buffer = CommBuffer(tensor, dtype, averaging.before)
         found = self._parameters(dtype)
         layout = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in found])
         self.reducer.all_reduce(
-            [(piece.name, piece.of(staging.flat)) for piece in layout], scale=averaging.after
+            [(piece.name, piece.of(buffer.flat)) for piece in layout], scale=averaging.after
         )
-        staging.write_back()
-        return staging.flat
+        buffer.write_back()
+        return buffer.flat
 
     def _reduce_loose(
         self, bucket: Sequence[Tensor], layout: Sequence[tuple[int, int, Any]], dtype: torch.dtype
     ) -> Tensor:
         """Gradients that lie apart; returns them packed, reduced, in the communication type."""
         flat = self.optimizer.flatten(bucket)
-        staging = Staging(flat, dtype)
+        buffer = CommBuffer(flat, dtype)
         scale = 1.0 / self.reducer.world_size if self.average else 1.0
         parts = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in layout])
         if self.to_owners:
             self.reducer.reduce_scatter(
                 [
-                    (piece.name, piece.of(staging.flat), self._shards_of(group, identity, parameter))
+                    (piece.name, piece.of(buffer.flat), self._shards_of(group, identity, parameter))
                     for piece, (group, identity, parameter) in zip(parts, layout, strict=True)
                 ],
                 scale=scale,
             )
         else:
-            self.reducer.all_reduce([(piece.name, piece.of(staging.flat)) for piece in parts], scale=scale)
-        return staging.flat
+            self.reducer.all_reduce([(piece.name, piece.of(buffer.flat)) for piece in parts], scale=scale)
+        return buffer.flat
 
     # -- where things are ------------------------------------------------------------------------------------
 

@@ -166,6 +166,10 @@ def two(folder: Path) -> Results:
         run("zero0-bf16", SPARSE, 6, "poison/", poison=[2]),
         run("zero0-fp32", SPARSE, 2, "switched-off/", switch_off=True),
     ]
+    # A folder where rank 1's file should be.
+    (folder / "blocked" / "global_step2" / "dct_rank_00001.pt" / "taken").mkdir(parents=True)
+    blocked = {"save": str(folder / "blocked"), "expect_error": True}
+    plan.append(run("zero0-fp32", SPARSE, 2, "cannot-write/", **blocked))
     reported = run(
         "zero2-fp32-scatter-contiguous",
         {**SPARSE, "metrics": {"every": 2, "path": str(folder / "m.jsonl")}},
@@ -327,6 +331,13 @@ def test_a_resumed_run_goes_on_bitwise(two: Results, name: str) -> None:
         assert whole["steps"] == rest["steps"] == 6
 
 
+def test_a_rank_that_cannot_write_its_file_stops_all(two: Results) -> None:
+    for rank in two:
+        error = rank["cannot-write/zero0-fp32"]["error"]
+        assert error.startswith("DCTError: cannot save residuals\n  rank 1: ")
+        assert "global_step2/dct_rank_00001.pt: IsADirectoryError" in error
+
+
 def test_a_checkpoint_without_residuals_is_loaded_with_one_warning(two: Results) -> None:
     for number, rank in enumerate(two):
         found = rank["with-residuals/zero0-fp32"]
@@ -368,7 +379,7 @@ def test_metrics_reach_file_monitor_and_summary(two: Results, folder: Path) -> N
     assert [int(row[0]) for row in rows[1:]] == [2, 4, 6]
     assert list((folder / "tensorboard").rglob("events*"))
     log = (folder / "two" / "log").read_text()
-    attached = sum(result["attached"] for result in two[0].values())
+    attached = sum(result.get("attached", True) for result in two[0].values())  # the one that failed, too
     assert len(re.findall(r"^dct: \d+ steps?, ", log, re.MULTILINE)) == attached
 
 

@@ -136,7 +136,7 @@ def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int
     compiled = CpuBackend(threads)
     compiled.set_isa(isa)
     expected, found = case.run(REFERENCE), case.run(compiled)
-    assert found[0][:4] == expected[0][:4]
+    assert found[0].counts == expected[0].counts
     assert same_bits(found[1], expected[1])
     if expected[2] is not None:
         assert found[2] is not None
@@ -155,7 +155,7 @@ def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int
     for backend in (REFERENCE, compiled):
         out = torch.empty(bound, dtype=torch.uint8)
         stats = backend.encode_shared(source, payload, case.value_dtype, out)
-        shared.append((stats[:4], out[: stats.nbytes]))
+        shared.append((stats.counts, out[: stats.nbytes]))
     assert shared[0][0] == shared[1][0]
     assert same_bits(shared[0][1], shared[1][1])
     both: list[Backend] = [REFERENCE, compiled]
@@ -217,7 +217,7 @@ def plainest(tmp_path_factory: pytest.TempPathFactory) -> CpuBackend:
 def test_without_intrinsics_and_openmp(plainest: CpuBackend, case: Case) -> None:
     assert plainest.set_isa("avx512") == "portable"
     expected, found = case.run(REFERENCE), case.run(plainest)
-    assert found[0][:4] == expected[0][:4]
+    assert found[0].counts == expected[0].counts
     assert same_bits(found[1], expected[1])
     if expected[2] is not None:
         assert found[2] is not None
@@ -319,7 +319,7 @@ def test_overflow_leaves_the_residual_bitwise_alone(
             assert same_bits(in_place, residual)
             compress(backend, grad, residual, tau, residual_out=apart)
             assert same_bits(apart, residual)
-            assert stats[:4] == (40, 0, 0, True)
+            assert stats.counts == (40, 0, 0, True)
             assert bool(decoded(backend, payload, 10_000).isnan().all())
     CPU.threads = None
 
@@ -371,6 +371,29 @@ def test_decoding_adds(backend: Backend) -> None:
     out = torch.tensor([1.0, 1.0, -0.0])
     assert backend.decode_add(payload, out) == 1
     assert same_bits(out, torch.tensor([1.0, 3.0, -0.0]))
+
+
+def test_payloads_whose_header_is_known(backend: Backend) -> None:
+    """As split from a message: decoded as the bytes are, checked as the bytes are."""
+    grad = torch.randn(900, generator=torch.Generator().manual_seed(1))
+    _, forward = compress(backend, grad, None, 1.0)
+    room = torch.empty(forward.numel(), dtype=torch.uint8)
+    (mask,) = Payload.split(forward)
+    stats = backend.encode_shared(grad.flip(0), mask, ValueDtype.FP32, room)
+    known = Payload.from_tensor(room[: stats.nbytes])
+    by_bytes, by_payload = torch.zeros(900), torch.zeros(900)
+    for total, payload, positions in ((by_bytes, known.data, forward), (by_payload, known, mask)):
+        assert backend.decode_add(positions, total) == mask.nnz
+        assert backend.decode_shared_add(payload, positions, total) == mask.nnz
+        assert int(backend.decode_mask(positions, 900).sum()) == mask.nnz
+    assert same_bits(by_bytes, by_payload)
+
+    corrupted = forward.clone()
+    corrupted[-1] ^= 1
+    for broken in (Payload(corrupted, mask.header), Payload(forward, mask.header._replace(numel=901))):
+        with pytest.raises(PayloadError):
+            backend.decode_add(broken, by_bytes)
+    assert same_bits(by_bytes, by_payload)
 
 
 def test_slices_at_any_offset(backend: Backend) -> None:
@@ -576,7 +599,7 @@ def test_reference_on_cuda_writes_the_same_bytes(value_dtype: ValueDtype, grad_d
                 )
                 received = torch.zeros(70_001, device=device)
                 backend.decode_add(out[: stats.nbytes], received)
-                results.append((stats[:4], out[: stats.nbytes].cpu(), left.cpu(), received.cpu()))
+                results.append((stats.counts, out[: stats.nbytes].cpu(), left.cpu(), received.cpu()))
             assert results[0][0] == results[1][0]
             for a, b in zip(results[0][1:], results[1][1:], strict=True):
                 assert same_bits(a, b)

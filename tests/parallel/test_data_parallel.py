@@ -1,4 +1,4 @@
-"""Gradient reduction between real gloo processes, and the DDP hook."""
+"""Gradient reduction between real gloo processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import launch, run
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel import DCTState, GradientReducer, Shard, dct_hook
+from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.metrics import Metrics
+
+pytestmark = pytest.mark.slow
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 
@@ -26,7 +26,7 @@ def tensors(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def reducer(**settings: Any) -> GradientReducer:
-    return GradientReducer(DCTConfig.parse({"data_parallel": settings}))
+    return GradientReducer(DataParallelConfig.of(settings))
 
 
 # -- all_reduce ----------------------------------------------------------
@@ -138,9 +138,7 @@ def test_reduce_scatter_gives_owners_their_sums(world_size: int) -> None:
 
 
 def _poisoned(rank: int, world_size: int, exchange: str) -> dict[str, Any]:
-    engine = GradientReducer(
-        DCTConfig.parse({"data_parallel": {"sparsity": 0.9, "exchange": exchange}}), transactional=True
-    )
+    engine = GradientReducer(DataParallelConfig(sparsity=0.9, exchange=exchange), transactional=True)
     engine.all_reduce(list(tensors(rank, 0).items()))
     engine.end_step()
     before = {name: s.residual.current.clone() for name, s in engine.streams.items()}  # type: ignore[union-attr]
@@ -221,110 +219,14 @@ def test_ranks_out_of_step_are_told_apart() -> None:
         assert "[2]" in text if rank != 2 else "[0, 1]" in text
 
 
-# -- torch DDP ---
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(100, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
-
-
-def _train(
-    rank: int, world_size: int, section: dict[str, Any] | None, steps: int, bucket_mb: float
-) -> dict[str, Any]:
-    model = DistributedDataParallel(_model(), bucket_cap_mb=bucket_mb)
-    state = None
-    if section is not None:
-        state = DCTState(section, named_parameters=model.module.named_parameters())
-        model.register_comm_hook(state, dct_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
-    weights = torch.randn(100, generator=torch.Generator().manual_seed(99))
-    losses = []
-    for _ in range(steps):
-        x = torch.randn(64, 100, generator=generator)
-        loss = (model(x).squeeze(1) - torch.tanh(x @ weights / 5)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    names = sorted(state.reducer(flat.device).streams) if state is not None else []
-    return {"losses": losses, "parameters": flat, "streams": names}
-
-
-def test_ddp_hook_at_sparsity_zero_is_plain_ddp_bitwise() -> None:
-    section = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
-    plain = run(2, _train, None, 4, 0.1)
-    hooked = run(2, _train, section, 4, 0.1)
-    assert torch.equal(plain[0]["parameters"], hooked[0]["parameters"])
-    assert plain[1]["losses"] == hooked[1]["losses"]
-
-
-def test_ddp_hook_trains_in_step_and_streams_follow_parameters() -> None:
-    """Small buckets: the layout changes after the first step, the streams (and their residuals) stay."""
-    section = {"data_parallel": {"sparsity": 0.95, "min_numel": 1000}}
-    results = run(2, _train, section, 60, 0.1)
-    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
-    assert sum(results[0]["losses"][-10:]) < 0.5 * sum(results[0]["losses"][:10])
-    assert results[0]["streams"] == ["0.weight", "2.weight"]
-
-
-def _resume(rank: int, world_size: int) -> bool:
-    """Five steps, or two, save, load into new objects, and three more: the same parameters bitwise."""
-
-    def hooked(model: nn.Module, saved: dict[str, Any] | None) -> tuple[DistributedDataParallel, DCTState]:
-        ddp = DistributedDataParallel(model)
-        state = DCTState({"data_parallel": {"sparsity": 0.95, "min_numel": 1000}})
-        if saved is not None:
-            state.load_state_dict(saved)
-        ddp.register_comm_hook(state, dct_hook)
-        return ddp, state
-
-    def train(ddp: DistributedDataParallel, steps: range) -> torch.Tensor:
-        for step in steps:
-            x = torch.randn(32, 100, generator=torch.Generator().manual_seed(100 * rank + step))
-            ddp.zero_grad()
-            ddp(x).square().mean().backward()
-            with torch.no_grad():
-                for parameter in ddp.parameters():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
-        return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
-
-    whole, _ = hooked(_model(), None)
-    expected = train(whole, range(5))
-    first, state = hooked(_model(), None)
-    train(first, range(2))
-    model = _model()
-    model.load_state_dict(first.module.state_dict())
-    second, _ = hooked(model, state.state_dict())
-    return torch.equal(train(second, range(2, 5)), expected)
-
-
-def test_ddp_hook_resumes_bitwise() -> None:
-    assert all(run(2, _resume))
-
-
-def _ddp_failure(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(_model())
-    state = DCTState({"data_parallel": {"min_numel": 1000}}, named_parameters=model.module.named_parameters())
-    model.register_comm_hook(state, dct_hook)
-    model(torch.randn(4, 100)).sum().backward()
-    if rank == 0:
-        state.reducer(torch.device("cpu")).schedule = None  # type: ignore[assignment]
-    model(torch.randn(4, 100)).sum().backward()
-
-
-def test_a_failure_inside_the_hook_reaches_every_rank() -> None:
-    outcomes = launch(2, _ddp_failure)
-    assert [kind for kind, _ in outcomes] == ["error", "error"]
-    assert "rank(s) [0] failed" in outcomes[1][1]
+# -- metrics ---
 
 
 def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
     section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": {"path": path, "every": 1}}
     config = DCTConfig.parse(section)
-    engine = GradientReducer(config, metrics=Metrics(config.metrics, rank=rank, world_size=world_size))
+    metrics = Metrics(config.metrics, rank=rank, world_size=world_size)
+    engine = GradientReducer(config.data_parallel, metrics=metrics)
     before = []
     for step in range(3):
         engine.all_reduce(list(tensors(rank, step).items()))

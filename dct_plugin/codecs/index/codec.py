@@ -1,0 +1,107 @@
+"""What an index codec is: the interface behind the table in :mod:`dct_plugin.codecs.index`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import ClassVar
+
+from torch import Tensor
+
+MAX_NUMEL = 2**32 - 1
+
+
+class IndexEncoding(IntEnum):
+    """Index encoding as written in the header; a number once given is never given to another one."""
+
+    DENSE = 0
+    BITMAP = 1
+    GAPS8 = 2
+    BLOCK16 = 3
+    RICE = 4
+    SHARED_MASK = 5
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @classmethod
+    def parse(cls, value: int | str) -> IndexEncoding:
+        """The member for a name (``"rice"``) or a number; ``ValueError`` names the allowed ones."""
+        try:
+            return cls[value.upper()] if isinstance(value, str) else cls(value)
+        except (KeyError, ValueError):
+            allowed = ", ".join(m.label for m in cls)
+            raise ValueError(f"index encoding {value!r} is unknown; allowed: {allowed}") from None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Kept entries of a tensor.
+
+    Attributes:
+        idx: int64 [nnz], strictly ascending, all below ``numel``.
+        numel: entries of the tensor.
+    """
+
+    idx: Tensor
+    numel: int
+
+    @property
+    def nnz(self) -> int:
+        return self.idx.numel()
+
+    @cached_property
+    def gaps(self) -> Tensor:
+        """int64 [nnz]: ``idx[j] - idx[j-1] - 1``, with ``idx[-1] = -1``."""
+        gaps = self.idx.clone()
+        gaps[1:] -= self.idx[:-1] + 1
+        return gaps
+
+
+class IndexCodec(ABC):
+    """One way of writing positions. Plain torch, any device; compiled kernels write the same bytes.
+
+    Attributes:
+        encoding: its number in the header.
+        max_param: largest parameter in the header (smallest: 0).
+        bounds_choice: its bound also bounds what the encoder chooses by itself. False for one computed in
+            floating point: sender and receiver of a fixed-size message have to find the same number.
+    """
+
+    encoding: ClassVar[IndexEncoding]
+    max_param: ClassVar[int] = 0
+    bounds_choice: ClassVar[bool] = True
+
+    def can_hold(self, nnz: int, numel: int) -> bool:
+        """Whether any ``nnz`` of ``numel`` positions can be written."""
+        return True
+
+    @abstractmethod
+    def bound(self, nnz: int, numel: int) -> int:
+        """Upper bound of a section's bytes for at most ``nnz`` of ``numel`` positions."""
+
+    @abstractmethod
+    def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
+        """Smallest and largest section that holds exactly ``nnz`` positions, bytes; none if they cross over.
+
+        ``nnz`` must follow from the smallest one (or be ``numel``): decoders allocate by it.
+        """
+
+    @abstractmethod
+    def plan(self, positions: Positions) -> tuple[int, int]:
+        """Exact size of the section in bytes, and the parameter to write it with."""
+
+    @abstractmethod
+    def encode(self, positions: Positions, param: int) -> Tensor:
+        """The section, uint8 [size], with a parameter of :meth:`plan`."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, param: int, nnz: int, numel: int) -> Tensor:
+        """Positions of a section, uint8, whose size :meth:`section_sizes` allows: int64 [nnz].
+
+        Raises:
+            PayloadError: the section is not exactly what :meth:`encode` writes for ``nnz`` of ``numel``.
+        """

@@ -1,0 +1,126 @@
+"""What encoding one tensor did; on an accelerator the figures stay there until many are read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Stats:
+    """Figures of one compression.
+
+    An accelerator's backend returns :meth:`on_device` without waiting for its kernel. Asking for a figure
+    then reads this compression's, one device-to-host copy; :func:`read_stats` reads those of many in one.
+
+    Args:
+        nbytes: size of the payload, bytes.
+        nnz: entries sent.
+        above: entries with ``|acc| >= tau`` before the capacity limit.
+        nonfinite: the input held a non-finite entry (or one of magnitude 2**126 or more); nothing was sent or
+            changed.
+        tau: threshold that was applied; 0: none, every entry was sent.
+        select_ns: time of finite check + accumulate + select, nanoseconds; 0 if unknown.
+        encode_ns: time of writing the payload, nanoseconds; 0 if unknown.
+    """
+
+    __slots__ = ("_counts", "_device_counts", "_tau", "encode_ns", "select_ns")
+
+    def __init__(
+        self,
+        nbytes: int,
+        nnz: int,
+        above: int,
+        nonfinite: bool,
+        *,
+        tau: float = 0.0,
+        select_ns: int = 0,
+        encode_ns: int = 0,
+    ) -> None:
+        self._counts = (nbytes, nnz, above, nonfinite)
+        self._tau: float | Tensor = tau
+        self._device_counts: Tensor | None = None
+        self.select_ns = select_ns
+        self.encode_ns = encode_ns
+
+    @classmethod
+    def on_device(
+        cls, counts: Tensor, *, tau: float | Tensor = 0.0, select_ns: int = 0, encode_ns: int = 0
+    ) -> Stats:
+        """Figures that a kernel writes or has written: not read, and not to be overwritten before they are.
+
+        Args:
+            counts: int64 [4]: nbytes, nnz, above, nonfinite.
+            tau: on the host, or fp32 [] on the device of ``counts``.
+        """
+        stats = cls(0, 0, 0, False, tau=0.0, select_ns=select_ns, encode_ns=encode_ns)
+        stats._device_counts, stats._tau = counts, tau
+        return stats
+
+    @property
+    def pending(self) -> bool:
+        """Whether the figures have not been read from the device yet."""
+        return self._device_counts is not None
+
+    @property
+    def counts(self) -> tuple[int, int, int, bool]:
+        """``(nbytes, nnz, above, nonfinite)``."""
+        if self._device_counts is not None:
+            read_stats([self])
+        return self._counts
+
+    @property
+    def nbytes(self) -> int:
+        return self.counts[0]
+
+    @property
+    def nnz(self) -> int:
+        return self.counts[1]
+
+    @property
+    def above(self) -> int:
+        return self.counts[2]
+
+    @property
+    def nonfinite(self) -> bool:
+        return self.counts[3]
+
+    @property
+    def tau(self) -> float:
+        if self._device_counts is not None:
+            read_stats([self])
+        assert isinstance(self._tau, float)
+        return self._tau
+
+    def __repr__(self) -> str:
+        if self.pending:
+            return "Stats(pending)"
+        nbytes, nnz, above, nonfinite = self._counts
+        return f"Stats({nbytes=}, {nnz=}, {above=}, {nonfinite=}, tau={self._tau})"
+
+
+def read_stats(stats: Iterable[Stats]) -> list[Stats]:
+    """Read the figures that still lie on a device, in one device-to-host copy per device; none if none do.
+
+    Returns:
+        the same objects, whose figures are free from now on.
+    """
+    stats = list(stats)
+    pending: dict[torch.device, list[tuple[Stats, Tensor]]] = {}
+    for each in stats:
+        if each._device_counts is not None:
+            pending.setdefault(each._device_counts.device, []).append((each, each._device_counts))
+    for group in pending.values():
+        with_tau = [(each, each._tau) for each, _ in group if isinstance(each._tau, Tensor)]
+        parts = [counts for _, counts in group]
+        if with_tau:  # their bits travel along
+            parts.append(torch.stack([tau for _, tau in with_tau]).view(torch.int32).to(torch.int64))
+        host = torch.cat(parts).cpu()
+        rows = host[: 4 * len(group)].view(-1, 4).tolist()
+        for (each, _), (nbytes, nnz, above, nonfinite) in zip(group, rows, strict=True):
+            each._counts, each._device_counts = (nbytes, nnz, above, bool(nonfinite)), None
+        taus = host[4 * len(group) :].to(torch.int32).view(torch.float32).tolist()
+        for (each, _), tau in zip(with_tau, taus, strict=True):
+            each._tau = tau
+    return stats

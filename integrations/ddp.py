@@ -1,0 +1,195 @@
+"""torch ``DistributedDataParallel``: a communication hook that reduces buckets through compressed messages.
+
+Everything but the hook itself comes from :mod:`.host`: this is how small a host integration can be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.metrics import Metrics
+
+from .host import rank_files, startup
+from .host.reporting import Reporting
+from .host.steps import StepHooks
+
+__all__ = ["DCTState", "dct_hook"]
+
+
+class DCTState:
+    """State of :func:`dct_hook`: the reducer, and which stream each parameter belongs to.
+
+    Streams follow parameters, so residuals survive the bucket rebuild after DDP's first step. At the first
+    bucket all ranks of the group agree on configuration, versions and optimizer steps so far.
+
+    Args:
+        config: The configuration, its ``data_parallel`` settings, or a mapping with the keys of the ``dct``
+            section.
+        process_group: The group that DDP averages over; None for the default one.
+        named_parameters: ``model.named_parameters()``, to name streams in messages and saved states; without
+            it they are numbered in the order in which DDP first reduces them (the same on every rank).
+        metrics: Where to record; None makes one from the configuration, and rank 0 prints its summary when
+            the process ends.
+        scaler: The gradient scaler of mixed precision: residuals follow its scale, and a step that it skips
+            is taken back. A step is over when the next one's gradients come.
+        time_limit: Seconds in which the other ranks must reach their first bucket.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+
+    Example:
+        >>> state = DCTState({"data_parallel": {"sparsity": 0.99}})
+        >>> ddp_model.register_comm_hook(state, dct_hook)
+    """
+
+    def __init__(
+        self,
+        config: DCTConfig | DataParallelConfig | Mapping[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        metrics: Metrics | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        time_limit: float = startup.TIME_LIMIT,
+    ) -> None:
+        if isinstance(config, DataParallelConfig):
+            config = DCTConfig(data_parallel=config)
+        self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
+        self.process_group = process_group
+        self.scaler = scaler
+        self.time_limit = time_limit
+        if metrics is None:
+            rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+            metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
+            Reporting(metrics)
+        self.metrics = metrics
+        self.steps = StepHooks([], metrics)
+        self._names: dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
+        self._reducer: GradientReducer | None = None
+        self._loaded = rank_files.FRESH
+        self._agreed = self._backward_done = False
+
+    def reducer(self, device: torch.device) -> GradientReducer:
+        """The reducer, made when the first bucket tells the device."""
+        if self._reducer is None:
+            self._reducer = GradientReducer(
+                self.config.data_parallel,
+                self.process_group,
+                metrics=self.metrics,
+                device=device,
+                kernels=self.config.kernels,
+                transactional=self.scaler is not None,
+            )
+            self.steps.members = [self._reducer]
+            self._restore(self._reducer)
+        return self._reducer
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Name of the parameter's stream."""
+        return self._names.setdefault(id(parameter), f"parameter_{len(self._names):04d}")
+
+    # -- steps ---
+
+    def begin_bucket(self, device: torch.device) -> GradientReducer:
+        """A bucket is about to be reduced; see :func:`dct_hook` for the errors."""
+        reducer = self.reducer(device)
+        if not self._agreed:
+            facts = startup.facts_of(self.config, {"optimizer steps so far": reducer.step})
+            hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
+            startup.agree("ddp", facts, group=self.process_group, limit=self.time_limit, hint=hint)
+            self._agreed = True
+        self._end_step()
+        self.steps.begin()
+        return reducer
+
+    def end_bucket(self, *, last: bool) -> None:
+        """A bucket was reduced, the ``last`` one of a backward pass or another."""
+        self._backward_done = last
+        if self.scaler is None:  # with one it is known only later what becomes of the step
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._reducer is not None and self._backward_done:
+            self._backward_done = False
+            scale = self._loss_scale()
+            # A scaler lowers its scale when, and only when, it has skipped a step.
+            skipped = scale is not None and scale < self._reducer.loss_scale
+            self.steps.end(skipped=skipped, loss_scale=scale)
+
+    def _loss_scale(self) -> float | None:
+        return None if self.scaler is None else float(self.scaler.get_scale())
+
+    # -- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, thresholds and counters of this rank, between two steps; save one per rank."""
+        self._end_step()
+        return {"reducer": self._loaded if self._reducer is None else self._reducer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict` of the same rank."""
+        self._loaded = state["reducer"] or rank_files.FRESH
+        self._backward_done = False
+        if self._reducer is not None:
+            self._restore(self._reducer)
+
+    def _restore(self, reducer: GradientReducer) -> None:
+        reducer.load_state_dict(self._loaded, loss_scale=self._loss_scale())
+        self.steps.step = reducer.step
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write one file per rank; a collective, see :func:`.host.rank_files.save` for the errors."""
+        rank_files.save_reducer(folder, lambda: self.state_dict()["reducer"], group=self.process_group)
+
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`.
+
+        Returns:
+            False, and residuals are zero, if a rank has no file; the log says why.
+        """
+        state = rank_files.load_reducer(folder, group=self.process_group)
+        self.load_state_dict({"reducer": state})
+        return state is not None
+
+
+def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Communication hook for ``torch.nn.parallel.DistributedDataParallel``.
+
+    Communicates, per parameter of the bucket, the entries of gradient plus residual that reach the
+    parameter's threshold, and returns the bucket's buffer (1-D, type and size unchanged) holding their
+    average over the ranks.
+
+    Args:
+        state: Made once per model.
+        bucket: What DDP hands over.
+
+    Raises:
+        DesyncError: Ranks have other settings, no hook, or are out of step.
+        TypeError: The bucket holds sparse gradients (``nn.Embedding(sparse=True)``).
+    """
+    buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
+    reducer = state.begin_bucket(buffer.device)
+    parameters = bucket.parameters()
+    views = buffer.split([parameter.numel() for parameter in parameters])
+    entries = [(state.name_of(p), view) for p, view in zip(parameters, views, strict=True)]
+    reducer.all_reduce(entries, scale=1.0 / reducer.world_size)
+    state.end_bucket(last=bucket.is_last())
+    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(buffer)
+    return future
+
+
+# DDP checks the annotations of a hook as objects, not as the strings they are in this file.
+dct_hook.__annotations__.update(bucket=dist.GradBucket)
+dct_hook.__annotations__["return"] = torch.futures.Future[Tensor]

@@ -1,0 +1,54 @@
+"""Attributes of classes, modules and instances that are replaced, and come off again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Patches"]
+
+Function = Callable[..., Any]
+
+_INHERITED = object()
+
+
+class Patches:
+    """What was replaced, to be put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name`` and remember what was there.
+
+        Args:
+            owner: A module, class or instance; an instance's (or subclass's) inherited attribute is found
+                again once its own is gone.
+            name: Of the attribute.
+            value: A function that replaces a method of an *instance* is called without ``self``.
+        """
+        self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))
+        setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+        """Replace a function by ``make(original)``; name, docstring and signature stay."""
+        original = getattr(owner, name)
+        self.replace(owner, name, functools.wraps(original)(make(original)))
+
+    def rebind(self, package: str, name: str, old: Any, new: Any) -> None:
+        """Replace ``old`` where modules of ``package`` (and the script) have imported it by name."""
+        for key, module in list(sys.modules.items()):
+            inside = key in ("__main__", package) or key.startswith(f"{package}.")
+            if inside and getattr(module, "__dict__", {}).get(name) is old:
+                self.replace(module, name, new)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._originals:
+            owner, name, value = self._originals.pop()
+            if value is not _INHERITED:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)

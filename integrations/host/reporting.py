@@ -1,0 +1,46 @@
+"""Metrics to a host's monitor, and one line at the end of training."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+
+from dct_plugin.metrics import Metrics, Sink
+
+__all__ = ["Reporting"]
+
+
+class Reporting:
+    """Feeds a monitor, and finishes the metrics once: when the host is done, or the process ends.
+
+    Args:
+        metrics: Filled by whatever exchanges something.
+        monitor: Takes ``[(name, value, step), ...]``; called on rank 0.
+        before_finish: What must still reach the metrics before they are closed.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        monitor: Sink | None = None,
+        *,
+        before_finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.metrics = metrics
+        self._before_finish = before_finish
+        self._finished = False
+        if monitor is not None and metrics.rank == 0:
+            metrics.add_sink(monitor)
+        atexit.register(self.finish)
+
+    def finish(self) -> None:
+        """Write what is left and print the summary on rank 0; the second call does nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        atexit.unregister(self.finish)
+        if self._before_finish is not None:
+            self._before_finish()
+        self.metrics.close()
+        if self.metrics.rank == 0 and self.metrics.summary().steps:
+            print(self.metrics.summary_line(), flush=True)

@@ -1,0 +1,98 @@
+"""Whether the functions that a host integration replaces, wraps or calls are what it was made for.
+
+A host that moved one of them is refused with a message, instead of training on without the plugin or wrongly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from .versions import VersionRange, unsupported
+
+__all__ = ["Probe", "Target", "compare", "faults", "probe", "require"]
+
+
+class Target(NamedTuple):
+    """A function or method, and what it is expected to look like.
+
+    Attributes:
+        module: Where it is defined.
+        name: In the module, for example ``"Engine.step"``.
+        parameters: The leading parameters that it must have, in this order, ``self`` included; more may
+            follow, since parameters that a later version adds at the end do not reach us.
+        attributes: Names that the module must define besides.
+        part: The part of the integration that needs it.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}({', '.join(self.parameters)}, ...)"
+
+
+class Probe(NamedTuple):
+    """What was found for one target: a signature, or why there is none; no ``problem`` where it fits."""
+
+    target: Target
+    found: str
+    problem: str = ""
+
+
+def compare(target: Target, parameters: Sequence[str], missing: Sequence[str] = ()) -> Probe:
+    """Judge what was found, in a module or its source: parameters, and attributes that are not there."""
+    problem = ""
+    if tuple(parameters[: len(target.parameters)]) != target.parameters:
+        problem = f"does not start with ({', '.join(target.parameters)})"
+    elif missing:
+        problem = f"{target.module} has no {', '.join(missing)}"
+    return Probe(target, f"({', '.join(parameters)})", problem)
+
+
+def probe(target: Target) -> Probe:
+    """Look at a target in the imported module; its import is made if need be."""
+    try:
+        module = import_module(target.module)
+    except ImportError as error:
+        return Probe(target, "no such module", str(error))
+    function: Any = module
+    for part in target.name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        return Probe(target, "missing", f"{target.module} has no {target.name}")
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        return Probe(target, "no signature", str(error))
+    return compare(target, parameters, [name for name in target.attributes if not hasattr(module, name)])
+
+
+def faults(probes: Iterable[Probe]) -> str:
+    """What does not fit, three lines for each target; empty when everything does."""
+    lines = []
+    for target, found, problem in probes:
+        if problem:
+            lines += [
+                f"{target.module}.{target.name}" + (f" ({target.part})" if target.part else ""),
+                f"  expected: ({', '.join(target.parameters)}, ...)"
+                + (f", and {', '.join(target.attributes)} beside it" if target.attributes else ""),
+                f"  found:    {found}: {problem}",
+            ]
+    return "\n".join(lines)
+
+
+def require(targets: Iterable[Target], found: str, supported: VersionRange | str, remedy: str) -> None:
+    """Stop unless every target is what it is expected to be; nothing has been patched then.
+
+    Raises:
+        VersionError: Names every target that is not; see :func:`.versions.unsupported` for the arguments.
+    """
+    if problems := faults(map(probe, targets)):
+        why = "is not what dct-plugin was made for; nothing was patched"
+        raise unsupported(found, supported, remedy, why=why, faults=problems)

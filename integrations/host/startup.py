@@ -1,0 +1,105 @@
+"""Start-up agreement of the ranks of a process group, over the default group's key-value store.
+
+Every rank states what it is about to run; all go on, or all stop with a message that names the ranks and what
+differs. A rank that states nothing is named after a time limit, and hangs nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dct_plugin._version import __version__
+from dct_plugin.collectives.agreement import HINT, TIME_LIMIT, Agreement
+from dct_plugin.config import DCTConfig, options
+from dct_plugin.errors import VersionError
+
+__all__ = ["TIME_LIMIT", "abstain", "agree", "facts_of", "join", "reported"]
+
+
+def join(
+    topic: str, *, group: dist.ProcessGroup | None = None, limit: float = TIME_LIMIT, hint: str = HINT
+) -> Agreement:
+    """This rank's part in the next agreement on ``topic``.
+
+    A topic may be agreed on several times (one engine after the other), in the same order on all ranks.
+
+    Args:
+        topic: For example ``"deepspeed"``; the same on all ranks.
+        group: Whose ranks agree; None for all.
+        limit: Seconds to wait for the others.
+        hint: Besides a crash, what may be the matter with a rank that does not report.
+
+    Raises:
+        VersionError: The default process group has no store.
+    """
+    store = _store()
+    if group is not None:
+        topic = f"{topic}/{group.group_name}"
+    rank = dist.get_rank(group)
+    # Counted in the store itself: it lives as long as the agreements that were made in it.
+    number = store.add(f"dct_plugin/{topic}/joined/{rank}", 1)
+    return Agreement(
+        store,
+        f"dct_plugin/{topic}/{number}",
+        rank=rank,
+        world_size=dist.get_world_size(group),
+        limit=limit,
+        hint=hint,
+    )
+
+
+def agree(
+    topic: str,
+    facts: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    limit: float = TIME_LIMIT,
+    hint: str = HINT,
+) -> None:
+    """State ``facts`` (JSON values by name) and wait until every rank has stated the same.
+
+    Raises:
+        DesyncError: On every rank that takes part: names the ranks, the facts and their values.
+        VersionError: The default process group has no store.
+    """
+    join(topic, group=group, limit=limit, hint=hint).confirm(facts)
+
+
+def abstain(topic: str) -> None:
+    """State that this rank does not take part in the next agreement; the others stop and name it."""
+    join(topic).abstain()
+
+
+@contextmanager
+def reported(agreement: Agreement) -> Iterator[None]:
+    """Around what a rank does before it confirms: an error is passed on to the ranks that wait."""
+    try:
+        yield
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+
+
+def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What the ranks of any host must have in common: every option, the versions, and ``more``."""
+    return {
+        **{option.path: option.value for option in options(config)},
+        "version of dct-plugin": __version__,
+        "version of torch": torch.__version__,
+        **more,
+    }
+
+
+def _store() -> Any:
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except Exception as error:
+        raise VersionError(
+            f"the default process group has no key-value store, which dct needs at start-up ({error}); "
+            "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
+        ) from error

@@ -1,0 +1,280 @@
+"""torch's DistributedDataParallel with the hook, in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import launch, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.data_parallel import DCTState, dct_hook
+
+pytestmark = pytest.mark.slow
+
+SPARSE = {"data_parallel": {"sparsity": 0.95, "min_numel": 1000}}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
+
+
+def hooked(section: Any = SPARSE, model: nn.Module | None = None, **more: Any) -> tuple[nn.Module, DCTState]:
+    ddp = DistributedDataParallel(network() if model is None else model)
+    state = DCTState(section, **more)
+    ddp.register_comm_hook(state, dct_hook)
+    return ddp, state
+
+
+def train(ddp: nn.Module, rank: int, steps: range, scaler: Any = None, poison: int = -1) -> torch.Tensor:
+    """Plain descent; the parameters afterwards."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in steps:
+        x = torch.randn(32, 100, generator=torch.Generator().manual_seed(100 * rank + step))
+        loss = ddp(x).square().mean() * (float("inf") if step == poison and rank == 0 else 1.0)
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
+
+
+def residuals(state: DCTState) -> dict[str, torch.Tensor]:
+    streams = state.state_dict()["reducer"]["streams"]
+    return {name: s["residual"].clone() for name, s in streams.items() if s["residual"] is not None}
+
+
+# -- training ---
+
+
+def _learns(
+    rank: int, world_size: int, section: dict[str, Any] | None, steps: int, bucket_mb: float
+) -> dict[str, Any]:
+    model = DistributedDataParallel(network(), bucket_cap_mb=bucket_mb)
+    state = None
+    if section is not None:
+        state = DCTState(section, named_parameters=model.module.named_parameters())
+        model.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    weights = torch.randn(100, generator=torch.Generator().manual_seed(99))
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(64, 100, generator=generator)
+        loss = (model(x).squeeze(1) - torch.tanh(x @ weights / 5)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    names = sorted(state.reducer(flat.device).streams) if state is not None else []
+    steps = 0 if state is None else state.metrics.summary().steps
+    return {"losses": losses, "parameters": flat, "streams": names, "steps": steps}
+
+
+def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
+    section = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
+    plain = run(2, _learns, None, 4, 0.1)
+    with_hook = run(2, _learns, section, 4, 0.1)
+    assert torch.equal(plain[0]["parameters"], with_hook[0]["parameters"])
+    assert plain[1]["losses"] == with_hook[1]["losses"]
+
+
+def test_it_trains_in_step_and_streams_follow_parameters() -> None:
+    """Small buckets: the layout changes after the first step, the streams (and their residuals) stay."""
+    results = run(2, _learns, SPARSE, 60, 0.1)
+    assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+    assert sum(results[0]["losses"][-10:]) < 0.5 * sum(results[0]["losses"][:10])
+    assert results[0]["streams"] == ["0.weight", "2.weight"]
+    assert results[0]["steps"] == 60
+
+
+# -- start-up ---
+
+
+def _starts(rank: int, world_size: int, case: str) -> float:
+    section: Any = SPARSE
+    if case == "settings" and rank == 1:
+        section = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.9}}
+    begin = time.monotonic()
+    ddp = DistributedDataParallel(network())
+    if case == "no hook" and rank == 1:
+        pass
+    else:
+        state = DCTState(section, time_limit=3 if case == "no hook" else 60)
+        if case == "steps" and rank == 1:
+            state.load_state_dict({"reducer": {"step": 7, "loss_scale": 1.0, "streams": {}}})
+        ddp.register_comm_hook(state, dct_hook)
+    try:
+        train(ddp, rank, range(1))
+    finally:
+        seconds = time.monotonic() - begin
+        assert seconds < 30
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("settings", "dct.data_parallel.sparsity differs: 0.95 on ranks 0, 2; 0.9 on rank 1"),
+        ("steps", "optimizer steps so far differs: 0 on ranks 0, 2; 7 on rank 1"),
+    ],
+)
+def test_a_rank_that_differs_stops_all(case: str, words: str) -> None:
+    for rank, (kind, text) in enumerate(launch(3, _starts, case)):
+        assert kind == "error"
+        assert f"DesyncError: rank {rank}: {words}" in text
+
+
+def test_a_rank_without_the_hook_is_named_within_the_limit() -> None:
+    outcomes = launch(3, _starts, "no hook")
+    assert [kind for kind, _ in outcomes] == ["error"] * 3  # rank 1 is left alone in its all-reduce
+    for rank in (0, 2):
+        assert "rank 1 did not report within 3 s: crashed, or its model has no dct_hook" in outcomes[rank][1]
+
+
+def _two_models_in_groups(rank: int, world_size: int) -> bool:
+    """States are agreed on one by one, also over a part of the ranks."""
+    pair = dist.new_group([0, 2])
+    ddp, _ = hooked()
+    train(ddp, rank, range(1))
+    if rank != 1:
+        part = DistributedDataParallel(network(), process_group=pair)
+        part.register_comm_hook(DCTState(SPARSE, pair), dct_hook)
+        train(part, rank, range(1))
+    again, _ = hooked()
+    train(again, rank, range(1))
+    return True
+
+
+def test_several_models() -> None:
+    assert all(run(3, _two_models_in_groups))
+
+
+def _fails_later(rank: int, world_size: int) -> None:
+    ddp, state = hooked({"data_parallel": {"min_numel": 1000}})
+    train(ddp, rank, range(1))
+    if rank == 0:
+        state.reducer(torch.device("cpu")).schedule = None  # type: ignore[assignment]
+    train(ddp, rank, range(1, 2))
+
+
+def test_a_failure_inside_the_hook_reaches_every_rank() -> None:
+    outcomes = launch(2, _fails_later)
+    assert [kind for kind, _ in outcomes] == ["error", "error"]
+    assert "rank(s) [0] failed" in outcomes[1][1]
+
+
+# -- checkpoints ---
+
+
+def _resumes(rank: int, world_size: int, folder: str | None) -> bool:
+    """Five steps, or two, save, load into new objects, and three more: the same parameters bitwise."""
+    whole, _ = hooked()
+    expected = train(whole, rank, range(5))
+    first, before = hooked()
+    train(first, rank, range(2))
+    model = network()
+    model.load_state_dict(first.module.state_dict())
+    second, state = hooked(model=model)
+    if folder is None:
+        state.load_state_dict(before.state_dict())
+    else:
+        before.save(folder)
+        assert state.load(folder)
+    same = torch.equal(train(second, rank, range(2, 5)), expected)
+    return same and state.steps.step == 5
+
+
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    assert all(run(2, _resumes, None))
+    assert all(run(2, _resumes, str(tmp_path)))
+    # Written by two ranks: three take the mean of their residuals.
+    assert run(3, _loads, str(tmp_path)) == [(True, 2)] * 3
+    assert run(2, _loads, str(tmp_path / "none")) == [(False, 0)] * 2
+
+
+def _loads(rank: int, world_size: int, folder: str) -> tuple[bool, int]:
+    ddp, state = hooked()
+    found = state.load(folder)
+    step = state.reducer(torch.device("cpu")).step
+    train(ddp, rank, range(1))
+    return found, step
+
+
+# -- loss scaling ---
+
+
+def _scaled(rank: int, world_size: int) -> bool:
+    """Scales are powers of two: the same parameters bitwise as without."""
+    plain, _ = hooked()
+    expected = train(plain, rank, range(6))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    ddp, state = hooked(scaler=scaler)
+    same = torch.equal(train(ddp, rank, range(6), scaler), expected)
+    state.state_dict()
+    return same and scaler.get_scale() == 8192.0 == state.reducer(torch.device("cpu")).loss_scale
+
+
+def test_residuals_follow_the_loss_scale() -> None:
+    assert all(run(2, _scaled))
+
+
+def _skipped(rank: int, world_size: int) -> bool:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ddp, state = hooked(scaler=scaler)
+    parameters = train(ddp, rank, range(2), scaler)
+    before = residuals(state)
+    assert torch.equal(train(ddp, rank, range(2, 3), scaler, poison=2), parameters)
+    assert scaler.get_scale() == 512.0
+    after = residuals(state)
+    assert before.keys() == after.keys()
+    return all(torch.equal(after[name], before[name] / 2) for name in before) and state.steps.step == 3
+
+
+def test_a_skipped_step_is_taken_back() -> None:
+    assert all(run(2, _skipped))
+
+
+# -- names and reports ---
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+import dct_plugin.data_parallel
+assert "dct_plugin.integrations.ddp" not in sys.modules
+from dct_plugin import DCTState, dct_hook
+assert DCTState is dct_plugin.data_parallel.DCTState and dct_hook is dct_plugin.data_parallel.dct_hook
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+model.register_comm_hook(DCTState(), dct_hook)
+for _ in range(2):
+    model(torch.ones(1, 10)).sum().backward()
+print("done")
+"""
+
+
+def test_names_are_public_and_the_run_ends_with_its_summary(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\ndct: 2 steps, nothing sent (1 rank)\n"

@@ -1,0 +1,229 @@
+"""What the ranks of a host do together: agree at start-up, write and read their files, count steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dct_plugin.integrations.host import rank_files, startup
+from dct_plugin.integrations.host.reporting import Reporting
+from dct_plugin.integrations.host.steps import StepHooks
+from support.processes import launch, run
+
+from dct_plugin import checkpoint
+from dct_plugin.config import MetricsConfig
+from dct_plugin.metrics import Metrics
+
+pytestmark = pytest.mark.slow
+
+
+# -- start-up ---
+
+
+def _agrees_several_times(rank: int, world_size: int) -> bool:
+    startup.agree("test", {"a": 1}, limit=20)
+    startup.agree("test", {"a": 2}, limit=20)
+    pair = dist.new_group([0, 2])
+    if rank != 1:
+        startup.agree("test", {"only": "two"}, group=pair, limit=20)
+    return True
+
+
+def test_a_topic_can_be_agreed_on_again_and_in_groups() -> None:
+    assert all(run(3, _agrees_several_times))
+
+
+def _disagrees(rank: int, world_size: int, silent: bool) -> float:
+    begin = time.monotonic()
+    try:
+        if not silent or rank != 1:
+            startup.agree("test", {"a": rank == 1}, limit=1 if silent else 60, hint="it is tired")
+    finally:
+        assert time.monotonic() - begin < 15
+    return time.monotonic() - begin
+
+
+def test_the_differing_rank_is_named() -> None:
+    for rank, (kind, text) in enumerate(launch(3, _disagrees, False)):
+        assert kind == "error"
+        assert f"DesyncError: rank {rank}: a differs: false on ranks 0, 2; true on rank 1" in text
+
+
+def test_a_silent_rank_is_named_within_the_limit() -> None:
+    outcomes = launch(3, _disagrees, True)
+    assert [kind for kind, _ in outcomes] == ["error", "value", "error"]
+    for rank in (0, 2):
+        assert "rank 1 did not report within 1 s: crashed, or it is tired" in outcomes[rank][1]
+
+
+def _fails_before(rank: int, world_size: int) -> None:
+    agreement = startup.join("test", limit=60)
+    with startup.reported(agreement):
+        if rank == 1:
+            raise ValueError("no such key")
+    agreement.confirm({})
+
+
+def test_a_failure_before_the_agreement_reaches_all() -> None:
+    outcomes = launch(2, _fails_before)
+    assert outcomes[1][1].startswith("ValueError: no such key")
+    assert "rank 1 failed at start-up: ValueError: no such key" in outcomes[0][1]
+
+
+# -- files ---
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    return {"step": 7, "loss_scale": 1.0, "streams": {}, "own": torch.full((3,), rank)}
+
+
+def _writes_and_reads(rank: int, world_size: int, folder: str) -> bool:
+    rank_files.save_reducer(folder, lambda: state_of(rank))
+    found = rank_files.load_reducer(folder)
+    assert found is not None
+    return torch.equal(found["own"], torch.full((3,), rank))
+
+
+def test_every_rank_gets_its_own_state(tmp_path: Path) -> None:
+    assert all(run(3, _writes_and_reads, str(tmp_path / "new")))
+    assert [path.name for path in sorted((tmp_path / "new").iterdir())] == [
+        f"dct_rank_{rank:05d}.pt" for rank in range(3)
+    ]
+
+
+def _cannot_write(rank: int, world_size: int, folder: str, how: str) -> None:
+    def content() -> dict[str, Any]:
+        if how == "content" and rank == 1:
+            raise MemoryError("no room for a copy")
+        return {"world_size": world_size}
+
+    name = "a file/state.pt" if how == "folder" and rank == 1 else f"{rank}.pt"
+    rank_files.save(Path(folder) / name, content)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("folder", "a file/state.pt: "), ("content", "MemoryError: no room for a copy")]
+)
+def test_a_rank_that_cannot_write_stops_all(tmp_path: Path, how: str, words: str) -> None:
+    (tmp_path / "a file").write_text("")
+    for kind, text in launch(3, _cannot_write, str(tmp_path), how):
+        assert kind == "error"
+        assert text.startswith("DCTError: cannot save residuals\n  rank 1: ")
+        assert words in text
+        assert "rank 0:" not in text
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _reads(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
+    handler = _Lines()
+    logger = logging.getLogger("dct_plugin")
+    logger.addHandler(handler)
+    try:
+        return rank_files.load_reducer(folder) is not None, handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def written(folder: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        checkpoint.save(folder, state_of(rank), rank=rank, world_size=ranks)
+
+
+def test_a_rank_without_its_file_means_none_for_all(tmp_path: Path) -> None:
+    written(tmp_path, 3)
+    checkpoint.file_of(tmp_path, 2).unlink()
+    results = run(3, _reads, str(tmp_path))
+    assert [found for found, _ in results] == [False] * 3
+    assert [len(lines) for _, lines in results] == [1, 0, 0]
+    assert "no residuals for 1 of 3 ranks (rank 2: dct_rank_*.pt files are missing)" in results[0][1][0]
+
+
+def test_an_empty_folder_is_said_so_once(tmp_path: Path) -> None:
+    results = run(2, _reads, str(tmp_path / "none"))
+    assert [len(lines) for _, lines in results] == [1, 0]
+    assert "(rank 0: the checkpoint holds no dct_rank_*.pt files)" in results[0][1][0]
+
+
+def test_a_damaged_file_stops_all_before_anything_is_loaded(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    file = checkpoint.file_of(tmp_path, 1)
+    file.write_bytes(file.read_bytes()[:100])
+    for kind, text in launch(2, _reads, str(tmp_path)):
+        assert kind == "error"
+        assert text.startswith(f"DCTError: cannot load residuals\n  rank 1: {file}: not a readable state")
+
+
+def _unexpected(rank: int, world_size: int) -> None:
+    def read() -> dict[str, Any]:
+        if rank == 0:
+            raise PermissionError("not yours")
+        return {}
+
+    rank_files.load(read, "checkpoint")
+
+
+def test_whatever_reading_raises_reaches_all() -> None:
+    for _, text in launch(2, _unexpected):
+        assert text.startswith("DCTError: cannot load residuals\n  rank 0: checkpoint: PermissionError")
+
+
+# -- steps and reports ---
+
+
+class Member:
+    def __init__(self) -> None:
+        self.ended: list[dict[str, Any]] = []
+
+    def end_step(self, **how: Any) -> None:
+        self.ended.append(how)
+
+
+def test_steps_reach_every_member_and_close_the_metrics_once(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics(MetricsConfig(), rank=0, world_size=2)
+    members = [Member(), Member()]
+    steps = StepHooks(members, metrics, step=4)
+    for _ in range(2):
+        steps.begin()
+        assert steps.open
+    steps.end(skipped=True, loss_scale=2.0)
+    assert not steps.open
+    assert steps.step == 5
+    for member in members:
+        assert member.ended == [{"skipped": True, "loss_scale": 2.0, "reduced_at": None}]
+    assert metrics.summary().steps == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+def test_steps_without_gradients_are_warned_about_once(
+    rank: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = StepHooks([], rank=rank)
+    steps.end()
+    steps.end()
+    assert len([r for r in caplog.records if "without passing gradients" in r.getMessage()]) == count
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_report_is_finished_once(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = Metrics(MetricsConfig(every=1), rank=rank, world_size=2)
+    finished: list[str] = []
+    reporting = Reporting(metrics, lambda events: None, before_finish=lambda: finished.append("once"))
+    metrics.step(1)
+    reporting.finish()
+    reporting.finish()
+    assert finished == ["once"]
+    assert capsys.readouterr().out.count("dct: 1 step") == (rank == 0)
