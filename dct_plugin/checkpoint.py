@@ -134,7 +134,8 @@ def in_unit(state: State, ratio: float) -> State:
         }
         for name, stream in state["streams"].items()
     }
-    return {**state, "streams": streams}
+    # Second moments of step-ahead are in the old unit squared: they are measured anew, within a few steps.
+    return {**state, "streams": streams, "ahead": None}
 
 
 def _unmeasured(stream: State) -> State:

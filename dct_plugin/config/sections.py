@@ -111,9 +111,17 @@ class DataParallelConfig(Section):
         default="auto",
         description="How the kept positions are written; auto takes the smallest for each payload.",
     )
-    error_feedback: Literal["local", "none"] = Field(
+    error_feedback: Literal["local", "step_ahead", "none"] = Field(
         default="local",
-        description="What was not sent is added to the next gradient (local), or dropped (none).",
+        description="What was not sent is added to the next gradient (local); besides, the next gradient is "
+        "taken where the weights will be once it has arrived (step_ahead); or it is dropped (none).",
+    )
+    step_ahead_coefficient: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="With step_ahead: share of the own residual by which weights are displaced; null measures, "
+        "for every tensor, how much of it the other ranks share.",
     )
     momentum_correction: float = Field(
         default=0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from ..codecs.payload import Payload
 from ..codecs.values import ValueDtype
 from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
-from ..errors import PayloadError
+from ..errors import ConfigError, PayloadError
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, add_payload, as_flat, backend_of, encode_all
 from .plan import Item, Plan, Shard, shards_of
+from .step_ahead import StepAhead, StepUnit
 
 
 class _Written(NamedTuple):
@@ -81,6 +82,38 @@ class GradientReducer:
         self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._ahead: StepAhead | None = None
+        self._loaded_ahead: dict[str, Any] | None = None
+
+    def step_ahead(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
+        *,
+        unit: float = 1.0,
+    ) -> StepAhead:
+        """What ``error_feedback: "step_ahead"`` needs to know of the host; to be called before the first
+        reduction.
+
+        Args:
+            parameters: ``(name in the entries, parameter)``.
+            unit_of: The optimizer's settings for a parameter as they are now; None for those it does not have.
+            unit: Factor that the host multiplies into gradients besides the loss scale, see
+                :func:`dct_plugin.checkpoint.save`.
+
+        Returns:
+            To be attached to the model, or asked to displace and restore its weights.
+        """
+        self._ahead = StepAhead(
+            parameters,
+            unit_of,
+            self._residual_of,
+            world_size=self.world_size,
+            coefficient=self.config.step_ahead_coefficient,
+            gradient_unit=lambda: 1.0 / (unit * self.loss_scale),
+        )
+        self._ahead.load_state_dict(self._loaded_ahead)
+        return self._ahead
 
     # -- collectives ---
 
@@ -97,6 +130,7 @@ class GradientReducer:
             DesyncError: A rank failed or reduces other tensors.
             PayloadError: A message arrived damaged.
         """
+        self._look(entries)
         if self._reduced_dense([tensor for _, tensor in entries], scale):
             return
         with self._reduction() as whole:
@@ -106,6 +140,7 @@ class GradientReducer:
             else:
                 plan = self._plan("two_phase", [(n, t, self._shards(n, t)) for n, t in entries])
                 self._all_reduce_two_phase(plan, scale, whole)
+            self._measure_coefficients(plan)
 
     def reduce_scatter(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
@@ -122,6 +157,7 @@ class GradientReducer:
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
+        self._look([(name, tensor) for name, tensor, _ in entries])
         if self._reduced_dense([tensor for _, tensor, _ in entries], scale):
             return
         with self._reduction() as whole:
@@ -129,6 +165,7 @@ class GradientReducer:
             received = self._send_to_owners(plan, whole)
             for position, (item, shard) in enumerate(plan.owned_by(self.rank)):
                 self._sum_into(item.view(shard), [payloads[position] for payloads in received], scale, whole)
+            self._measure_coefficients(plan)
 
     def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
         """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
@@ -174,10 +211,13 @@ class GradientReducer:
         """
         if reduced_at is not None:
             self.loss_scale = reduced_at
-        for stream in self.streams.values():
-            stream.end_step(skipped=skipped and self._transactional)
+        members: list[Compressor | StepAhead] = [*self.streams.values()]
+        if self._ahead is not None:
+            members.append(self._ahead)
+        for member in members:
+            member.end_step(skipped=skipped and self._transactional)
             if loss_scale is not None and loss_scale != self.loss_scale:
-                stream.rescale(loss_scale / self.loss_scale)
+                member.rescale(loss_scale / self.loss_scale)
         if loss_scale is not None:
             self.loss_scale = loss_scale
         self.step += 1
@@ -187,7 +227,8 @@ class GradientReducer:
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
         streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
-        return {"step": self.step, "loss_scale": self.loss_scale, "streams": streams}
+        ahead = self._loaded_ahead if self._ahead is None else self._ahead.state_dict()
+        return {"step": self.step, "loss_scale": self.loss_scale, "streams": streams, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
         """Restore :meth:`state_dict`; streams get their state when they are next used, unknown ones start
@@ -200,7 +241,42 @@ class GradientReducer:
         scale = state["loss_scale"] if loss_scale is None else loss_scale
         self.step, self.loss_scale = state["step"], scale
         self.streams.clear()
-        self._loaded = dict(checkpoint.in_unit(state, scale / state["loss_scale"])["streams"])
+        state = checkpoint.in_unit(state, scale / state["loss_scale"])
+        self._loaded = dict(state["streams"])
+        self._loaded_ahead = state.get("ahead")
+        if self._ahead is not None:
+            self._ahead.load_state_dict(self._loaded_ahead)
+
+    # -- looking ahead ---
+
+    def _residual_of(self, name: str) -> Tensor | None:
+        stream = self.streams.get(name)
+        return None if stream is None or stream.residual is None else stream.residual.current
+
+    def _look(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """Show dense gradients to step-ahead."""
+        if self._ahead is not None:
+            for name, tensor in entries:
+                if not self._small(tensor):
+                    self._ahead.observe(name, tensor)
+        elif self.config.error_feedback == "step_ahead":
+            raise ConfigError(
+                "dct.data_parallel.error_feedback = 'step_ahead': this host has not said which parameters and "
+                "which optimizer are meant (GradientReducer.step_ahead); set it to 'local'"
+            )
+
+    def _measure_coefficients(self, plan: Plan) -> None:
+        if self._ahead is None or not self._ahead.wants_samples(self.step):
+            return
+        names = [item.name for item in plan.items if not item.small]
+        if names:
+            own = self._ahead.samples(names, self.step).to(self.device)
+            mean = own.clone()
+            dist.all_reduce(mean, group=self.exchange.group)
+            self.exchange.sent_bytes += round(
+                2 * (self.world_size - 1) / self.world_size * own.numel() * own.element_size()
+            )
+            self._ahead.learn(names, own, mean / self.world_size)
 
     # -- planning ---
 

@@ -17,7 +17,7 @@ from ..host import startup
 from ..host.patches import Patches
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
-from . import checkpointing
+from . import checkpointing, step_ahead
 from .stage0 import BoundaryHooks
 from .support import check_engine, check_version, known_fault
 from .zero import PartitionHooks
@@ -73,6 +73,8 @@ class Attachment:
         self._hooks.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
+        if self.config.data_parallel.error_feedback == "step_ahead":
+            step_ahead.install(engine, self.reducer, self._hooks.name_of, unit)
         checkpointing.install(engine, self.reducer, self.steps, unit, patches)
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)

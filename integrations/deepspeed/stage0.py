@@ -61,6 +61,15 @@ class BoundaryHooks:
         patches.replace(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
         patches.replace(engine, "allreduce_and_copy", allreduce_and_copy)
 
+    def name_of(self, _: int, parameter: Any) -> str:
+        """Name of a parameter's stream."""
+        names = getattr(self.engine.optimizer, "param_names", None)  # of BF16_Optimizer
+        if names is not None and parameter in names:
+            return str(names[parameter])
+        return next(
+            (name for name, other in self.engine.module.named_parameters() if other is parameter), "unused"
+        )
+
     def _reduce(self, bucket: list[Tensor]) -> bool:
         """Reduce a bucket of gradients in place; False, and nothing done, if they are not all ours."""
         if self._layout is None:

@@ -129,7 +129,9 @@ class PartitionHooks:
         assert tensor is not None
         found = self._parameters(dtype)
         buffer = CommBuffer(tensor, dtype)
-        layout = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in found])
+        layout = pieces(
+            [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in found]
+        )
         self.reducer.reduce_scatter(
             [
                 (piece.name, piece.of(buffer.flat), self._shards_of(group, identity, parameter))
@@ -157,7 +159,9 @@ class PartitionHooks:
         )
         buffer = CommBuffer(tensor, dtype, averaging.before)
         found = self._parameters(dtype)
-        layout = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in found])
+        layout = pieces(
+            [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in found]
+        )
         self.reducer.all_reduce(
             [(piece.name, piece.of(buffer.flat)) for piece in layout], scale=averaging.after
         )
@@ -171,7 +175,9 @@ class PartitionHooks:
         flat = self.optimizer.flatten(bucket)
         buffer = CommBuffer(flat, dtype)
         scale = 1.0 / self.reducer.world_size if self.average else 1.0
-        parts = pieces([(self._name(group, parameter), parameter.numel()) for group, _, parameter in layout])
+        parts = pieces(
+            [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in layout]
+        )
         if self.to_owners:
             self.reducer.reduce_scatter(
                 [
@@ -230,6 +236,6 @@ class PartitionHooks:
         own = self.reducer.rank
         return own in owners if isinstance(owners, frozenset) else own == owners
 
-    def _name(self, group: int, parameter: Any) -> str:
+    def name_of(self, group: int, parameter: Any) -> str:
         name = self.optimizer.param_names.get(parameter)
         return str(name) if name is not None else f"group{group}.{parameter.param_idx_in_group}"

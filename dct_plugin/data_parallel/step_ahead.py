@@ -8,8 +8,8 @@ steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So forward 
 
 while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units: for the
 Adam family ``lr * E / (sqrt(D) + eps)`` with D the second moment of this rank's *dense* gradients, kept as
-row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD ``lr * E / (1 - momentum)``.
-D must not come from the optimizer's own state: that one sees thresholded gradients, and with it training
+row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD it is ``lr * E / (1 -
+momentum)``. D must not come from the optimizer's own state: that one sees thresholded gradients, and with it training
 diverged.
 
 Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 #: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one,
 #: and what older measurements weigh beside a new one.
@@ -70,10 +70,11 @@ class Moments:
         """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
         if not skipped:
             for mean, seen in ((self.rows, self._seen_rows), (self.columns, self._seen_columns)):
+                # Gradients that are not finite teach nothing.
                 if decay is None:
-                    mean.add_(seen)
+                    mean.add_(seen.nan_to_num_(0.0, 0.0, 0.0))
                 else:
-                    mean.mul_(decay).add_(seen, alpha=1.0 - decay)
+                    mean.lerp_(torch.where(seen.isfinite(), seen, mean), 1.0 - decay)
             self.steps += 1
         self._seen_rows.zero_()
         self._seen_columns.zero_()
@@ -134,6 +135,9 @@ class StepUnit:
         Raises:
             ConfigError: The unit of this optimizer's steps is not known.
         """
+        if hasattr(optimizer, "step_unit"):  # it says so itself
+            own: StepUnit = optimizer.step_unit(group)
+            return own
         name = type(optimizer).__name__
         rule = _RULES.get(name.lower())
         if rule is None:
@@ -214,7 +218,8 @@ class StepAhead:
 
     Args:
         parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
-        unit_of: The optimizer's settings for a parameter; asked anew at every step: schedulers change them.
+        unit_of: The optimizer's settings for a parameter, None if it does not have it; asked anew at every
+            step, since schedulers change them.
         residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none.
         world_size: Ranks whose gradients are averaged.
         coefficient: Of the displacement, in (0, 1]; None: measured.
@@ -224,7 +229,7 @@ class StepAhead:
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        unit_of: Callable[[torch.nn.Parameter], StepUnit],
+        unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
         residual_of: Callable[[str], Tensor | None],
         *,
         world_size: int,
@@ -296,6 +301,8 @@ class StepAhead:
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight, memory_format=torch.contiguous_format)
             unit = self._unit_of(parameter)
+            if unit is None:
+                continue
             factor = self.coefficient(name) * (1.0 if unit.preconditioned else self._gradient_unit())
             displaced(weight, residual, moments, unit, factor=factor, out=buffer)
             self._displaced.add(name)
@@ -318,7 +325,8 @@ class StepAhead:
         """An optimizer step is over."""
         self._fresh = False
         for name, moments in self._moments.items():
-            moments.end_step(skipped=skipped, decay=self._unit_of(self._parameters[name]).decay)
+            unit = self._unit_of(self._parameters[name])
+            moments.end_step(skipped=skipped, decay=None if unit is None else unit.decay)
 
     def rescale(self, factor: float) -> None:
         """The unit of the gradients changed (loss scale)."""

@@ -1,0 +1,43 @@
+"""Step-ahead error feedback: which of DeepSpeed's parameters are whose, and what their optimizer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.step_ahead import StepUnit
+
+#: Where DeepSpeed's wrappers keep the model's parameters, one list for each parameter group of the optimizer.
+_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+
+
+def install(engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any], str], unit: float) -> None:
+    """Let the engine's training passes run at displaced weights.
+
+    Args:
+        engine: DeepSpeed's engine.
+        reducer: Of its gradients.
+        name_of: Name of a parameter's stream, from the index of its group and the parameter.
+        unit: See :meth:`~dct_plugin.data_parallel.GradientReducer.step_ahead`.
+
+    Raises:
+        ConfigError: The step of the engine's optimizer is not known.
+    """
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
+    if groups is None:
+        groups = [group["params"] for group in optimizer.param_groups]
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+
+    def unit_of(parameter: Any) -> StepUnit | None:
+        index = group_of.get(id(parameter))
+        return None if index is None else StepUnit.of(inner, optimizer.param_groups[index])
+
+    for group in optimizer.param_groups:  # refused now rather than at the first step
+        StepUnit.of(inner, group)
+    parameters = [
+        (name_of(index, parameter), parameter) for index, group in enumerate(groups) for parameter in group
+    ]
+    reducer.step_ahead(parameters, unit_of, unit=unit).attach(engine.module)
