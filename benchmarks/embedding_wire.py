@@ -43,7 +43,7 @@ from rich.table import Table
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.embedding.tables import ShardedTables
+from dct_plugin.embedding import ShardedTables
 from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes, interface_bytes
 
 EMBEDDINGS, MLPS = "embeddings", "mlps"  # interfaces
@@ -258,6 +258,7 @@ def train(
     )
     replicated = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    tables.follow(optimizer)
     device = EMBEDDINGS if EMBEDDINGS in interface_bytes() else "lo"
     counter = InterfaceCounter([device])
     beside = InterfaceCounter([MLPS]) if device == EMBEDDINGS else None

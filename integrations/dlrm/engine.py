@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from dct_plugin.config import DCTConfig, EmbeddingChannelConfig
-from dct_plugin.embedding.des import Choice
-from dct_plugin.embedding.tables import ShardedTables
+from dct_plugin.embedding import Choice, ShardedTables
 from dct_plugin.metrics import Metrics
 
 from .data import ClickDataset
@@ -51,8 +50,8 @@ def make_engine(
         model: nn.Module = DLRM(clicks.dense.shape[1], clicks.cardinalities, **widths, seed=seed)
     else:
         dct = config.get("dct")
-        channel = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct).embedding
-        model, choices, notes = _sharded_model(settings, channel, clicks, seed, metrics)
+        sections = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct)
+        model, choices, notes = _sharded_model(settings, sections, clicks, seed, metrics)
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = _two_optimizers(model, settings, content.pop("optimizer"))
@@ -62,12 +61,14 @@ def make_engine(
         optimizer=optimizer,
         model_parameters=None if optimizer else [p for p in model.parameters() if p.requires_grad],
     )
+    if isinstance(model, Experts):
+        model.follow(engine.optimizer)
     return engine, choices, notes
 
 
 def _sharded_model(
     settings: ModelSettings,
-    channel: EmbeddingChannelConfig,
+    sections: DCTConfig,
     clicks: ClickDataset,
     seed: int,
     metrics: Metrics,
@@ -79,11 +80,12 @@ def _sharded_model(
             return ShardedTables(
                 cardinalities,
                 dim,
-                config=channel,
+                config=sections.embedding,
                 sparse=settings.sparse_gradients,
                 average_gradients=False,  # DeepSpeed does that
                 name=tables,
                 metrics=metrics,
+                kernels=sections.kernels,
             )
 
     model, choices = build(
@@ -96,10 +98,11 @@ def _sharded_model(
         make_tables=make_tables,
         compression=settings.compression or 1.0,
         average_gradients=False,
+        metrics=metrics,
         **settings.widths,
     )
     notes = []
-    if settings.exchange == "auto" and settings.compression is None and _compresses(channel):
+    if settings.exchange == "auto" and settings.compression is None and _compresses(sections.embedding):
         notes.append(
             "(N*K)/(T*m) counts uncompressed vectors, but the channel makes the all-to-all smaller: "
             f"measure how much with exchange = all_to_all and give it as {MODEL_SECTION}.compression"

@@ -14,7 +14,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import Traffic
 from dct_plugin.metrics import Metrics
 
 from .speed import ring_bytes
@@ -26,16 +25,11 @@ __all__ = ["bytes_per_step", "gathered", "same_on_all_ranks", "time_all_reduce",
 def unrecorded(model: nn.Module, metrics: Metrics) -> Iterator[None]:
     """Inside, the model's tables count no bytes: those of an evaluation are not those of training."""
     modules: list[Any] = [m for m in model.modules() if getattr(m, "metrics", None) is metrics]
-    each_traffic = (getattr(module, "traffic", None) for module in model.modules())
-    traffic = [each for each in each_traffic if isinstance(each, Traffic)]
-    before = [dict(vars(each)) for each in traffic]
     for module in modules:
         module.metrics = None
     yield
     for module in modules:
         module.metrics = metrics
-    for each, values in zip(traffic, before, strict=True):
-        vars(each).update(values)
 
 
 def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[str, float]]:
@@ -57,12 +51,6 @@ def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[
     for source in [metrics, *([attached.metrics] if attached is not None else [])]:
         for name, summary in source.summary().classes.items():
             add(name, summary.dense_bytes, summary.sent_bytes)
-    for module in engine.module.modules():
-        traffic = getattr(module, "traffic", None)
-        if isinstance(traffic, Traffic):
-            add("des_forward", traffic.forward_bytes, traffic.forward_bytes)
-            add("des_backward", traffic.backward_bytes, traffic.backward_bytes)
-            add("embedding_ids", traffic.id_bytes, traffic.id_bytes)
     if attached is None:
         shared = sum(p.numel() for p in engine.module.parameters() if getattr(p, "allreduce", True))
         size = steps * ring_bytes(shared, dist.get_world_size())

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import ColumnShards, FieldShards
-from dct_plugin.embedding.tables import TableShard
+from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
 
 from .settings import METHODS
 

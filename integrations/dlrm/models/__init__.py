@@ -9,7 +9,16 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.embedding.des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+from dct_plugin.embedding import (
+    Choice,
+    ColumnShards,
+    Embeddings,
+    FieldShards,
+    LocalEmbeddings,
+    Part,
+    choose,
+)
+from dct_plugin.metrics import Metrics
 
 from .deep import DCN, DeepFM, WideDeep
 from .dlrm import DLRM
@@ -42,6 +51,7 @@ def build(
     group: dist.ProcessGroup | None = None,
     compression: float = 1.0,
     average_gradients: bool = True,
+    metrics: Metrics | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, list[Choice]]:
     """A model by name, and how each of its parts exchanges embeddings.
@@ -58,6 +68,7 @@ def build(
         group: Process group of the shards.
         compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
         average_gradients: Of the shards; see :class:`~dct_plugin.embedding.des.FieldShards`.
+        metrics: Of the shards.
         settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
 
     Raises:
@@ -83,10 +94,17 @@ def build(
         strategy = next(choice.strategy for choice in choices if choice.tables == tables)
         if strategy == "all_to_all":
             made = make_tables(cardinalities, dim, table_seed, tables)
-            return AtHome(made, len(cardinalities), dim)
+            return LocalEmbeddings(made, len(cardinalities), dim)
         layout = next(part.layout for part in parts if part.tables == tables)
         shards = ColumnShards if layout == "columns" else FieldShards
-        return shards(cardinalities, dim, group=group, seed=table_seed, average_gradients=average_gradients)
+        return shards(
+            cardinalities,
+            dim,
+            group=group,
+            seed=table_seed,
+            average_gradients=average_gradients,
+            metrics=metrics,
+        )
 
     made: dict[str, Any] = {"tables": source("embedding", embedding_dim, seed)}
     if "wide_tables" in arguments:

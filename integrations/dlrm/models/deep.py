@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import Embeddings, Part
+from dct_plugin.embedding import Embeddings, Part
 
 from .parts import FM, CrossNetwork, FirstLayer, Operator, Wide, evaluate, mlp, seeded
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import AtHome, Embeddings, FieldShards, Part
+from dct_plugin.embedding import Embeddings, FieldShards, LocalEmbeddings, Part
 
 from .parts import DotLayer, evaluate, mlp, seeded
 from .tables import EmbeddingTables
@@ -55,7 +55,7 @@ class DLRM(nn.Module):
         first = self.top[0]
         assert isinstance(first, nn.Linear)
         made = self.tables
-        source = made if isinstance(made, Embeddings) else AtHome(made, fields, embedding_dim)
+        source = made if isinstance(made, Embeddings) else LocalEmbeddings(made, fields, embedding_dim)
         self._source = (source,)  # in a tuple: the tables are registered above
         self.dot = DotLayer(fields + 1, first, contract=source is made)
 

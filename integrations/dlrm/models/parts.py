@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import Embeddings
+from dct_plugin.embedding import Embeddings
 
 __all__ = [
     "FM",
