@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.models import DLRM
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.embedding.error_bounded import Codes, decode_bounded, encode_bounded, quantise

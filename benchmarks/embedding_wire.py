@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.models import DLRM
 from links import HEADER_BYTES, Links, LinksError, Network, packets_sent
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -43,7 +43,7 @@ from rich.table import Table
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.embedding.tables import ShardedTables
+from dct_plugin.embedding import ShardedTables
 from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes, interface_bytes
 
 EMBEDDINGS, MLPS = "embeddings", "mlps"  # interfaces
@@ -258,6 +258,7 @@ def train(
     )
     replicated = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    tables.follow(optimizer)
     device = EMBEDDINGS if EMBEDDINGS in interface_bytes() else "lo"
     counter = InterfaceCounter([device])
     beside = InterfaceCounter([MLPS]) if device == EMBEDDINGS else None

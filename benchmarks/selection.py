@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dct_plugin.codecs import HEADER_NBYTES, IndexEncoding, Payload, ValueDtype, payload_bound, value_nbytes
+from dct_plugin.codecs import HEADER_NBYTES, Payload, ValueDtype, payload_bound, value_nbytes
+from dct_plugin.codecs.index import ANY_POSITIONS
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -164,12 +165,7 @@ def measure_encodings(numel: int, kernels: CpuBackend, repeats: int) -> list[dic
     rows = []
     for density in (0.1, 0.01, 0.001):
         data = Data(numel, density, kernels)
-        for encoding in (
-            IndexEncoding.BITMAP,
-            IndexEncoding.GAPS8,
-            IndexEncoding.BLOCK16,
-            IndexEncoding.RICE,
-        ):
+        for encoding in ANY_POSITIONS:
             bound = payload_bound(numel, data.capacity, ValueDtype.BF16, encoding)
             out = torch.zeros(bound, dtype=torch.uint8)
             encode, decode = [], Timing()

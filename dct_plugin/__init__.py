@@ -12,12 +12,12 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .codecs.payload import Payload
-    from .compressor import Compressor
     from .config import DCTConfig
     from .errors import ConfigError, DCTError, DesyncError, PayloadError, VersionError
+    from .stream import Compressor
 
 _PUBLIC = {
-    "Compressor": "compressor",
+    "Compressor": "stream",
     "ConfigError": "errors",
     "DCTConfig": "config",
     "DCTError": "errors",

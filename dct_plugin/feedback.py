@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .codecs.payload import OVERFLOW_MAGNITUDE
+
 
 class Residual:
     """Residual of one stream, with a transaction for host frameworks that may discard a step.
@@ -93,15 +95,18 @@ class Velocity:
         self.buffer = Residual(numel, device, transactional=transactional)
 
     def accumulate(self, grad: Tensor) -> Tensor:
-        """Add a gradient (1-D, any floating-point type); returns the velocity, or ``grad`` where it is not
-        finite.
+        """Add a gradient (1-D, any floating-point type); returns the velocity, fp32, with memory of its own.
+
+        One that the kernels will refuse (see :meth:`~dct_plugin.kernels.Backend.compress`) is returned and
+        not kept. No value crosses to the host.
         """
-        if not bool(grad.isfinite().all()):
-            return grad  # the kernel flags it, and the velocity stays as it was
         source, target = self.buffer.begin()
-        if target is not source:
-            target.copy_(source)
-        return target.mul_(self.momentum).add_(grad)
+        velocity = source.mul(self.momentum).add_(grad)
+        if velocity.numel():
+            low, high = torch.aminmax(velocity)  # NaN propagates
+            finite = (high < OVERFLOW_MAGNITUDE) & (low > -OVERFLOW_MAGNITUDE)
+            torch.where(finite, velocity, source, out=target)
+        return velocity
 
     def restart(self, start: int, mask: Tensor) -> None:
         """The entries from ``start`` on where ``mask`` (bool) is set were sent."""

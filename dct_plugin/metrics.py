@@ -14,11 +14,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.filesize import decimal
 
@@ -46,48 +47,57 @@ Event = tuple[str, float, int]  # name, value, step
 Sink = Callable[[list[Event]], object]
 
 
+@dataclass(slots=True)
 class _Sums:
     """Sums over the records of one tensor class."""
 
-    __slots__ = (
-        "decode_ms",
-        "dense_bytes",
-        "encode_ms",
-        "exchange_ms",
-        "nnz",
-        "numel",
-        "refreshes",
-        "select_ms",
-        "sent_bytes",
-        "target",
-        "tau",
-        "tau_numel",
-        "tensors",
-        "thin_nnz",
-        "thin_numel",
-        "thin_open",
-        "thin_steps",
-        "thin_target",
-    )
+    dense_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    numel: int = 0
+    nnz: int = 0
+    refreshes: int = 0
+    target: float = 0.0  # of target density * numel
+    tau: float = 0.0  # of tau * numel, over the tau_numel entries that had a finite tau > 0
+    tau_numel: int = 0
+    # Thresholded messages only (target < 1), so without warm-up and small tensors; thin_open marks that the
+    # current step has some.
+    thin_numel: int = 0
+    thin_nnz: int = 0
+    thin_target: float = 0.0
+    thin_steps: int = 0
+    thin_open: int = 0
+    tensors: int = 0
+    select_ms: float = 0.0
+    encode_ms: float = 0.0
+    exchange_ms: float = 0.0
+    decode_ms: float = 0.0
 
-    def __init__(self) -> None:
-        self.dense_bytes = self.sent_bytes = 0.0
-        self.numel = self.nnz = self.refreshes = 0
-        self.target = 0.0  # sum of target density * numel
-        self.tau = 0.0  # sum of tau * numel, over the tau_numel entries that had a finite tau > 0
-        self.tau_numel = 0
-        # Thresholded messages only (target < 1), so without warm-up and small tensors; thin_open marks that
-        # the current step has some.
-        self.thin_numel = self.thin_nnz = self.tensors = self.thin_steps = self.thin_open = 0
-        self.thin_target = 0.0
-        self.select_ms = self.encode_ms = self.exchange_ms = self.decode_ms = 0.0
+    def count(self, record: Record) -> None:
+        for name in _ADDED:
+            setattr(self, name, getattr(self, name) + getattr(record, name))
+        target = record.target_density * record.numel
+        self.target += target
+        if record.target_density < 1:
+            self.thin_open = 1
+            self.tensors += record.tensors
+            self.thin_numel += record.numel
+            self.thin_nnz += record.nnz
+            self.thin_target += target
+        if 0 < record.tau < math.inf:
+            self.tau += record.tau * record.numel
+            self.tau_numel += record.numel
 
     def tensors_per_step(self) -> float:
         return self.tensors / max(self.thin_steps, 1)
 
     def add(self, other: _Sums) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+#: What the sums take from a record as it is.
+_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms")
+_ADDED = ("dense_bytes", "sent_bytes", "numel", "nnz", "refreshes", *_TIMES)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -135,10 +145,7 @@ class ClassSummary:
             tau=_ratio(sums.tau, sums.tau_numel),
             refreshes=sums.refreshes,
             refreshes_per_tensor=sums.refreshes / (tensors or 1),
-            select_ms=sums.select_ms * per_step,
-            encode_ms=sums.encode_ms * per_step,
-            exchange_ms=sums.exchange_ms * per_step,
-            decode_ms=sums.decode_ms * per_step,
+            **{name: getattr(sums, name) * per_step for name in _TIMES},
         )
 
 
@@ -178,6 +185,14 @@ class Record:
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
     tensors: int = 1
+
+    @contextmanager
+    def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
+        """Add the time that the block takes."""
+        began = time.perf_counter()
+        yield
+        key = f"{what}_ms"
+        setattr(self, key, getattr(self, key) + 1e3 * (time.perf_counter() - began))
 
 
 class Metrics:
@@ -223,28 +238,7 @@ class Metrics:
     def record(self, record: Record) -> None:
         """Add one message to the current step."""
         with self._lock:
-            sums = self._window.get(record.cls)
-            if sums is None:
-                sums = self._window[record.cls] = _Sums()
-            sums.dense_bytes += record.dense_bytes
-            sums.sent_bytes += record.sent_bytes
-            sums.numel += record.numel
-            sums.nnz += record.nnz
-            sums.target += record.target_density * record.numel
-            if record.target_density < 1:
-                sums.thin_open = 1
-                sums.tensors += record.tensors
-                sums.thin_numel += record.numel
-                sums.thin_nnz += record.nnz
-                sums.thin_target += record.target_density * record.numel
-            if 0 < record.tau < math.inf:
-                sums.tau += record.tau * record.numel
-                sums.tau_numel += record.numel
-            sums.refreshes += record.refreshes
-            sums.select_ms += record.select_ms
-            sums.encode_ms += record.encode_ms
-            sums.exchange_ms += record.exchange_ms
-            sums.decode_ms += record.decode_ms
+            self._window.setdefault(record.cls, _Sums()).count(record)
 
     def step(self, n: int) -> None:
         """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""
@@ -373,10 +367,7 @@ def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
         "density": _ratio(sums.nnz, sums.numel),
         "tau": _ratio(sums.tau, sums.tau_numel),
         "refreshes": sums.refreshes,
-        "select_ms": round(sums.select_ms / steps, 4),
-        "encode_ms": round(sums.encode_ms / steps, 4),
-        "exchange_ms": round(sums.exchange_ms / steps, 4),
-        "decode_ms": round(sums.decode_ms / steps, 4),
+        **{name: round(getattr(sums, name) / steps, 4) for name in _TIMES},
     }
 
 

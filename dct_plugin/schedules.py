@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import ActivationConfig, DataParallelConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class SparsitySchedule:
     sparsity: float
     warmup_steps: int = 0
     ramp_steps: int = 0
+
+    @classmethod
+    def of(cls, config: DataParallelConfig | ActivationConfig) -> SparsitySchedule:
+        """The schedule of a section."""
+        return cls(config.sparsity, config.warmup_steps, getattr(config, "sparsity_warmup_steps", 0))
 
     def density(self, step: int) -> float:
         """Share of entries to keep at ``step`` (from 0); 1.0 means dense."""

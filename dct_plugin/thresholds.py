@@ -2,27 +2,26 @@
 
 DCT (Gupta et al., KDD 2021, section 3) ranks ``|G|`` once per life-span and reuses the threshold in between.
 Taken literally that goes wrong under error feedback: a threshold measured on an empty residual lets several
-    times
-the wanted share pass for good, and none at all once gradients shrink. The selection pass counts what it keeps
-for free, so here the life-span is an upper limit: the threshold is measured again after 1, 2, 4, 8, ... steps
-and whenever the realised density leaves a band. In between it follows a small sample: about a tenth of the
-positions, at a fixed cost per tensor. (Steering tau by the realised density alone costs nothing and was
+times the wanted share pass for good, and none at all once gradients shrink. The selection pass counts what it
+keeps for free, so here the life-span is an upper limit: the threshold is measured again after 1, 2, 4, 8, ...
+steps and whenever the realised density leaves a band. In between it follows a small sample: about a tenth of
+the positions, at a fixed cost per tensor. (Steering tau by the realised density alone costs nothing and was
 tried: residuals of steadily drifting gradients then fire in bursts, from nothing to the capacity limit and
-    back.)
+back.)
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .config import ActivationConfig, DataParallelConfig
-    from .kernels import Backend
+    from .kernels import Backend, Tau
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
 #: density.
@@ -32,16 +31,23 @@ TRACKING_SAMPLES = 8_192
 
 
 def sample_size(density: float, *, tracking: bool = False) -> int:
-    """Number of random positions that finds the quantile of ``density`` within about 7 % (``tracking``: 11
-    %).
-    """
+    """Random positions that find the quantile of ``density`` within about 7 % (``tracking``: 11 %)."""
     least, entries = (TRACKING_SAMPLES, 80.0) if tracking else (MIN_SAMPLES, 1000.0)
     return max(least, math.ceil(entries / density))
+
+
+class _Proposal(NamedTuple):
+    tau: Tau
+    density: float
+    measured: bool
 
 
 @dataclass
 class Threshold:
     """Threshold of one tensor stream.
+
+    A step is :meth:`propose`, :meth:`accept` and :meth:`observe`. A proposal that is not accepted leaves no
+    trace: the threshold of a tensor that turned out to be non-finite stays bitwise what it was.
 
     Args:
         mode: ``"sample"`` (random positions) or ``"exact"`` (k-th largest magnitude).
@@ -68,6 +74,7 @@ class Threshold:
     density: float = 0.0
     """Density that tau was last measured for."""
     out_of_band: bool = False
+    _proposed: _Proposal | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def for_stream(cls, name: str, rank: int, config: DataParallelConfig | ActivationConfig) -> Threshold:
@@ -81,9 +88,7 @@ class Threshold:
         )
 
     def due(self, density: float) -> bool:
-        """Whether the threshold has to be measured before the coming step at ``density`` (share of entries
-        kept).
-        """
+        """Whether the threshold has to be measured before a step that keeps a share of ``density``."""
         return (
             self.tau <= 0.0
             or self.out_of_band
@@ -92,9 +97,9 @@ class Threshold:
             or (self.step & (self.step - 1)) == 0  # steps 0, 1, 2, 4, 8, ...: the residual is still filling
         )
 
-    def update(self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float) -> float:
+    def propose(self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float) -> Tau:
         """The threshold of the coming step, at which about a share of ``density`` of ``|grad + residual|``
-        passes.
+        passes; it stays on the device if the kernels leave it there.
 
         Args:
             kernels: Backend of the tensors' device.
@@ -102,22 +107,37 @@ class Threshold:
             residual: 1-D fp32 of the same length, or None.
             density: In (0, 1).
         """
-        if self.due(density):
-            self.density = density
-            if self.mode == "exact":
-                self.tau = float(kernels.exact_threshold(grad, residual, wanted(density, grad.numel())))
-            else:
-                self.tau = self._sampled(kernels, grad, residual, sample_size(density))
+        tau: Tau = self.tau
+        measured = self.due(density)
+        if measured and self.mode == "exact":
+            tau = kernels.exact_threshold(grad, residual, wanted(density, grad.numel()))
+        elif measured or (self.tracking and self.mode == "sample"):
+            seed = (self.seed + 0x9E3779B9 * (self.step + 1)) & 0x7FFFFFFF
+            samples = sample_size(density, tracking=not measured)
+            tau = kernels.sample_threshold(grad, residual, density, samples, seed)
+        self._proposed = _Proposal(tau, density, measured)
+        return tau
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the proposed threshold was measured anew."""
+        return self._proposed is not None and self._proposed.measured
+
+    def accept(self, applied: float) -> None:
+        """The proposed threshold, on the host ``applied``, is the current one from now on."""
+        if self._proposed is None:
+            return
+        tau, self.density, measured = self._proposed
+        self.tau = tau if isinstance(tau, float) else applied
+        self._proposed = None
+        if measured:
             self.age = 0
             self.refreshes += 1
             self.out_of_band = False
-        elif self.tracking and self.mode == "sample":
-            self.tau = self._sampled(kernels, grad, residual, sample_size(density, tracking=True))
-        return self.tau
 
-    def _sampled(self, kernels: Backend, grad: Tensor, residual: Tensor | None, samples: int) -> float:
-        seed = (self.seed + 0x9E3779B9 * (self.step + 1)) & 0x7FFFFFFF
-        return float(kernels.sample_threshold(grad, residual, self.density, samples, seed))
+    def reject(self) -> None:
+        """Forget the proposed threshold."""
+        self._proposed = None
 
     def observe(self, above: int, numel: int) -> None:
         """Close a step in which ``above`` of ``numel`` entries reached tau (before any capacity limit)."""
@@ -142,6 +162,7 @@ class Threshold:
         """Restore :meth:`state_dict`."""
         for key in self._STATE:
             setattr(self, key, state[key])
+        self._proposed = None
 
     _STATE = ("tau", "step", "age", "refreshes", "density", "out_of_band")
 

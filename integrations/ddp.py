@@ -81,10 +81,11 @@ class DCTState:
         """The reducer, made when the first bucket tells the device."""
         if self._reducer is None:
             self._reducer = GradientReducer(
-                self.config,
+                self.config.data_parallel,
                 self.process_group,
                 metrics=self.metrics,
                 device=device,
+                kernels=self.config.kernels,
                 transactional=self.scaler is not None,
             )
             self.steps.members = [self._reducer]

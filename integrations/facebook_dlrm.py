@@ -5,6 +5,7 @@
 
     dlrm.exchange = CompressedAllToAll(dlrm.n_local_emb, m_spa, {"error_bound": 0.01})
     dlrm.exchange.install(ext_dist)
+    dlrm.exchange.channel.follow(optimizer)  # warm-up, decay and life-span count its steps
 
 As a sub-module of the model its thresholds are saved with it. That code looks up its local tables for the
 whole global batch and exchanges the vectors in one call; here the exchange is finished when the call returns,
@@ -21,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dct_plugin.config import EmbeddingChannelConfig
-from dct_plugin.embedding.channel import EmbeddingChannel, Route
+from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
+from dct_plugin.embedding import EmbeddingChannel, Route
 from dct_plugin.metrics import Metrics
 
 __all__ = ["CompressedAllToAll"]
@@ -38,6 +39,7 @@ class CompressedAllToAll(nn.Module):
             are not known here); repeated vectors are coded once when there is an ``error_bound``.
         group: Process group, None for the default one.
         metrics: Records what crosses.
+        kernels: ``dct.kernels``; the defaults when None.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class CompressedAllToAll(nn.Module):
         *,
         group: dist.ProcessGroup | None = None,
         metrics: Metrics | None = None,
+        kernels: KernelConfig | None = None,
     ) -> None:
         super().__init__()
         keys = config.model_dump() if isinstance(config, EmbeddingChannelConfig) else dict(config or {})
         settings = EmbeddingChannelConfig.of({**keys, "deduplicate": False})
         self.channel = EmbeddingChannel(
-            settings, tables=num_tables, dim=dim, name="alltoall", metrics=metrics
+            settings, tables=num_tables, dim=dim, name="alltoall", metrics=metrics, kernels=kernels
         )
         self.group = group
 

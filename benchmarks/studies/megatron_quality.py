@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dct_plugin.integrations.dlrm.quality import paired
+from dct_plugin.integrations.dlrm.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job, train
@@ -125,8 +125,8 @@ def work(arguments: argparse.Namespace) -> None:
 
     outcome = train(
         job,
-        batches=lambda job, place: text.batches("train", job, 1000 * seed + place),
-        held_out=lambda job, place: text.batches("held out", job, 7 + place),
+        batches=lambda job, rank: text.batches("train", job, 1000 * seed + rank),
+        held_out=lambda job, rank: text.batches("held out", job, 7 + rank),
         on_step=count,
     )
     steps = max(1, job.steps - 1 - arguments.warmup)
@@ -146,10 +146,19 @@ def run(name: str, seed: int, measured: bool) -> list[dict[str, Any]]:
     """Both ranks of one run; returns what each of them found."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
-        place = str(Path(folder) / "rank")
+        results = str(Path(folder) / "rank")
         try:
             for rank in range(2):
-                command = [sys.executable, *sys.argv, "--worker", place, "--only", name, "--seeds", str(seed)]
+                command = [
+                    sys.executable,
+                    *sys.argv,
+                    "--worker",
+                    results,
+                    "--only",
+                    name,
+                    "--seeds",
+                    str(seed),
+                ]
                 command += ["--link"] if measured else []
                 if measured:
                     command = ["ip", "netns", "exec", NAMESPACES[rank], *command]
@@ -161,9 +170,9 @@ def run(name: str, seed: int, measured: bool) -> list[dict[str, Any]]:
             for process in ranks:
                 process.kill()
         # After its result a rank only takes down its connections, and gloo may abort in that.
-        if not all(Path(f"{place}.{rank}").exists() for rank in range(2)):
+        if not all(Path(f"{results}.{rank}").exists() for rank in range(2)):
             raise SystemExit(f"{name}, seed {seed}: a rank failed: exit codes {codes}")
-        return [json.loads(Path(f"{place}.{rank}").read_text()) for rank in range(2)]
+        return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(2)]
 
 
 def make_link() -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 
 import torch
 from dct_plugin.integrations.dlrm.data import epoch_batches, load
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.integrations.dlrm.models import DLRM
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -52,8 +52,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     },
     "0.999": {"sparsity": 0.999},
 }
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-T95 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
 def batches(rows: int, batch: int, epochs: int, seed: int) -> Iterator[Any]:
@@ -114,13 +112,6 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
     }
 
 
-def interval(values: list[float]) -> float:
-    """Half width of the 95 % interval of the mean."""
-    if len(values) < 2:
-        return math.nan
-    return T95[min(len(values), len(T95) + 1) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,18 +136,18 @@ def main() -> None:
         aucs = [run["auc"] for run in seeds]
         if variant == "dense":
             dense_auc = aucs
-        differences = [a - b for a, b in zip(aucs, dense_auc, strict=True)]
+        difference = paired([a - b for a, b in zip(aucs, dense_auc, strict=True)])
         row = {
             "optimizer": optimizer,
             "variant": variant,
             "density": statistics.mean(run["density"] for run in seeds),
             "auc": statistics.mean(aucs),
-            "difference": statistics.mean(differences),
-            "interval": interval(differences),
+            "difference": difference.mean,
+            "interval": difference.half_width,
             "log_loss": statistics.mean(run["log_loss"] for run in seeds),
         }
         results.append(row)
-        shown = "" if variant == "dense" else f"{row['difference']:+.4f} ± {row['interval']:.4f}"
+        shown = "" if variant == "dense" else str(difference)
         auc, loss = f"{row['auc']:.4f}", f"{row['log_loss']:.4f}"
         table.add_row(optimizer, variant, f"{row['density']:.4f}", auc, shown, loss)
     Console().print(table)

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from dct_plugin.integrations.megatron.patch_launch import LaunchError, plan
+from dct_plugin.integrations.megatron.patch import LaunchError, plan
 from typer.testing import CliRunner
 
 from dct_plugin import cli

@@ -1,7 +1,7 @@
 """The ``dct`` command.
 
 Starting it imports neither torch nor any integration: commands that need them are entries of
-:data:`COMMANDS` and are imported when they run.  A room adds its command with one entry there.
+:data:`COMMANDS` and are imported when they run.  A module adds its command with one entry there.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ COMMANDS = [
     ),
     LazyCommand(
         name="patch-launch",
-        target="dct_plugin.integrations.megatron.patch_launch:patch_launch",
+        target="dct_plugin.integrations.megatron.patch.command:app",
         help="Have a Megatron launch script start its training with the plugin, or take that back.",
     ),
     LazyCommand(
         name="demo",
-        target="dct_plugin.integrations.dlrm.demo:demo",
+        target="dct_plugin.integrations.dlrm.commands.demo:demo",
         help="Train a recommender on real data on two local ranks, dense and with DCT, and compare.",
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",
     ),
     LazyCommand(
         name="dlrm",
-        target="dct_plugin.integrations.dlrm.command:dlrm",
+        target="dct_plugin.integrations.dlrm.commands.dlrm:dlrm",
         help="Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",

@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Configuration whose Megatron hooks are told: active, or why not."),
+        typer.Option(help="Configuration whose Megatron hooks are listed: active, or why not."),
     ] = None,
 ) -> None:
     """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""
@@ -59,7 +59,7 @@ def diagnose(megatron: Path | None = None, config: Path | None = None) -> Iterat
 
     Args:
         megatron: a Megatron-LM checkout instead of the installed megatron-core.
-        config: the configuration whose Megatron hooks are told.
+        config: the configuration whose Megatron hooks are listed.
     """
     for check in CHECKS:
         try:
@@ -148,26 +148,25 @@ def _activation() -> Iterable[Finding]:
 def _megatron(checkout: Path | None = None, config: Path | None = None) -> Iterable[Finding]:
     """What the Megatron hooks would replace, compared with the sources; nothing of Megatron is imported."""
     versions = importlib.import_module("dct_plugin.integrations.megatron.versions")
-    first, end = versions.SUPPORTED
     try:
         found = versions.find_installation(checkout)
     except VersionError as error:
         yield Finding("fail", "megatron", str(error), "give the folder of a Megatron-LM checkout")
         return
     if found is not None:
-        supported = versions.is_supported(found.version)
-        advice = "" if supported else f"use a release from {first} up to, not including, {end}"
+        supported = found.version in versions.SUPPORTED
+        advice = "" if supported else f"use a release from {versions.SUPPORTED}"
         wanted: Literal["ok", "warn", "fail"] = "ok" if supported else "fail" if checkout else "warn"
         yield Finding(wanted, "megatron sources", f"{found.version}, {found.folder}", advice)
         probes = versions.inspect_files(found) if supported else []
-        for hook in dict.fromkeys(probe.target.hook for probe in probes):
-            own = [probe for probe in probes if probe.target.hook == hook]
-            name = "megatron schedules" if hook == "all" else f"megatron hook {hook}"
+        for part in dict.fromkeys(probe.target.part for probe in probes):
+            own = [probe for probe in probes if probe.target.part == part]
+            name = f"megatron {part}"
             if wrong := [probe for probe in own if probe.problem]:
                 detail = "; ".join(
                     f"expected {probe.target}, found {probe.found}: {probe.problem}" for probe in wrong
                 )
-                advice = f"use an unmodified release from {first} up to, not including, {end}"
+                advice = f"use an unmodified release from {versions.SUPPORTED}"
                 yield Finding("fail" if checkout else "warn", name, detail, advice)
             else:
                 replaced = ", ".join(probe.target.name for probe in own)
@@ -221,7 +220,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
     _distributed,
     _tensorboard,
 ]
-"""What :func:`diagnose` runs, in order; another room adds its checks here."""
+"""What :func:`diagnose` runs, in order; another module adds its checks here."""
 
 
 def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:

@@ -190,11 +190,17 @@ def parse_payload(data: Tensor, numel: int | None = None, *, verify: bool = True
     header = Header.parse(header_bytes(data), data.numel())
     if header.nbytes != data.numel():
         raise PayloadError(f"payload announces {header.nbytes} bytes, the buffer has {data.numel()}")
-    if numel is not None and header.numel != numel:
-        raise PayloadError(f"payload is of a tensor of {header.numel} entries, expected {numel}")
+    if numel is not None:
+        check_numel(header, numel)
     if verify:
         verify_checksum(header, data)
     return header
+
+
+def check_numel(header: Header, numel: int) -> None:
+    """Raise :class:`PayloadError` unless the payload is of a tensor of ``numel`` entries."""
+    if header.numel != numel:
+        raise PayloadError(f"payload is of a tensor of {header.numel} entries, expected {numel}")
 
 
 def verify_checksum(header: Header, data: Tensor) -> None:
@@ -227,15 +233,20 @@ class Payload:
 
     @classmethod
     def split(cls, message: Tensor, *, verify: bool = True) -> list[Payload]:
-        """The payloads of a message, uint8, which is a concatenation of them (views, no copies)."""
+        """The payloads of a message, uint8, which is a concatenation of them (views, no copies).
+
+        A message on a device is copied to the host once, to find the headers.
+
+        Raises:
+            PayloadError: the reason; ``verify=False`` leaves the checksums to a later decode.
+        """
         if message.dtype is not torch.uint8 or message.dim() != 1 or not message.is_contiguous():
             raise PayloadError(f"a message is a contiguous 1-D uint8 tensor, got {message.dtype}")
         payloads = []
-        at = 0
+        at, host = 0, message.cpu()
         while at < message.numel():
-            rest = message[at:]
-            header = Header.parse(header_bytes(rest), rest.numel())
-            payload = cls(rest[: header.nbytes], header)
+            header = Header.parse(header_bytes(host[at:]), message.numel() - at)
+            payload = cls(message[at : at + header.nbytes], header)
             if verify:
                 verify_checksum(header, payload.data)
             payloads.append(payload)

@@ -9,7 +9,8 @@ others before it stops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,7 @@ class Exchange:
     """Variable-size messages over one process group.
 
     Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU
-        tensors and
-    on nccl with CUDA tensors.
+    tensors and on nccl with CUDA tensors.
 
     Args:
         group: Process group, None for the default one.
@@ -79,10 +79,17 @@ class Exchange:
         """Send ``message`` (1-D uint8) to every rank; returns all ranks' messages in rank order."""
         return self.all_to_all([message] * self.world_size, fingerprint)
 
+    @contextmanager
+    def abort_on_error(self) -> Iterator[None]:
+        """Around work between two exchanges: the other ranks are already waiting in the next one."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
     def abort(self) -> None:
-        """Tell the other ranks, who are waiting in their next exchange, that this one failed. Never
-        raises.
-        """
+        """Tell the ranks that are waiting in their next exchange that this one failed. Never raises."""
         try:
             self._exchange_sizes([_FAILED] * self.world_size, 0, check=False)
         except Exception:  # the transport is gone as well: the others will see that

@@ -8,16 +8,17 @@ reduce-scattered to the ranks whose samples they belong to; backward, the gradie
 all-gathered, and every rank goes on from them by itself. That is exact, and worth it when the partial results
 are fewer than the numbers that an all-to-all of embeddings would move: see :func:`choose`.
 
-Where a model's embeddings come from is an :class:`Embeddings` module: :class:`AtHome` (all fields of the
-local batch, from local tables or through an all-to-all), :class:`FieldShards` (the fields of this rank's
-tables for the global batch) or :class:`ColumnShards` (some columns of all fields for the global batch). The
-operators of :mod:`.models.parts` are written once and run on any of them.
+Where a model's embeddings come from is an :class:`Embeddings` module: :class:`LocalEmbeddings` (all fields of
+the local batch, from local tables or through an all-to-all), :class:`FieldShards` (the fields of this rank's
+tables for the global batch) or :class:`ColumnShards` (some columns of all fields for the global batch). A
+model's operators are written once, for any of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,16 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .tables import Table, place_tables
+from ..metrics import Metrics, Record
+from .placement import Table, check_placement
 
 __all__ = [
-    "AtHome",
     "Choice",
     "ColumnShards",
     "Embeddings",
     "FieldShards",
+    "LocalEmbeddings",
     "Part",
-    "Traffic",
     "choose",
 ]
 
@@ -149,67 +150,82 @@ def _formula(part: Part, group: Sequence[Part], world_size: int, compression: fl
 # -- communication ---
 
 
-@dataclass
-class Traffic:
-    """Bytes this rank sent to other ranks, and the collectives that took."""
-
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    id_bytes: int = 0
-    collectives: int = 0
-
-    def clear(self) -> None:
-        self.forward_bytes = self.backward_bytes = self.id_bytes = self.collectives = 0
-
-
-@dataclass(frozen=True)
 class _Link:
-    """A process group and the count of what goes over it."""
+    """A process group, and the metrics of what goes over it."""
 
-    group: Any
-    rank: int
-    world_size: int
-    traffic: Traffic
+    def __init__(self, group: dist.ProcessGroup | None, metrics: Metrics | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.metrics = metrics
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """[N, ...], block r for rank r -> [N, ...], block r from rank r."""
+    def transpose(self, tensor: Tensor, cls: str) -> Tensor:
+        """[N, ...], block r for rank r -> [N, ...], block r from rank r; recorded as ``cls``."""
+        started = time.perf_counter()
         received = torch.empty_like(tensor)
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        self._record(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor, started)
         return received
 
-    def sent(self, tensor: Tensor) -> int:
-        """Bytes of an all-to-all of ``tensor`` that leave this rank."""
-        self.traffic.collectives += 1
-        return tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+    def all_to_all(self, blocks: Sequence[Tensor], received: Sequence[Tensor], cls: str) -> None:
+        """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
+        started = time.perf_counter()
+        output = blocks[0].new_empty(sum(block.numel() for block in received))
+        dist.all_to_all_single(
+            output,
+            torch.cat([block.reshape(-1) for block in blocks]),
+            [block.numel() for block in received],
+            [block.numel() for block in blocks],
+            group=self.group,
+        )
+        for block, part in zip(received, output.split([block.numel() for block in received]), strict=True):
+            block.copy_(part.view_as(block))
+        sent = sum(block.numel() for rank, block in enumerate(blocks) if rank != self.rank)
+        self._record(cls, sent, output, started)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """[b, ...] -> [N*b, ...] in rank order."""
+    def gather(self, tensor: Tensor, cls: str) -> Tensor:
+        """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
+        started = time.perf_counter()
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        self.traffic.collectives += 1
+        self._record(cls, tensor.numel() * (self.world_size - 1), tensor, started)
         return torch.cat(parts)
+
+    def _record(self, cls: str, numel: int, like: Tensor, started: float) -> None:
+        if self.metrics is not None:
+            nbytes = numel * like.element_size()
+            self.metrics.record(
+                Record(
+                    cls,
+                    dense_bytes=nbytes,
+                    sent_bytes=nbytes,
+                    numel=numel,
+                    nnz=numel,
+                    exchange_ms=1e3 * (time.perf_counter() - started),
+                )
+            )
+
+
+#: Classes of the metrics.
+_FORWARD, _BACKWARD, _IDS = "des_forward", "des_backward", "embedding_ids"
 
 
 class _ReduceScatter(torch.autograd.Function):
     """Partial results [N*b, K] -> their sums for this rank's samples [b, K]; backward an all-gather.
 
     Summed in rank order by the receiver: gloo has no reduce-scatter on all versions, and the bytes are the
-        same.
+    same.
     """
 
     @staticmethod
     def forward(context: Any, partial: Tensor, link: _Link) -> Tensor:
         context.link = link
-        link.traffic.forward_bytes += link.sent(partial)
         blocks = partial.reshape(link.world_size, -1, *partial.shape[1:])
-        return link.all_to_all(blocks).sum(0)
+        return link.transpose(blocks, _FORWARD).sum(0)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        link = context.link
-        link.traffic.backward_bytes += gradient.numel() * gradient.element_size() * (link.world_size - 1)
-        return link.gather(gradient), None
+        return context.link.gather(gradients[0], _BACKWARD), None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -218,15 +234,11 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, link: _Link) -> Tensor:
         context.link = link
-        link.traffic.forward_bytes += tensor.numel() * tensor.element_size() * (link.world_size - 1)
-        return link.gather(tensor.unsqueeze(0)).sum(0)
+        return link.gather(tensor.unsqueeze(0), _FORWARD).sum(0)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        link = context.link
-        link.traffic.backward_bytes += gradient.numel() * gradient.element_size() * (link.world_size - 1)
-        return link.gather(gradient.unsqueeze(0)).sum(0), None
+        return context.link.gather(gradients[0].unsqueeze(0), _BACKWARD).sum(0), None
 
 
 class _ToColumns(torch.autograd.Function):
@@ -235,37 +247,16 @@ class _ToColumns(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, vectors: Tensor, widths: Sequence[int], link: _Link) -> Tensor:
         context.widths, context.link = widths, link
-        blocks = [block.contiguous() for block in vectors.split(list(widths), dim=1)]
         received = [vectors.new_empty(len(vectors), widths[link.rank]) for _ in range(link.world_size)]
-        link.traffic.forward_bytes += _unequal_all_to_all(received, blocks, link)
+        link.all_to_all(vectors.split(list(widths), dim=1), received, _FORWARD)
         return torch.cat(received)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        link = context.link
-        blocks = list(gradient.contiguous().chunk(link.world_size))
-        received = [gradient.new_empty(len(blocks[0]), width) for width in context.widths]
-        link.traffic.backward_bytes += _unequal_all_to_all(received, blocks, link)
+        blocks = gradients[0].contiguous().chunk(context.link.world_size)
+        received = [blocks[0].new_empty(len(blocks[0]), width) for width in context.widths]
+        context.link.all_to_all(blocks, received, _BACKWARD)
         return torch.cat(received, dim=1), None, None
-
-
-def _unequal_all_to_all(received: list[Tensor], blocks: list[Tensor], link: _Link) -> int:
-    """Fill ``received`` (allocated) from the ranks; returns the bytes that left this one."""
-    output = torch.empty(
-        sum(block.numel() for block in received), dtype=blocks[0].dtype, device=blocks[0].device
-    )
-    dist.all_to_all_single(
-        output,
-        torch.cat([block.reshape(-1) for block in blocks]),
-        [block.numel() for block in received],
-        [block.numel() for block in blocks],
-        group=link.group,
-    )
-    for block, part in zip(received, output.split([block.numel() for block in received]), strict=True):
-        block.copy_(part.view_as(block))
-    link.traffic.collectives += 1
-    return sum(b.numel() * b.element_size() for rank, b in enumerate(blocks) if rank != link.rank)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -319,13 +310,11 @@ class Embeddings(nn.Module):
         raise NotImplementedError
 
     def columns_of(self, vectors: Tensor) -> Tensor:
-        """Vectors [b, dim] of the local samples -> columns that come out here, of all samples [B,
-        columns].
-        """
+        """Vectors [b, dim] of the local samples -> the columns that come out here, of all samples."""
         raise NotImplementedError
 
 
-class AtHome(Embeddings):
+class LocalEmbeddings(Embeddings):
     """All fields of the local samples: the tables are here, or fetch what they need.
 
     Args:
@@ -366,11 +355,21 @@ class _Shards(Embeddings):
     size.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, average_gradients: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, average_gradients: bool, metrics: Metrics | None
+    ) -> None:
         super().__init__()
-        self.traffic = Traffic()
-        self._link = _Link(group, dist.get_rank(group), dist.get_world_size(group), self.traffic)
+        self._link = _Link(group, metrics)
         self._scale = 1 / self._link.world_size if average_gradients else 1.0
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """Takes the records; None: nothing is recorded."""
+        return self._link.metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Metrics | None) -> None:
+        self._link.metrics = metrics
 
     def aggregate(self, partial: Tensor) -> Tensor:
         return _ReduceScatter.apply(partial, self._link)
@@ -403,6 +402,7 @@ class FieldShards(_Shards):
         seed: Of the initial rows, which are those of ``EmbeddingTables`` made under that seed.
         average_gradients: Divide the gradients of what only this rank has by the number of ranks; False where
             the host framework does that.
+        metrics: Records ``des_forward``, ``des_backward`` and ``embedding_ids``.
     """
 
     def __init__(
@@ -414,17 +414,12 @@ class FieldShards(_Shards):
         placement: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         average_gradients: bool = True,
+        metrics: Metrics | None = None,
     ) -> None:
-        super().__init__(group, average_gradients)
+        super().__init__(group, average_gradients, metrics)
         link = self._link
         described = [Table(rows, dim) for rows in cardinalities]
-        self.placement = [list(fields) for fields in placement or place_tables(described, link.world_size)]
-        named = sorted(field for fields in self.placement for field in fields)
-        if named != list(range(len(cardinalities))) or len(self.placement) != link.world_size:
-            raise ValueError(
-                f"placement {self.placement} does not put each of {len(cardinalities)} tables on one of "
-                f"{link.world_size} ranks"
-            )
+        self.placement = check_placement(placement, described, link.world_size)
         self.fields = self.placement[link.rank]
         self.num_fields, self.dim, self.columns = len(cardinalities), dim, (0, dim)
         own = [table for f, table in enumerate(_initial_tables(cardinalities, dim, seed)) if f in self.fields]
@@ -440,9 +435,9 @@ class FieldShards(_Shards):
 
     def _ids(self, categorical: Tensor) -> Tensor:
         """Ids of this rank's fields in the global batch, [N*b, own fields]."""
-        blocks = [categorical[:, fields].contiguous() for fields in self.placement]
+        blocks = [categorical[:, fields] for fields in self.placement]
         received = [categorical.new_empty(len(categorical), len(self.fields)) for _ in blocks]
-        self.traffic.id_bytes += _unequal_all_to_all(received, blocks, self._link)
+        self._link.all_to_all(blocks, received, _IDS)
         return torch.cat(received)
 
     def columns_of(self, vectors: Tensor) -> Tensor:
@@ -463,8 +458,9 @@ class ColumnShards(_Shards):
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         average_gradients: bool = True,
+        metrics: Metrics | None = None,
     ) -> None:
-        super().__init__(group, average_gradients)
+        super().__init__(group, average_gradients, metrics)
         link = self._link
         bounds = [dim * rank // link.world_size for rank in range(link.world_size + 1)]
         self._widths = [stop - start for start, stop in itertools.pairwise(bounds)]
@@ -479,10 +475,7 @@ class ColumnShards(_Shards):
 
     def forward(self, categorical: Tensor) -> Tensor:
         """int [b, F] -> [N*b, F, own columns]."""
-        link = self._link
-        size = categorical.numel() * categorical.element_size()
-        self.traffic.id_bytes += size * (link.world_size - 1)
-        return self._look_up(link.gather(categorical), self.first_rows, self.weight)
+        return self._look_up(self._link.gather(categorical, _IDS), self.first_rows, self.weight)
 
     def columns_of(self, vectors: Tensor) -> Tensor:
         return _ToColumns.apply(vectors, self._widths, self._link)

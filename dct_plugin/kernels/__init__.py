@@ -57,9 +57,8 @@ def get_backend(device: torch.device | str, name: str = "auto", *, threads: int 
     """The kernels for tensors on ``device``.
 
     Args:
-        name: ``auto``, ``reference``, ``cpu`` or another registered name. ``auto`` takes the environment
-            variable ``DCT_KERNELS`` if it is set, else the fastest backend that works here; which one that
-            is, is logged once.
+        name: one of :func:`backend_names`. ``auto`` takes the environment variable ``DCT_KERNELS`` if it is
+            set, else the fastest backend that works here; the choice is logged once.
         threads: threads per call of a compiled CPU backend; None: as many as torch uses.
     Raises:
         ValueError: unknown name, or a backend that does not serve this device.
@@ -73,18 +72,18 @@ def get_backend(device: torch.device | str, name: str = "auto", *, threads: int 
 
 
 def _choose(device: torch.device, name: str) -> Backend:
-    source = "name"
-    if name == "auto":
+    from_environment = name == "auto"
+    if from_environment:
         name = os.environ.get("DCT_KERNELS", "").strip().lower() or "auto"
-        source = "DCT_KERNELS"
     if name != "auto":
         if name not in _factories:
+            source = "DCT_KERNELS" if from_environment else "kernels.backend"
             allowed = ", ".join(backend_names())
             raise ValueError(f"{source}: kernel backend {name!r} is unknown; allowed: {allowed}")
         _, device_types = _factories[name]
         if not device_types or device.type in device_types:
             return _instance(name)
-        if source == "name":
+        if not from_environment:
             served = ", ".join(device_types)
             raise ValueError(f"kernel backend {name!r} serves {served} tensors, not {device.type}")
     for candidate, (_, device_types) in reversed(list(_factories.items())):

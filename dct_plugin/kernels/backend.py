@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.index import CODECS, MAX_NUMEL, NO_POSITIONS, IndexEncoding
-from ..codecs.payload import Header, parse_payload, payload_bound
+from ..codecs.payload import Header, Payload, check_numel, parse_payload, payload_bound, verify_checksum
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
@@ -30,7 +30,8 @@ Tau: TypeAlias = float | Tensor
 class Backend(Protocol):
     """The hot loops. All tensors are 1-D, contiguous and on one device; the residual is fp32.
 
-    Every backend writes the same bytes, residuals and decoded values, bit for bit.
+    Every backend writes the same bytes, residuals and decoded values, bit for bit. A payload is given as a
+    uint8 tensor, or as a :class:`~dct_plugin.codecs.Payload`, whose header the host knows already.
     """
 
     name: str
@@ -69,8 +70,8 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> int:
-        """``out[index] += value`` for a payload, uint8; ``out`` is fp32 [numel]. Returns nnz.
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
+        """``out[index] += value``; ``out`` is fp32 [numel]. Returns nnz.
 
         Raises:
             PayloadError: the payload is not valid, or not of ``out.numel()`` entries; ``out`` is untouched
@@ -78,11 +79,13 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         """Which entries a payload keeps, bool [numel]. Raises :class:`PayloadError`."""
         ...
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         """Values of ``source`` (fp32, bf16 or fp16 [numel]) at the positions of an earlier payload, without
         the positions.
 
@@ -92,7 +95,9 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+    def decode_shared_add(
+        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    ) -> int:
         """:meth:`decode_add` for a payload of :meth:`encode_shared`, at ``index_payload``'s positions."""
         ...
 
@@ -165,12 +170,10 @@ def check_compress(
     value_dtype: int,
     encoding: int | None,
 ) -> CompressArgs:
-    check_vector("grad", grad, GRAD_DTYPES)
+    check_pair(grad, residual)
     numel = grad.numel()
     if numel > MAX_NUMEL:
         raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
-    if residual is not None:
-        check_vector("residual", residual, (torch.float32,), numel)
     if residual_out is None:
         residual_out = residual
     else:
@@ -192,7 +195,7 @@ def check_compress(
 
 
 def _check_tau(tau: Tau) -> tuple[Tau, bool]:
-    """The threshold as it is applied, and whether it sends everything; one on a device is not read."""
+    """The threshold as it is applied, and whether it sends everything; a tensor is not read."""
     if isinstance(tau, Tensor):
         if tau.dtype != torch.float32 or tau.dim():
             raise ValueError(f"tau must be a number or fp32 [], got {tau.dtype} of shape {tuple(tau.shape)}")
@@ -202,43 +205,70 @@ def _check_tau(tau: Tau) -> tuple[Tau, bool]:
     return (max(ctypes.c_float(tau).value, SMALLEST_TAU), False) if tau else (0.0, True)
 
 
-def check_fraction(keep_fraction: float, num_samples: int) -> None:
-    if not 0 < keep_fraction <= 1:
-        raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
-
-
 def check_pair(grad: Tensor, residual: Tensor | None) -> None:
     check_vector("grad", grad, GRAD_DTYPES)
     if residual is not None:
         check_vector("residual", residual, (torch.float32,), grad.numel())
 
 
-def parse_positions(payload: Tensor, numel: int, *, verify: bool = True) -> Header:
-    """:func:`parse_payload` for a payload that has to hold its own positions."""
-    header = parse_payload(payload, numel, verify=verify)
-    if header.encoding is IndexEncoding.SHARED_MASK:
+def check_sample(grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int) -> None:
+    check_pair(grad, residual)
+    if not 0 < keep_fraction <= 1:
+        raise ValueError(f"keep_fraction is {keep_fraction}; it must be in (0, 1]")
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+
+
+def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
+    check_pair(grad, residual)
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
+
+
+def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:
+    """``payload`` with its header, checked; ``verify=False`` leaves the checksum to the kernel.
+
+    Raises:
+        PayloadError: the payload is not valid, or not of ``numel`` entries.
+    """
+    if not isinstance(payload, Payload):
+        return Payload(payload, parse_payload(payload, numel, verify=verify))
+    check_numel(payload.header, numel)
+    if verify:
+        verify_checksum(payload.header, payload.data)
+    return payload
+
+
+def open_positions(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:
+    """:func:`open_payload` for one that has to hold its own positions."""
+    opened = open_payload(payload, numel, verify=verify)
+    if opened.header.encoding is IndexEncoding.SHARED_MASK:
         raise PayloadError(NO_POSITIONS)
-    return header
+    return opened
 
 
 def check_encode_shared(
-    source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor, *, verify: bool = True
-) -> tuple[Header, ValueDtype]:
-    """Check the arguments of :meth:`Backend.encode_shared`; the mask's header and the value type."""
+    source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor, *, verify: bool = True
+) -> tuple[Payload, Header]:
+    """Check the arguments of :meth:`Backend.encode_shared`.
+
+    Returns:
+        the payload of the mask, and the header to write if no value that is sent overflows.
+    """
     check_vector("source", source, GRAD_DTYPES)
     vt = ValueDtype.parse(value_dtype)
-    mask = parse_positions(index_payload, source.numel(), verify=verify)
+    mask = open_positions(index_payload, source.numel(), verify=verify)
     check_out(out, payload_bound(mask.numel, mask.nnz, vt, IndexEncoding.SHARED_MASK))
-    return mask, vt
+    if mask.nonfinite:
+        return mask, Header.flagged(vt, mask.numel)
+    return mask, Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask.numel, mask.nnz, 0)
 
 
-def check_shared(header: Header, mask: Header) -> None:
+def check_shared(payload: Payload, mask: Payload) -> None:
     """Raise :class:`PayloadError` unless a shared-mask payload fits the payload its mask comes from."""
-    if header.encoding is not IndexEncoding.SHARED_MASK:
-        raise PayloadError(f"payload has encoding {header.encoding.label}, expected shared_mask")
+    if payload.header.encoding is not IndexEncoding.SHARED_MASK:
+        raise PayloadError(f"payload has encoding {payload.encoding}, expected shared_mask")
     if mask.nonfinite:
         raise PayloadError("the payload given for the mask is flagged non-finite and holds no positions")
-    if mask.nnz != header.nnz:
-        raise PayloadError(f"payload has {header.nnz} values, the mask {mask.nnz} positions")
+    if mask.nnz != payload.nnz:
+        raise PayloadError(f"payload has {payload.nnz} values, the mask {mask.nnz} positions")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_section
-from ..codecs.payload import Header, parse_payload, write_payload
+from ..codecs.payload import Header, Payload, verify_checksum, write_payload
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
@@ -21,11 +21,12 @@ from .backend import (
     Tau,
     check_compress,
     check_encode_shared,
-    check_fraction,
-    check_pair,
+    check_exact,
+    check_sample,
     check_shared,
     check_vector,
-    parse_positions,
+    open_payload,
+    open_positions,
 )
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -111,9 +112,10 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _payload(data: Tensor, header: Header) -> _Payload:
+def _view(payload: Payload) -> _Payload:
+    header = payload.header
     return _Payload(
-        data.data_ptr(),
+        payload.data.data_ptr(),
         header.nbytes,
         header.numel,
         header.nnz,
@@ -126,8 +128,9 @@ def _payload(data: Tensor, header: Header) -> _Payload:
     )
 
 
-def _on_cpu(**tensors: Tensor | None) -> None:
+def _on_cpu(**tensors: Payload | Tensor | None) -> None:
     for name, tensor in tensors.items():
+        tensor = tensor.data if isinstance(tensor, Payload) else tensor
         if tensor is not None and tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}, these kernels serve cpu tensors")
 
@@ -209,51 +212,52 @@ class CpuBackend:
             encode_ns=call.encode_ns,
         )
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
         _on_cpu(payload=payload, out=out)
-        header = parse_positions(payload, out.numel(), verify=False)
-        return self._decode(payload, header, payload, header, out)
+        payload = open_positions(payload, out.numel(), verify=False)
+        return self._decode(payload, payload, out)
 
-    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+    def decode_shared_add(
+        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    ) -> int:
         check_vector("out", out, (torch.float32,))
         _on_cpu(payload=payload, index_payload=index_payload, out=out)
-        header = parse_payload(payload, out.numel(), verify=False)
-        if header.nonfinite:
-            return self._decode(payload, header, payload, header, out)
-        mask = parse_positions(index_payload, out.numel(), verify=False)
-        check_shared(header, mask)
-        return self._decode(payload, header, index_payload, mask, out)
+        payload = mask = open_payload(payload, out.numel(), verify=False)
+        if not payload.nonfinite:
+            mask = open_positions(index_payload, out.numel(), verify=False)
+            check_shared(payload, mask)
+        return self._decode(payload, mask, out)
 
-    def _decode(self, payload: Tensor, header: Header, mask: Tensor, mask_header: Header, out: Tensor) -> int:
-        if header.nonfinite:
-            parse_payload(payload)  # checksum
+    def _decode(self, payload: Payload, mask: Payload, out: Tensor) -> int:
+        if payload.nonfinite:
+            verify_checksum(payload.header, payload.data)
             out.fill_(float("nan"))
             return 0
-        own = _payload(payload, header)
-        other = own if mask is payload else _payload(mask, mask_header)
+        own = _view(payload)
+        other = own if mask is payload else _view(mask)
         _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
-        return header.nnz
+        return payload.nnz
 
-    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         _on_cpu(payload=payload)
-        header = parse_positions(payload, numel, verify=False)
+        payload = open_positions(payload, numel, verify=False)
         mask = torch.zeros(numel, dtype=torch.bool)
-        _check(self._library.dct_decode_mask(byref(_payload(payload, header)), mask.data_ptr()))
+        _check(self._library.dct_decode_mask(byref(_view(payload)), mask.data_ptr()))
         return mask
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         _on_cpu(source=source, index_payload=index_payload, out=out)
         began = time.perf_counter_ns()
-        mask, vt = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
-        header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask.numel, mask.nnz, 0)
-        if mask.nonfinite:
-            parse_payload(index_payload)  # checksum
-            header = Header.flagged(vt, mask.numel)
+        mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
+        if header.nonfinite:
+            verify_checksum(mask.header, mask.data)
             write_payload(out, header)
         else:
-            flag, code, view = c_int32(), _GRAD_CODE[source.dtype], _payload(index_payload, mask)
-            arguments = (source.data_ptr(), code, byref(view), vt, out.data_ptr(), byref(flag))
+            flag, code, vt = c_int32(), _GRAD_CODE[source.dtype], header.value_dtype
+            arguments = (source.data_ptr(), code, byref(_view(mask)), vt, out.data_ptr(), byref(flag))
             _check(self._library.dct_encode_shared(*arguments))
             if flag.value:
                 header = Header.flagged(vt, mask.numel)
@@ -263,8 +267,7 @@ class CpuBackend:
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_fraction(keep_fraction, num_samples)
-        check_pair(grad, residual)
+        check_sample(grad, residual, keep_fraction, num_samples)
         _on_cpu(grad=grad, residual=residual)
         tau = c_float()
         status = self._library.dct_sample_threshold(
@@ -281,10 +284,8 @@ class CpuBackend:
         return tau.value
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_pair(grad, residual)
+        check_exact(grad, residual, k)
         _on_cpu(grad=grad, residual=residual)
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
         tau = c_float()
         code, numel = _GRAD_CODE[grad.dtype], grad.numel()
         _check(

@@ -1,8 +1,6 @@
-"""Kernels in plain torch, for any device: the definition the compiled backends are tested against, and the
-fallback.
+"""Kernels in plain torch, for any device: what compiled backends are tested against, and the fallback.
 
-Large temporaries are kept from call to call (per thread and device), because fresh pages cost more than the
-arithmetic.
+Large temporaries are kept from call to call, per thread and device: fresh pages cost more than arithmetic.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.index import IndexEncoding, decode_indices, encode_indices
-from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, parse_payload, write_payload
+from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
 from .backend import (
@@ -22,11 +20,12 @@ from .backend import (
     Tau,
     check_compress,
     check_encode_shared,
-    check_fraction,
-    check_pair,
+    check_exact,
+    check_sample,
     check_shared,
     check_vector,
-    parse_positions,
+    open_payload,
+    open_positions,
 )
 
 _MASK64 = (1 << 64) - 1
@@ -157,60 +156,49 @@ class ReferenceBackend:
         mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
         return mask.nonzero().reshape(-1)
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
-        header = parse_positions(payload, out.numel())
-        if header.nonfinite:
-            out.fill_(float("nan"))
-            return 0
-        values = _values(payload, header)
-        if header.encoding is IndexEncoding.DENSE:
-            out.add_(values)
-            return header.nnz
-        idx = _indices(payload, header)
-        out[idx] = out[idx] + values
-        return header.nnz
+        payload = open_positions(payload, out.numel())
+        if payload.header.encoding is IndexEncoding.DENSE and not payload.nonfinite:
+            out.add_(_values(payload))
+            return payload.nnz
+        return _scatter_add(payload, payload, out)
 
-    def decode_mask(self, payload: Tensor, numel: int) -> Tensor:
-        header = parse_positions(payload, numel)
-        mask = torch.zeros(numel, dtype=torch.bool, device=payload.device)
-        if not header.nonfinite:
-            mask[_indices(payload, header)] = True
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
+        payload = open_positions(payload, numel)
+        mask = torch.zeros(numel, dtype=torch.bool, device=payload.data.device)
+        if not payload.nonfinite:
+            mask[_indices(payload)] = True
         return mask
 
-    def encode_shared(self, source: Tensor, index_payload: Tensor, value_dtype: int, out: Tensor) -> Stats:
+    def encode_shared(
+        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
+    ) -> Stats:
         began = time.perf_counter_ns()
-        mask, vt = check_encode_shared(source, index_payload, value_dtype, out)
-        values = source[:0]
-        if not mask.nonfinite:
-            values = source[_indices(index_payload, mask)].to(torch.float32)
+        mask, header = check_encode_shared(source, index_payload, value_dtype, out)
+        values = source[:0] if mask.nonfinite else source[_indices(mask)].to(torch.float32)
         selected = time.perf_counter_ns()
-        if mask.nonfinite or has_overflow(values):
-            nbytes = write_payload(out, Header.flagged(vt, mask.numel))
+        if header.nonfinite or has_overflow(values):
+            nbytes = write_payload(out, Header.flagged(header.value_dtype, header.numel))
             return _stats(nbytes, 0, mask.nnz, True, 0.0, began, selected)
-        body, _ = encode_values(values, vt)
-        header = Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask.numel, mask.nnz, 0)
+        body, _ = encode_values(values, header.value_dtype)
         nbytes = write_payload(out, header, body)
         return _stats(nbytes, mask.nnz, mask.nnz, False, 0.0, began, selected)
 
-    def decode_shared_add(self, payload: Tensor, index_payload: Tensor, out: Tensor) -> int:
+    def decode_shared_add(
+        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    ) -> int:
         check_vector("out", out, (torch.float32,))
-        header = parse_payload(payload, out.numel())
-        if header.nonfinite:
-            out.fill_(float("nan"))
-            return 0
-        mask = parse_positions(index_payload, out.numel())
-        check_shared(header, mask)
-        values = _values(payload, header)
-        idx = _indices(index_payload, mask)
-        out[idx] = out[idx] + values
-        return header.nnz
+        payload = mask = open_payload(payload, out.numel())
+        if not payload.nonfinite:
+            mask = open_positions(index_payload, out.numel())
+            check_shared(payload, mask)
+        return _scatter_add(payload, mask, out)
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_fraction(keep_fraction, num_samples)
-        check_pair(grad, residual)
+        check_sample(grad, residual, keep_fraction, num_samples)
         if num_samples < grad.numel():
             where = sample_positions(grad.numel(), num_samples, seed, grad.device)
             grad = grad[where]
@@ -221,9 +209,7 @@ class ReferenceBackend:
         return _kth_largest(magnitude, rank_of(keep_fraction, magnitude.numel()))
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_pair(grad, residual)
-        if k < 1:
-            raise ValueError(f"k is {k}; it must be at least 1")
+        check_exact(grad, residual, k)
         magnitude = _finite_magnitude(grad, residual)
         if magnitude.numel() == 0:
             return SMALLEST_TAU
@@ -269,11 +255,22 @@ def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: 
     return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
 
 
-def _indices(payload: Tensor, header: Header) -> Tensor:
-    section = payload[HEADER_NBYTES : HEADER_NBYTES + header.index_nbytes]
+def _scatter_add(payload: Payload, mask: Payload, out: Tensor) -> int:
+    if payload.nonfinite:
+        out.fill_(float("nan"))
+        return 0
+    values, idx = _values(payload), _indices(mask)
+    out[idx] = out[idx] + values
+    return payload.nnz
+
+
+def _indices(payload: Payload) -> Tensor:
+    header = payload.header
+    section = payload.data[HEADER_NBYTES : HEADER_NBYTES + header.index_nbytes]
     return decode_indices(header.encoding, header.param, section, header.nnz, header.numel)
 
 
-def _values(payload: Tensor, header: Header) -> Tensor:
-    section = payload[HEADER_NBYTES + header.index_nbytes : header.nbytes]
+def _values(payload: Payload) -> Tensor:
+    header = payload.header
+    section = payload.data[HEADER_NBYTES + header.index_nbytes : header.nbytes]
     return decode_values(section, header.nnz, header.value_dtype)

@@ -50,10 +50,11 @@ class Attachment:
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
         self.reducer = GradientReducer(
-            config,
+            config.data_parallel,
             engine.seq_data_parallel_group,
             metrics=self.metrics,
             device=engine.device,
+            kernels=config.kernels,
             transactional=self._scaled,
             loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
         )

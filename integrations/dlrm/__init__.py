@@ -1,1 +1,1 @@
-"""Placeholder, filled by the integration."""
+"""The recommender application: click data, models, one trainer, one report, and two commands."""

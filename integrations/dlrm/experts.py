@@ -17,7 +17,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
 
-from dct_plugin.embedding.tables import TableShard
+from dct_plugin.embedding import EmbeddingChannel, TableShard
 
 __all__ = ["Experts"]
 
@@ -28,8 +28,8 @@ _MARK = "deepspeed_moe.experts.deepspeed_experts.0."
 class Experts(MoE):
     """A model with sharded parts, for ``deepspeed.initialize``.
 
-    Parameters of :class:`~dct_plugin.embedding.tables.TableShard` modules, and all that are already
-    marked ``allreduce = False``, become expert parameters. Of ``MoE`` nothing but the name is used.
+    Parameters of :class:`~dct_plugin.embedding.tables.TableShard` modules, and all that are already marked
+    ``allreduce = False``, become expert parameters. Of ``MoE`` nothing but the name is used.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,6 +56,15 @@ class Experts(MoE):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
+
+    def follow(self, optimizer: Any) -> None:
+        """Sharded tables count the steps of ``optimizer``, ``engine.optimizer`` as a rule; call it once.
+
+        Steps that fp16's loss scaler skips are not counted.
+        """
+        for module in self.model.modules():
+            if isinstance(module, EmbeddingChannel):
+                module.follow(optimizer)
 
     def expert_keys(self) -> set[str]:
         """Names in the state that belong to this rank alone: expert parameters, and buffers beside them."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
+
 from .settings import METHODS
 
 __all__ = ["METHODS", "HybridOptimizer", "hybrid_groups"]
@@ -84,16 +86,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         first, second = group["betas"]
         values, at = _rows_of(gradient)
-        mean, square = (state[key] if at is None else state[key][at] for key in ("exp_avg", "exp_avg_sq"))
+        mean, square = (_at(state[key], at) for key in ("exp_avg", "exp_avg_sq"))
         mean.lerp_(values, 1 - first)
         square.mul_(second).addcmul_(values, values, value=1 - second)
         eps = 1e-8 if group["eps"] is None else group["eps"]
         denominator = square.sqrt().div_(math.sqrt(1 - second ** state["step"])).add_(eps)
         change = (mean / denominator).mul_(-group["lr"] / (1 - first ** state["step"]))
-        if at is None:
-            parameter.add_(change)
-        else:
-            parameter.index_add_(0, at, change)
+        _add(parameter, at, change)
+        if at is not None:
             state["exp_avg"][at] = mean
             state["exp_avg_sq"][at] = square
 
@@ -102,14 +102,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         if not state:
             state["sum"] = torch.zeros_like(parameter)
         values, at = _rows_of(gradient)
-        total = state["sum"] if at is None else state["sum"][at]
+        total = _at(state["sum"], at)
         total.addcmul_(values, values)
         eps = 1e-10 if group["eps"] is None else group["eps"]
         change = (values / (total.sqrt() + eps)).mul_(-group["lr"])
-        if at is None:
-            parameter.add_(change)
-        else:
-            parameter.index_add_(0, at, change)
+        _add(parameter, at, change)
+        if at is not None:
             state["sum"][at] = total
 
     @staticmethod
@@ -128,16 +126,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             values = values.reshape(-1)[: rows * width].view(rows, width)
         eps = 1e-10 if group["eps"] is None else group["eps"]
         square = values.square().mean(dim=1)
-        if at is None:
-            total = state["sum"].add_(square)
-        else:
-            state["sum"].index_add_(0, at, square)
-            total = state["sum"][at]
-        change = values * (-group["lr"] / (total.sqrt() + eps)).unsqueeze(1)
-        if at is None:
-            table.add_(change)
-        else:
-            table.index_add_(0, at, change)
+        _add(state["sum"], at, square)
+        _add(table, at, values * (-group["lr"] / (_at(state["sum"], at).sqrt() + eps)).unsqueeze(1))
 
 
 def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -147,27 +137,41 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
     return gradient, None
 
 
+def _at(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """The tensor itself, or a copy of some rows."""
+    return tensor if rows is None else tensor[rows]
+
+
+def _add(tensor: Tensor, rows: Tensor | None, change: Tensor) -> None:
+    if rows is None:
+        tensor.add_(change)
+    else:
+        tensor.index_add_(0, rows, change)
+
+
 def hybrid_groups(model: nn.Module, *, tables: dict[str, Any], rest: dict[str, Any]) -> list[dict[str, Any]]:
     """Parameter groups of a model in :class:`~dct_plugin.integrations.dlrm.experts.Experts`.
 
     Args:
-        tables: Settings of expert parameters, for example ``{"method": "rowwise_adagrad", "lr": 0.02}``.
+        tables: Settings of embedding tables, for example ``{"method": "rowwise_adagrad", "lr": 0.02}``.
             Tables of different width come in groups of their own.
-        rest: Settings of all other parameters.
+        rest: Settings of all other parameters, shards of a layer's weight among them.
     """
+    kinds = (TableShard, FieldShards, ColumnShards)
+    of_tables = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     shared: list[nn.Parameter] = []
-    by_width: dict[int, list[nn.Parameter]] = {}
+    own: dict[tuple[int, bool], list[nn.Parameter]] = {}  # by width, tables first
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if getattr(parameter, "allreduce", True):
             shared.append(parameter)
         else:
-            by_width.setdefault(parameter.shape[-1], []).append(parameter)
+            own.setdefault((parameter.shape[-1], id(parameter) not in of_tables), []).append(parameter)
     groups: list[dict[str, Any]] = [{"params": shared, **rest}] if shared else []
-    for width, parameters in sorted(by_width.items()):
+    for (width, layer), parameters in sorted(own.items()):
         name = getattr(parameters[0], "group_name", None)
         # DeepSpeed knows groups of expert parameters by these two keys.
         expert = {} if name is None else {"moe": True, "name": name}
-        groups.append({"params": parameters, "width": width, **expert, **tables})
+        groups.append({"params": parameters, "width": width, **expert, **(rest if layer else tables)})
     return groups

@@ -1,8 +1,7 @@
-"""Progress bars of the demo's runs, fed by the training script's events."""
+"""Progress of a launch, fed by the trainer's events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -13,65 +12,77 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
-__all__ = ["RunProgress"]
-
-Follow = Callable[[dict[str, Any]], None]
-
-_STARTING = "starting (the first time, DeepSpeed compiles a part of itself)"
+__all__ = ["LaunchProgress"]
 
 
-class RunProgress:
-    """A context manager; :meth:`follow` adds the bar of one run."""
+class LaunchProgress:
+    """A context manager: one bar for all runs of a launch, and a line for each finished epoch."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
+        self._runs = self._run = 0
+        self._name = ""
+        self._loss: float | None = None
         self._bars = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description:>5}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
             console=console,
         )
+        starting = "starting the ranks (the first time, DeepSpeed compiles a part of itself)"
+        self._task = self._bars.add_task(starting, total=None)
 
-    def __enter__(self) -> RunProgress:
+    def __enter__(self) -> LaunchProgress:
         self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
+    def follow(self, event: dict[str, Any]) -> None:
+        """Take an event of the launch."""
+        kind = event["event"]
+        if kind == "slow_start":
+            self._say_what_it_may_be(event["locks"])
+        elif kind == "start":
+            self._runs = event["runs"]
+            self._bars.update(self._task, total=event["steps"])
+        elif kind == "initialize":
+            self._run += 1
+            self._loss = None
+            self._name = f"{event['config']}, seed {event['seed']}"
+            self._describe("")
+        elif kind == "step":
+            loss = event["loss"]
+            self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
+            self._bars.advance(self._task)
+            self._describe(f", loss {self._loss:.4f}")
+        elif kind == "evaluate":
+            self._describe(", evaluating")
+        elif kind == "epoch":
+            self._say(
+                f"{self._name}, epoch {event['epoch'] + 1}: "
+                f"AUC {event['auc']:.4f}, log loss {event['log_loss']:.4f}"
+            )
+        elif kind == "result":
+            self._bars.update(self._task, description="done")
+
+    def _describe(self, state: str) -> None:
+        run = f"{self._run}/{self._runs} {self._name}{state}"
+        self._bars.update(self._task, description=run)
+
     def _say_what_it_may_be(self, locks: list[str]) -> None:
         if locks:
-            self._bars.console.print(
+            self._say(
                 "Still starting. Another process may be compiling the same part of DeepSpeed; if none is, "
-                f"one that was killed left its lock behind: remove {' '.join(locks)}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+                f"one that was killed left its lock behind: remove {' '.join(locks)}"
             )
 
-    def follow(self, name: str) -> Follow:
-        """Add a bar; returns the function that takes the run's events."""
-        task = self._bars.add_task(name, total=None, state=_STARTING)
-        mean: float | None = None
-
-        def on_event(event: dict[str, Any]) -> None:
-            nonlocal mean
-            kind = event["event"]
-            if kind == "slow_start":
-                self._say_what_it_may_be(event["locks"])
-            elif kind == "start":
-                self._bars.update(task, total=event["steps"], state="")
-            elif kind == "step":
-                mean = event["loss"] if mean is None else 0.95 * mean + 0.05 * event["loss"]
-                self._bars.update(task, completed=event["step"], state=f"loss {mean:.4f}")
-            elif kind == "evaluate":
-                self._bars.update(task, state="evaluating")
-            elif kind == "result":
-                self._bars.update(task, state=f"AUC {event['auc']:.4f}, log loss {event['log_loss']:.4f}")
-                self._bars.stop_task(task)
-
-        return on_event
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

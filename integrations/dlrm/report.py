@@ -1,274 +1,142 @@
-"""What the demo says about two runs, dense and DCT: figures, table, plot and verdict."""
+"""What the commands say about their runs: tables for the terminal and as Markdown, plots, and a verdict."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dct_plugin.metrics import format_bytes
+
+from .figures import LAYERS, Run
+from .speed import Comparison
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LINKS", "Comparison", "Link", "Run", "draw", "read_metrics", "table", "verdict"]
-
-Events = Sequence[dict[str, Any]]
-Metrics = Sequence[dict[str, Any]]
-
-#: Rates for which step times are computed: name, bits per second.
-LINKS = (("100 Mbit/s", 100e6), ("1 Gbit/s", 1e9), ("10 Gbit/s", 10e9))
+__all__ = [
+    "MARGIN_AUC",
+    "Rows",
+    "draw_quality",
+    "draw_training",
+    "faults",
+    "markdown",
+    "run_tables",
+    "speed_table",
+    "verdict",
+]
 
 #: A loss of AUC up to this is called none.
 MARGIN_AUC = 0.002
 
-#: Bytes on the wire per payload byte, and per step beside it, that the ranks themselves may account for.
-HEADERS, PER_STEP = 1.1, 4096
 
-#: Ratio of the computation times of the two runs above which the machine is called busy.
-BUSY = 1.25
+class Rows(NamedTuple):
+    """A table before it is laid out; the first column names the rows."""
 
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    section_after: int | None = None
+    """Row that a line is drawn under."""
 
-@dataclass
-class Run:
-    """Figures of one run. Bytes are per optimizer step, times in milliseconds per optimizer step."""
+    def rich(self) -> Table:
+        """For the terminal; 80 columns hold names of 16."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
 
-    name: str
-    steps: int
-    auc: float
-    log_loss: float
-    wire_bytes: float | None
-    """Bytes by the interface's counter, all ranks together; None where there is no counter."""
-    step_ms: float
-    """Median."""
-    seconds: float
-    ranks_in_step: bool
-    payload_bytes: float = 0.0
-    """Gradient bytes that one rank hands to the network, without the transport's headers."""
-    density: float = 1.0
-    density_target: float = 1.0
-    codec_ms: float = 0.0
-    """Selecting, encoding and decoding."""
-    exchange_ms: float = 0.0
-    losses: list[float] = field(default_factory=list, repr=False)
-    densities: list[tuple[int, float]] = field(default_factory=list, repr=False)
-
-    @classmethod
-    def of_dense(cls, events: Events, metrics: Metrics, *, ranks: int) -> Run:
-        """From the training script's events; ``metrics`` of the DCT run say what a dense one sends."""
-        run = cls._from_events("dense", events)
-        run.payload_bytes = statistics.fmean(_per_step(metrics, "dense_bytes").values())
-        # Timed was a ring all-reduce of all gradients once per step in fp32; the run may send more or less.
-        start = events[0]
-        timed_bytes = 2 * (ranks - 1) / ranks * 4 * start["parameters"]
-        run.exchange_ms = start["all_reduce_ms"] * run.payload_bytes / timed_bytes
-        return run
-
-    @classmethod
-    def of_dct(cls, events: Events, metrics: Metrics, *, density_target: float) -> Run:
-        """From the training script's events and the lines of the plugin's metrics file (every=1)."""
-        run = cls._from_events("DCT", events)
-        # Bytes as they add up; times as medians, which a busy machine disturbs less.
-        run.payload_bytes = statistics.fmean(_per_step(metrics, "sent_bytes").values())
-        run.codec_ms = statistics.median(_per_step(metrics, "select_ms", "encode_ms", "decode_ms").values())
-        run.exchange_ms = statistics.median(_per_step(metrics, "exchange_ms").values())
-        run.density_target = density_target
-        gradients = [line for line in metrics if line["class"] == "gradient" and line["density"] is not None]
-        run.densities = [(line["step"], line["density"]) for line in gradients]
-        if gradients:
-            run.density = statistics.fmean(line["density"] for line in gradients)
-        return run
-
-    @classmethod
-    def _from_events(cls, name: str, events: Events) -> Run:
-        steps = [event for event in events if event["event"] == "step"]
-        result = events[-1]
-        wire = result["interface_bytes"]
-        return cls(
-            name=name,
-            steps=len(steps),
-            auc=result["auc"],
-            log_loss=result["log_loss"],
-            wire_bytes=wire / len(steps) if wire else None,
-            step_ms=statistics.median(step["ms"] for step in steps),
-            seconds=result["seconds"],
-            ranks_in_step=result["ranks_in_step"],
-            losses=[step["loss"] for step in steps],
+        table = Table(
+            title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
         )
+        for number, column in enumerate(self.header):
+            first = number == 0
+            table.add_column(column, justify="left" if first else "right", overflow="fold", no_wrap=not first)
+        for number, row in enumerate(self.rows):
+            table.add_row(*row, end_section=number == self.section_after)
+        return table
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown."""
+        lines = [self.header, ["---", *["--:"] * (len(self.header) - 1)], *self.rows]
+        return [f"{self.title}.", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
 
 
-def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:
-    """Sum of the named figures over the tensor classes, for every step."""
-    sums: dict[int, float] = {}
-    for line in metrics:
-        sums[line["step"]] = sums.get(line["step"], 0.0) + sum(line[name] for name in names)
-    return sums
+# -- runs over seeds ---
 
 
-@dataclass(frozen=True)
-class Link:
-    """Computed step times on a link of a given rate, milliseconds."""
-
-    name: str
-    bits_per_s: float
-    dense_ms: float
-    dct_ms: float
-
-    @property
-    def speed_up(self) -> float:
-        """Dense over DCT: above 1 DCT is faster."""
-        return self.dense_ms / self.dct_ms
-
-
-@dataclass
-class Comparison:
-    """Dense against DCT. See :meth:`links` for what is computed rather than measured."""
-
-    dense: Run
-    dct: Run
-    ranks: int
-    zero_stage: int = 0
-
-    def __post_init__(self) -> None:
-        # GPUs of one machine may talk past its network interfaces: then these bytes are not the ranks'.
-        dense = self.dense
-        if dense.wire_bytes is not None and dense.wire_bytes < self.ranks * dense.payload_bytes / 2:
-            self.dense.wire_bytes = self.dct.wire_bytes = None
-
-    @property
-    def reduction(self) -> float:
-        """Dense over DCT payload bytes."""
-        return self.dense.payload_bytes / self.dct.payload_bytes
-
-    @property
-    def wire_reduction(self) -> float | None:
-        """Dense over DCT bytes by the interface's counter."""
-        if self.dense.wire_bytes is None or self.dct.wire_bytes is None:
-            return None
-        return self.dense.wire_bytes / self.dct.wire_bytes
-
-    @property
-    def unexplained(self) -> float:
-        """Largest share of the bytes on the wire that is neither payload nor headers (stage 0; else 0)."""
-        share = 0.0
-        for run in (self.dense, self.dct):
-            if run.wire_bytes is not None and self.zero_stage == 0:
-                explained = HEADERS * self.ranks * run.payload_bytes + PER_STEP
-                share = max(share, 1 - explained / run.wire_bytes)
-        return share
-
-    @property
-    def compute_ms(self) -> float:
-        """Forward, backward and optimizer: the same in both runs, so that the less disturbed one tells."""
-        return min(self._compute_ms)
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether the same computation took much longer in one run than in the other."""
-        return max(self._compute_ms) > BUSY * min(self._compute_ms)
-
-    @property
-    def _compute_ms(self) -> tuple[float, float]:
-        dense, dct = self.dense, self.dct
-        return (
-            max(0.0, dense.step_ms - dense.exchange_ms),
-            max(0.0, dct.step_ms - dct.exchange_ms - dct.codec_ms),
+def run_tables(runs: Sequence[Run]) -> list[Rows]:
+    """Quality, bytes, and layers of all runs."""
+    quality, amounts, layers = [], [], []
+    for run in runs:
+        against, auc, log_loss = run.difference, f"{run.mean_auc:.4f}", f"{run.mean_log_loss:.4f}"
+        changes = [str(change or "") for change in (against.auc_difference, against.log_loss_difference)]
+        quality.append([run.name, auc, changes[0], log_loss, changes[1], str(len(run.auc))])
+        vectors, ids, both, gradients = map(
+            format_bytes, (run.embedding_bytes, run.id_bytes, run.crossing_bytes, run.gradient_bytes)
         )
-
-    @property
-    def overhead_ms(self) -> float:
-        """What DCT adds to the computation: the larger of its own account and of the difference in step
-        times."""
-        return max(self.dct.codec_ms, self.dct.step_ms - self.compute_ms - self.dct.exchange_ms)
-
-    def links(self) -> list[Link]:
-        """Step times computed for slower links: compute + compression + bytes that a rank sends / rate.
-
-        Computation and compression are as measured here; latency and overlap of communication with
-        computation are left out, for both.
-        """
-
-        def sent(run: Run) -> float:
-            return run.payload_bytes if run.wire_bytes is None else run.wire_bytes / self.ranks
-
-        links = []
-        for name, rate in LINKS:
-            dense = self.compute_ms + 8e3 * sent(self.dense) / rate
-            dct = self.compute_ms + self.overhead_ms + 8e3 * sent(self.dct) / rate
-            links.append(Link(name, rate, dense, dct))
-        return links
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything in the table and the plot, for JSON."""
-        return {
-            "dense": asdict(self.dense),
-            "dct": asdict(self.dct),
-            "auc_difference": self.dct.auc - self.dense.auc,
-            "log_loss_difference": self.dct.log_loss - self.dense.log_loss,
-            "reduction_payload": self.reduction,
-            "reduction_wire": self.wire_reduction,
-            "compute_ms": self.compute_ms,
-            "overhead_ms": self.overhead_ms,
-            "computed_step_ms": [{**asdict(link), "speed_up": link.speed_up} for link in self.links()],
-        }
+        fewer, fewer_both = _times(against.embedding_reduction), _times(against.crossing_reduction)
+        amounts.append([run.name, vectors, fewer, ids, both, fewer_both])
+        left = [_times(run.layers().get(layer)) for layer in LAYERS]
+        layers.append([run.name, *left, gradients, _times(against.gradient_reduction)])
+    return [
+        Rows(
+            "Quality on the test part: mean over seeds, difference to dense with 95 % interval",
+            ["", "AUC", "difference", "log loss", "difference", "seeds"],
+            quality,
+        ),
+        Rows(
+            "Bytes per step, all ranks: embeddings forward + backward, ids that ask for them",
+            ["", "embeddings", "fewer", "ids", "with ids", "fewer"],
+            amounts,
+        ),
+        Rows(
+            "Saving of each layer on embeddings (they multiply), and bytes of MLP gradients",
+            ["", *LAYERS, "MLP gradients", "fewer"],
+            layers,
+        ),
+    ]
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of the plugin's metrics file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def _times(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:.3g}x"
 
 
-def table(comparison: Comparison, *, title: str) -> Table:
-    """The demo's table (rich)."""
-    from rich.table import Table
+def markdown(tables: Iterable[Rows], *, command: str, data: str) -> str:
+    """Tables as Markdown, with the command that makes them."""
+    lines = [f"{data}:", "", "```", command, "```"]
+    for table in tables:
+        lines += ["", *table.markdown()]
+    return "\n".join(lines) + "\n"
 
-    dense, dct = comparison.dense, comparison.dct
-    shown = Table(title=title, title_justify="left", caption_justify="left")
-    shown.add_column("")
-    for header in ("dense", "DCT", "difference"):
-        shown.add_column(header, justify="right")
-    shown.add_row("AUC (test)", f"{dense.auc:.4f}", f"{dct.auc:.4f}", f"{dct.auc - dense.auc:+.4f}")
-    difference = f"{dct.log_loss - dense.log_loss:+.4f}"
-    shown.add_row("Log loss (test)", f"{dense.log_loss:.4f}", f"{dct.log_loss:.4f}", difference)
-    shown.add_row(
-        "Payload per step and rank",
-        format_bytes(dense.payload_bytes),
-        format_bytes(dct.payload_bytes),
-        _fewer(comparison.reduction),
-    )
+
+# -- dense against DCT ---
+
+
+def speed_table(comparison: Comparison, *, title: str) -> Rows:
+    """The demo's table."""
+    (dense, dense_cost), (dct, dct_cost) = comparison.sides
+    rows: list[list[str]] = []
+
+    def add(name: str, form: Callable[[float], str], first: float, second: float, difference: str) -> None:
+        rows.append([name, form(first), form(second), difference])
+
+    add("AUC (test)", "{:.4f}".format, dense.mean_auc, dct.mean_auc, f"{comparison.auc_difference:+.4f}")
+    difference = f"{comparison.log_loss_difference:+.4f}"
+    add("Log loss (test)", "{:.4f}".format, dense.mean_log_loss, dct.mean_log_loss, difference)
+    payload = dense_cost.payload_bytes, dct_cost.payload_bytes
+    add("Payload per step and rank", format_bytes, *payload, _fewer(comparison.reduction))
     if comparison.wire_reduction is not None and dense.wire_bytes and dct.wire_bytes:
-        shown.add_row(
-            "On the wire per step, all ranks",
-            format_bytes(dense.wire_bytes),
-            format_bytes(dct.wire_bytes),
-            _fewer(comparison.wire_reduction),
-        )
-    shown.add_row(
-        "Gradient entries sent (target)",
-        "100 %",
-        f"{100 * dct.density:#.3g} % ({100 * dct.density_target:#.3g} %)",
-        "",
-    )
-    shown.add_row(
-        "Step here, median",
-        f"{dense.step_ms:.1f} ms",
-        f"{dct.step_ms:.1f} ms",
-        _faster(dense.step_ms / dct.step_ms),
-        end_section=True,
-    )
+        wire = dense.wire_bytes, dct.wire_bytes
+        add("On the wire per step, all ranks", format_bytes, *wire, _fewer(comparison.wire_reduction))
+    density, target = 100 * dct_cost.density, 100 * dct_cost.density_target
+    rows.append(["Gradient entries sent (target)", "100 %", f"{density:#.3g} % ({target:#.3g} %)", ""])
+    faster = _faster(dense.step_ms / dct.step_ms)
+    add("Step here, median", "{:.1f} ms".format, dense.step_ms, dct.step_ms, faster)
+    measured = len(rows) - 1
     for link in comparison.links():
-        shown.add_row(
-            f"Step at {link.name}, computed",
-            f"{link.dense_ms:.1f} ms",
-            f"{link.dct_ms:.1f} ms",
-            _faster(link.speed_up),
-        )
-    return shown
+        times = link.dense_ms, link.dct_ms
+        add(f"Step at {link.name}, computed", "{:.1f} ms".format, *times, _faster(link.speed_up))
+    return Rows(title, ["", "dense", "DCT", "difference"], rows, section_after=measured)
 
 
 def _fewer(times: float) -> str:
@@ -281,8 +149,7 @@ def _faster(times: float) -> str:
 
 def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
     """What the figures say, and what they do not, one paragraph each."""
-    dense, dct = comparison.dense, comparison.dct
-    difference = dct.auc - dense.auc
+    difference = comparison.auc_difference
     if quick:
         quality = (
             "A --quick run shows that everything works. It is far too short to compare quality: leave out "
@@ -300,12 +167,12 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
         )
 
     links = comparison.links()
+    here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
     speed = (
         "All ranks are on this machine and talk over its loopback interface, which is not the slow link that "
-        f"DCT is for: here a DCT step was {_faster(dense.step_ms / dct.step_ms)}. The last rows are "
-        f"computed, not measured: {comparison.compute_ms:.1f} ms of computation, "
-        f"{comparison.overhead_ms:.1f} ms more for DCT (both as measured here), and bytes of a rank / rate "
-        "of its link, without latency or overlap."
+        f"DCT is for: here a DCT step was {here}. The last rows are computed, not measured: "
+        f"{comparison.compute_ms:.1f} ms of computation, {comparison.overhead_ms:.1f} ms more for DCT (both "
+        "as measured here), and bytes of a rank / rate of its link, without latency or overlap."
     )
     if faster := [link.name for link in links if link.speed_up > 1]:
         speed += f" By that DCT is faster at {_listed(faster)}."
@@ -327,51 +194,95 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
             "run in a network namespace: "
             "unshare --user --map-root-user --net sh -c 'ip link set lo up; dct demo'"
         )
-    if not (dense.ranks_in_step and dct.ranks_in_step):
-        run = dct if dense.ranks_in_step else dense
-        paragraphs.append(f"FAULT: the ranks of the {run.name} run ended with different weights.")
     return paragraphs
+
+
+def faults(runs: Iterable[Run]) -> list[str]:
+    """What must not be: one sentence for each run of which the ranks came apart."""
+    return [
+        f"FAULT: the ranks of the {run.name} run ended with different weights."
+        for run in runs
+        if not run.ranks_in_step
+    ]
 
 
 def _listed(names: list[str]) -> str:
     return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
-def draw(comparison: Comparison, path: Path, *, title: str) -> None:
-    """Loss curves and the share of entries sent, over the steps, as a PNG."""
+# -- plots ---
+
+
+@contextmanager
+def _plot(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, to be drawn on; afterwards written to a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    dense, dct = comparison.dense, comparison.dct
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2), layout="constrained"
-    )
-    window = max(1, min(50, dense.steps // 20))
-    for run, colour in ((dense, "tab:blue"), (dct, "tab:orange")):
-        steps = range(window, len(run.losses) + 1)
-        label = f"{run.name} (test AUC {run.auc:.4f})"
-        above.plot(steps, moving_average(run.losses, window), color=colour, label=label, linewidth=1.2)
-    above.set_ylabel(f"training loss, mean of {window} steps" if window > 1 else "training loss")
-    above.legend()
-    above.set_title(title, fontsize=10)
-    # The first steps may be far above the rest, which is what one wants to see.
-    shown = sorted(loss for run in (dense, dct) for loss in moving_average(run.losses, window))
-    low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
-    if high > low:
-        above.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
-    if dct.densities:
-        steps_sent, densities = zip(*dct.densities, strict=True)
-        percent = [100 * d for d in densities]
-        below.plot(steps_sent, percent, color="tab:orange", linewidth=0.8, label="sent")
-        below.set_ylim(0, max(1.1 * max(percent), 200 * dct.density_target))
-    below.axhline(100 * dct.density_target, color="black", linestyle="--", linewidth=0.8, label="target")
-    below.set_ylabel("gradient entries sent, %")
-    below.set_xlabel("optimizer step")
-    below.legend()
+    figure, axes = plt.subplots(*grid, layout="constrained", **settings)
+    yield figure, axes
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
+    """Difference in AUC against bytes of embeddings and their gradients, as a PNG."""
+    with _plot(path, figsize=(10, 5.5)) as (figure, axes):
+        axes.axhspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12, label=f"within {MARGIN_AUC:g}")
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        for number, run in enumerate(run for run in runs if run.crossing_bytes):
+            difference = run.difference.auc_difference
+            axes.errorbar(
+                run.crossing_bytes,
+                0.0 if difference is None else difference.mean,
+                yerr=None if difference is None else difference.half_width,
+                fmt="os^Dvp"[number // 10 % 6],
+                color=f"C{number % 10}",
+                label=run.name,
+                capsize=3,
+                markersize=6,
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("bytes per step for embeddings: vectors, gradients, ids; all ranks")
+        axes.set_ylabel("AUC difference to dense (paired, 95 % interval)")
+        axes.set_title(title, fontsize=10)
+        # Beside the axes: names at the points would cover each other.
+        figure.legend(loc="outside right upper", fontsize=8)
+
+
+def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
+    """Loss curves and the share of entries sent, over the steps, as a PNG."""
+    (dense, _), (dct, cost) = comparison.sides
+    window = max(1, min(50, dense.steps // 20))
+    means = {}
+    for run in (dense, dct):
+        (losses,) = run.losses.values()
+        means[run.name] = moving_average(losses, window)
+    with _plot(path, 2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2)) as (_, (above, below)):
+        for run, colour in ((dense, "tab:blue"), (dct, "tab:orange")):
+            label = f"{run.name} (test AUC {run.mean_auc:.4f})"
+            steps = range(window, run.steps + 1)
+            above.plot(steps, means[run.name], color=colour, label=label, linewidth=1.2)
+        above.set_ylabel(f"training loss, mean of {window} steps" if window > 1 else "training loss")
+        above.legend()
+        above.set_title(title, fontsize=10)
+        # The first steps may be far above the rest, which is what one wants to see.
+        shown = sorted(loss for values in means.values() for loss in values)
+        low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
+        if high > low:
+            above.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
+        if cost.densities:
+            steps_sent, densities = zip(*cost.densities, strict=True)
+            percent = [100 * density for density in densities]
+            below.plot(steps_sent, percent, color="tab:orange", linewidth=0.8, label="sent")
+            below.set_ylim(0, max(1.1 * max(percent), 200 * cost.density_target))
+        target = 100 * cost.density_target
+        below.axhline(target, color="black", linestyle="--", linewidth=0.8, label="target")
+        below.set_ylabel("gradient entries sent, %")
+        below.set_xlabel("optimizer step")
+        below.legend()
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

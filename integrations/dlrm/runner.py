@@ -1,4 +1,4 @@
-"""Start a training run as local ranks under torchrun, follow it, and end all of it when a rank fails."""
+"""Start the trainer as local ranks under torchrun, follow it, and end all of it when a rank fails."""
 
 from __future__ import annotations
 
@@ -18,53 +18,61 @@ from typing import Any
 from dct_plugin.errors import DCTError
 from dct_plugin.metrics import InterfaceCounter
 
-__all__ = ["RunFailed", "Runner", "loopback"]
+__all__ = ["RunFailed", "Runner", "config_file", "run_name"]
 
 Event = dict[str, Any]
 
 #: Importing DeepSpeed takes about 10 seconds, compiling its helper about 30 more.
 SLOW_START_SECONDS = 90.0
 
+TRAINER = "dct_plugin.integrations.dlrm.trainer"
+
+_SUFFIX = ".deepspeed.json"
+
+
+def config_file(folder: Path, run: str) -> Path:
+    """Where the configuration of a run is kept in ``folder``."""
+    return folder / (run + _SUFFIX)
+
+
+def run_name(file: Path) -> str:
+    """Name of the run that a configuration file is for."""
+    return file.name.removesuffix(_SUFFIX).removesuffix(".json")
+
 
 class RunFailed(DCTError):
-    """A training run ended with an error; the message holds the end of what the failing rank wrote."""
-
-
-def loopback() -> str | None:
-    """Name of the loopback interface whose bytes can be counted, if there is one."""
-    return "lo" if Path("/sys/class/net/lo").exists() and InterfaceCounter().available else None
+    """A launch ended with an error; the message holds the end of what the failing rank wrote."""
 
 
 class Runner:
-    """One run of the training script on ``ranks`` local processes.
+    """One launch of the trainer on ``ranks`` local processes.
 
     Args:
         name: For messages and the folder of the log files.
         ranks: Number of processes.
-        arguments: Arguments of the training script, without ``--events``.
+        arguments: Arguments of the trainer, without ``--events`` and ``--interface``.
         folder: Where ``NAME.events.jsonl`` and the ranks' output (``logs/NAME``) go.
-        environment: Set on top of the present environment.
     """
 
-    module = "dct_plugin.integrations.dlrm.train"
-
-    def __init__(
-        self, name: str, ranks: int, arguments: Sequence[str], folder: Path, environment: dict[str, str]
-    ) -> None:
-        self.name = name
-        self.ranks = ranks
-        self.folder = folder
+    def __init__(self, name: str, ranks: int, arguments: Sequence[str], folder: Path) -> None:
+        self.name, self.ranks, self.folder = name, ranks, folder
         self.events_file = folder / f"{name}.events.jsonl"
         self.logs = folder / "logs" / name
-        self.environment = environment
+        self.environment = {"OMP_NUM_THREADS": "1"}
         self.arguments = [*arguments, "--events", str(self.events_file)]
+        if "DS_ACCELERATOR" not in os.environ and not _enough_gpus(ranks):
+            self.environment["DS_ACCELERATOR"] = "cpu"
+        # The interface whose bytes can be counted, if there is one.
+        if Path("/sys/class/net/lo").exists() and InterfaceCounter().available:
+            self.environment["GLOO_SOCKET_IFNAME"] = "lo"
+            self.arguments += ["--interface", "lo"]
 
     @property
     def command(self) -> list[str]:
         # --standalone takes a free port; the local address spares a look-up of the host name.
         launcher = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         launcher += ["--nproc-per-node", str(self.ranks)]
-        return [sys.executable, "-m", *launcher, "-m", self.module, *self.arguments]
+        return [sys.executable, "-m", *launcher, "-m", TRAINER, *self.arguments]
 
     @property
     def command_line(self) -> str:
@@ -102,11 +110,15 @@ class Runner:
                 follow(event)
         complete = bool(events) and events[-1]["event"] == "result"
         # After the result ranks only take down their connections, and gloo may abort in that.
-        if process.returncode != 0 and not complete:
-            raise RunFailed(self._failure(process.returncode, launcher_log))
-        if not complete:
-            raise RunFailed(f"the {self.name} run ended without a result; its output is in {self.logs}")
-        return events
+        if complete:
+            return events
+        doing = next((event for event in reversed(events) if event["event"] == "initialize"), None)
+        what = f"{self.name} run"
+        if doing is not None:
+            what += f" (configuration {doing['config']}, seed {doing['seed']})"
+        if process.returncode != 0:
+            raise RunFailed(self._failure(what, process.returncode, launcher_log))
+        raise RunFailed(f"the {what} ended without a result; its output is in {self.logs}")
 
     def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[Event]:
         """Lines of the events file as they are written, until the process has ended."""
@@ -126,22 +138,28 @@ class Runner:
                 yield {"event": "slow_start", "locks": [str(lock) for lock in _build_locks()]}
             time.sleep(poll_seconds)
 
-    def _failure(self, code: int, launcher_log: Path) -> str:
+    def _failure(self, what: str, code: int, launcher_log: Path) -> str:
         """What to tell of a failed run: which rank, and the end of what it wrote."""
         report = launcher_log.read_text(errors="replace")
         # torchrun names the rank that failed first at the end of its report.
         first = re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, re.DOTALL)
         if first is None:
-            return f"the {self.name} run ended with exit code {code}:\n{_tail(report)}"
+            return f"the {what} ended with exit code {code}:\n{_tail(report)}"
         rank, exit_code = first.groups()
         written = ""
         for stream in ("stderr", "stdout"):
             for file in sorted(self.logs.glob(f"*/attempt_*/{rank}/{stream}.log"), key=os.path.getmtime)[-1:]:
                 written = written or file.read_text(errors="replace").strip()
         return (
-            f"rank {rank} of the {self.name} run failed with exit code {exit_code}; the end of its output:\n"
+            f"rank {rank} of the {what} failed with exit code {exit_code}; the end of its output:\n"
             f"{_tail(written) or '(nothing)'}\nAll output is in {self.logs}"
         )
+
+
+def _enough_gpus(ranks: int) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
 
 
 def _build_locks() -> list[Path]:

@@ -18,6 +18,7 @@ MODEL_SECTION = "dlrm"
 Width = Annotated[int, Field(ge=1)]
 Model = Literal["dlrm", "deepfm", "widedeep", "dcn"]
 Exchange = Literal["all_to_all", "des", "auto"]
+Tables = Literal["sharded", "replicated"]
 Method = Literal["sgd", "adam", "adagrad", "rowwise_adagrad"]
 MODELS: tuple[str, ...] = get_args(Model)
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
@@ -56,6 +57,7 @@ class ModelSettings(Section):
     top: list[Width] = _widths([256, 128], "Hidden widths of DLRM's top MLP.")
     hidden: list[Width] = _widths([256, 128], "Hidden widths of the other models' MLP.")
     depth: int = Field(default=6, ge=1, description="Cross layers of DCN.")
+    tables: Tables = Field(default="sharded", description="Tables over the ranks, or all on every rank.")
     exchange: Exchange = Field(default="all_to_all", description="How embeddings reach the samples.")
     compression: float | None = Field(
         default=None, gt=0, description="How many times smaller the channel makes the all-to-all, for auto."
@@ -91,6 +93,18 @@ def model_settings(config: Mapping[str, Any], source: str) -> ModelSettings:
             f"{source}: {MODEL_SECTION}.{wrong[0]} is no setting of model {made.model!r}; "
             f"it has {', '.join(_WIDTHS[made.model])}"
         )
+    if made.tables == "replicated":
+        for name in ("exchange", "compression", "table_optimizer", "sparse_gradients"):
+            if getattr(made, name) != ModelSettings.model_fields[name].default:
+                raise ConfigError(
+                    f"{source}: {MODEL_SECTION}.{name} = {getattr(made, name)!r} is for sharded tables, and "
+                    f'{MODEL_SECTION}.tables = "replicated"'
+                )
+        if made.model != "dlrm":
+            raise ConfigError(
+                f"{source}: {MODEL_SECTION}.tables = \"replicated\" is for model 'dlrm', not {made.model!r}"
+            )
+        return made
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1):
         raise ConfigError(

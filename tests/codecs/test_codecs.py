@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,14 +26,17 @@ from dct_plugin.codecs import (
     parse_payload,
     payload_bound,
 )
-from dct_plugin.codecs.index import check_section, index_bound
+from dct_plugin.codecs.index import ANY_POSITIONS, CODECS, _table, check_section, index_bound
 from dct_plugin.codecs.payload import checksum
+from dct_plugin.codecs.values import VALUE_CODECS
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import build
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
-SPARSE = [IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16, IndexEncoding.RICE]
+SPARSE = list(ANY_POSITIONS)
 SIZES = [0, 1, 255, 256, 257, 65535, 65536, 65537]
 
 
@@ -503,3 +508,55 @@ def test_section_sizes_are_checked_for_every_encoding() -> None:
     assert check_section(IndexEncoding.GAPS8, 0, 3, 2, 600) is IndexEncoding.GAPS8
     with pytest.raises(PayloadError):
         check_section(IndexEncoding.GAPS8, 0, 5, 2, 600)
+
+
+# ---- tables ----------------------------------------------------------------------------------------
+
+
+def test_every_encoding_and_value_type_has_one_codec() -> None:
+    assert [codec.encoding for codec in CODECS.values()] == list(CODECS) == list(IndexEncoding)
+    assert list(VALUE_CODECS) == list(ValueDtype)
+    codecs = list(CODECS.values())
+    for wrong in (codecs[:-1], [*codecs, codecs[1]], [codecs[1], codecs[0], *codecs[2:]]):
+        with pytest.raises(ImportError, match="expected dense, bitmap, gaps8, block16, rice, shared_mask"):
+            _table(*wrong)
+
+
+def test_numbers_on_the_wire_are_stable() -> None:
+    encodings = {"dense": 0, "bitmap": 1, "gaps8": 2, "block16": 3, "rice": 4, "shared_mask": 5}
+    assert {member.label: int(member) for member in IndexEncoding} == encodings
+    assert {member.label: int(member) for member in ValueDtype} == {
+        "fp32": 0,
+        "bf16": 1,
+        "fp16": 2,
+        "int8": 3,
+    }
+
+
+def test_configuration_offers_every_encoding() -> None:
+    annotation = DataParallelConfig.model_fields["index_encoding"].annotation
+    assert get_args(annotation) == ("auto", *(encoding.label for encoding in ANY_POSITIONS))
+
+
+def test_compiled_kernels_number_encodings_and_value_types_alike() -> None:
+    source = build.SOURCE.read_text()
+    for prefix, members in (("ENC", IndexEncoding), ("VALUE", ValueDtype)):
+        (names,) = re.findall(rf"enum {{ (?:{prefix}_AUTO = -1, )?({prefix}_\w+, .*?) }};", source)
+        expected = [f"{prefix}_{member.name.removesuffix('_MASK')}" for member in members]
+        assert names.split(", ") == expected
+
+
+def test_lossless_value_types() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        value_dtype = ValueDtype.lossless(dtype)
+        values = torch.randn(300, generator=torch.Generator().manual_seed(1)).to(dtype)
+        _, decoded = encode_values(values.float(), value_dtype)
+        assert torch.equal(decoded.to(dtype), values)
+        assert value_dtype.itemsize == dtype.itemsize
+    assert ValueDtype.lossless(torch.float64) is ValueDtype.FP32
+    assert ValueDtype.INT8.itemsize == 1
+
+
+def test_shared_mask_holds_no_positions_to_encode(backend: Backend) -> None:
+    with pytest.raises(ValueError, match="shared_mask encoding cannot hold 1 of 8"):
+        backend.encode_indices(torch.tensor([3]), 8, IndexEncoding.SHARED_MASK)

@@ -15,18 +15,12 @@ from typing import Any
 import psutil
 import pytest
 from dct_plugin.integrations.dlrm import runner
-from dct_plugin.integrations.dlrm.demo import PRESETS, deepspeed_config
-from dct_plugin.integrations.dlrm.progress import RunProgress
-from dct_plugin.integrations.dlrm.report import (
-    Comparison,
-    Run,
-    draw,
-    moving_average,
-    read_metrics,
-    table,
-    verdict,
-)
-from dct_plugin.integrations.dlrm.runner import RunFailed, Runner
+from dct_plugin.integrations.dlrm.commands.demo import PRESETS, deepspeed_config
+from dct_plugin.integrations.dlrm.figures import Run, read_runs
+from dct_plugin.integrations.dlrm.progress import LaunchProgress
+from dct_plugin.integrations.dlrm.report import draw_training, faults, moving_average, speed_table, verdict
+from dct_plugin.integrations.dlrm.runner import RunFailed, Runner, config_file
+from dct_plugin.integrations.dlrm.speed import Comparison, Cost, read_metrics
 from rich.console import Console
 
 from dct_plugin.errors import ConfigError
@@ -82,6 +76,8 @@ def test_options_override_the_file_and_nothing_else_does(tmp_path: Path) -> None
         ("[]", "must hold a JSON object"),
         ('{"dct": {"data_parallel": {"sparsitty": 0.9}}}', "did you mean dct.data_parallel.sparsity"),
         ('{"dct": 3}', "dct"),
+        ('{"optimizer": "Adam"}', 'optimizer = "Adam": must be a JSON object'),
+        ('{"train_batch_size": "auto"}', 'train_batch_size = "auto": must be an integer'),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -94,58 +90,68 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
 def test_options_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"dct\.data_parallel\.sparsity = 1"):
         deepspeed_config(PRESET, None, ranks=2, **{**NONE_GIVEN, "sparsity": 1.0})
-    with pytest.raises(ConfigError, match="batch size 100: must be a multiple of 3 ranks"):
+    with pytest.raises(ConfigError, match="train_batch_size = 100: must be a multiple of 3 ranks"):
         deepspeed_config(PRESET, None, ranks=3, **{**NONE_GIVEN, "batch_size": 100})
 
 
 # -- figures -----------------------------------------------------------------------------------------------
 
 
-def run(name: str, **changes: Any) -> Run:
+def run(name: str = "dense", *, auc: float = 0.71, **changes: Any) -> Run:
     figures: dict[str, Any] = {
-        "steps": 100,
-        "auc": 0.71,
-        "log_loss": 0.62,
-        "payload_bytes": 1e6,
+        "auc": {0: auc},
+        "log_loss": {0: 0.62},
+        "losses": {0: [0.7 - 0.001 * i for i in range(100)]},
         "wire_bytes": 2.02e6,
-        "density": 1.0,
-        "density_target": 1.0,
         "step_ms": 20.0,
         "seconds": 2.0,
-        "ranks_in_step": True,
-        "exchange_ms": 5.0,
-        "losses": [0.7 - 0.001 * i for i in range(100)],
     }
     return Run(name=name, **{**figures, **changes})
 
 
 def dct_run(**changes: Any) -> Run:
-    figures: dict[str, Any] = {
-        "payload_bytes": 1e4,
-        "wire_bytes": 2.1e4,
-        "density": 0.0101,
-        "density_target": 0.01,
-        "step_ms": 18.0,
-        "exchange_ms": 1.0,
-        "codec_ms": 1.5,
-        "densities": [(i + 1, 0.01) for i in range(100)],
-    }
-    return run("DCT", **{**figures, **changes})
+    return run("dct", **{"wire_bytes": 2.1e4, "step_ms": 18.0, **changes})
+
+
+def compare(dense: Run | None = None, dct: Run | None = None, *, stage: int = 0, **cost: Any) -> Comparison:
+    densities = [(i + 1, 0.01) for i in range(100)]
+    of_dct = {"payload_bytes": 1e4, "exchange_ms": 1.0, "codec_ms": 1.5, "density": 0.0101, **cost}
+    return Comparison(
+        dense=dense or run(),
+        dct=dct or dct_run(),
+        dense_cost=Cost(payload_bytes=1e6, exchange_ms=5.0),
+        dct_cost=Cost(**{"density_target": 0.01, "densities": densities, **of_dct}),
+        ranks=2,
+        zero_stage=stage,
+    )
 
 
 def test_figures_come_from_events_and_metrics() -> None:
+    common = {"config": "dense", "seed": 3}
     events: list[dict[str, Any]] = [
-        {"event": "start", "parameters": 1000, "all_reduce_ms": 0.5},
+        {"event": "start"},
+        {"event": "initialize", **common},
+        {
+            "event": "run",
+            **common,
+            "exchange": [],
+            "batch_size": 64,
+            "parameters": [1000, 0],
+            "all_reduce_ms": 0.5,
+        },
         *({"event": "step", "step": i, "loss": 1 / i, "ms": float(i)} for i in range(1, 6)),
         {"event": "evaluate"},
+        {"event": "epoch", **common, "epoch": 0, "auc": 0.7, "log_loss": 0.6},
         {
-            "event": "result",
-            "auc": 0.7,
-            "log_loss": 0.6,
+            "event": "trained",
+            **common,
+            "step_ms": 3.0,
             "seconds": 1.0,
-            "interface_bytes": 5000,
+            "interface_bytes": 1000.0,
+            "bytes": {"gradient": {"dense": 4000.0, "sent": 4000.0}},
             "ranks_in_step": True,
         },
+        {"event": "result"},
     ]
     times = {"select_ms": 1.0, "encode_ms": 2.0, "decode_ms": 3.0, "exchange_ms": 4.0}
     small_times = dict.fromkeys(times, 0.25)
@@ -155,14 +161,16 @@ def test_figures_come_from_events_and_metrics() -> None:
         small = {"class": "gradient_small", "dense_bytes": 2_000, "sent_bytes": 20, "density": 1.0}
         metrics += [{"step": step, **large, **times}, {"step": step, **small, **small_times}]
 
-    dense = Run.of_dense(events, metrics, ranks=4)
-    assert (dense.steps, dense.step_ms, dense.wire_bytes, dense.payload_bytes) == (5, 3.0, 1000, 12_000)
+    (dense,) = read_runs(events)
+    assert (dense.steps, dense.step_ms, dense.wire_bytes, dense.weights) == (5, 3.0, 1000, 1000)
+    assert dense.losses[3][1] == 0.5
+    cost = Cost.of_dense(dense, metrics, ranks=4)
+    assert cost.payload_bytes == 12_000
     # The all-reduce that was timed sends 2 * 3/4 of 4000 bytes, half of what the run sends in a step.
-    assert dense.exchange_ms == pytest.approx(1.0)
-    assert dense.losses[1] == 0.5
-    assert dense.density == dense.density_target == 1
+    assert cost.exchange_ms == pytest.approx(1.0)
+    assert cost.density == cost.density_target == 1
 
-    dct = Run.of_dct(events, metrics, density_target=0.01)
+    dct = Cost.of_dct(metrics, density_target=0.01)
     assert (dct.payload_bytes, dct.density_target) == (120, 0.01)
     assert dct.density == pytest.approx(0.02)
     assert dct.densities == [(step, 0.02) for step in range(1, 6)]
@@ -171,7 +179,7 @@ def test_figures_come_from_events_and_metrics() -> None:
 
 
 def test_computed_step_times() -> None:
-    comparison = Comparison(run("dense"), dct_run(), ranks=2)
+    comparison = compare()
     assert comparison.reduction == 100
     assert comparison.wire_reduction == pytest.approx(2.02e6 / 2.1e4)
     assert comparison.compute_ms == 15.0
@@ -184,47 +192,45 @@ def test_computed_step_times() -> None:
     assert not comparison.disturbed
 
     # Dense ran while the machine was busy: the computation is the same, so that of the DCT run holds.
-    busy = Comparison(run("dense", step_ms=40.0), dct_run(), ranks=2)
+    busy = compare(run(step_ms=40.0))
     assert busy.compute_ms == 15.5
     assert busy.overhead_ms == 1.5
     assert busy.disturbed
-    assert Comparison(run("dense"), dct_run(step_ms=40.0), ranks=2).disturbed
+    assert compare(dct=dct_run(step_ms=40.0)).disturbed
 
 
 def test_verdict_is_honest() -> None:
-    def text(dense: Run, dct: Run, **settings: Any) -> str:
-        quick = settings.pop("quick", False)
-        return "\n".join(verdict(Comparison(dense, dct, ranks=2, **settings), quick=quick))
+    def text(*runs: Run, quick: bool = False, **settings: Any) -> str:
+        return "\n".join(verdict(compare(*runs, **settings), quick=quick))
 
-    good = text(run("dense"), dct_run(auc=0.7085))
+    good = text(run(), dct_run(auc=0.7085))
     assert "Quality held: the AUC differs by -0.0015" in good
     assert "not the slow link" in good
     assert "faster at 100 Mbit/s and 1 Gbit/s" in good
     assert "It is not at 10 Gbit/s: leave it off there" in good
     assert "busy" not in good
-    assert "all times are rough" in text(run("dense", step_ms=60.0), dct_run())
-    nowhere = text(run("dense"), dct_run(codec_ms=500.0, step_ms=515.0))
+    assert "all times are rough" in text(run(step_ms=60.0))
+    nowhere = text(run(), dct_run(step_ms=515.0), codec_ms=500.0)
     assert "It is not at 100 Mbit/s, 1 Gbit/s and 10 Gbit/s" in nowhere
     assert "other programs" not in good
-    assert "Quality did not hold: the AUC is 0.0030 lower" in text(run("dense"), dct_run(auc=0.707))
-    assert "too short" in text(run("dense"), dct_run(auc=0.6), quick=True)
+    assert "Quality did not hold: the AUC is 0.0030 lower" in text(run(), dct_run(auc=0.707))
+    assert "too short" in text(run(), dct_run(auc=0.6), quick=True)
 
     busy = dct_run(wire_bytes=5.2e4)
-    assert "50 % of the bytes counted on the wire" in text(run("dense"), busy)
+    assert "50 % of the bytes counted on the wire" in text(run(), busy)
     # Under ZeRO the optimizer's all-gather is in the count, too.
-    assert "other programs" not in text(run("dense"), busy, zero_stage=1)
-    assert "no interface counters" in text(run("dense", wire_bytes=None), dct_run(wire_bytes=None))
+    assert "other programs" not in text(run(), busy, stage=1)
+    assert "no interface counters" in text(run(wire_bytes=None), dct_run(wire_bytes=None))
     # Two GPUs that talk past the interface.
-    assert "no interface counters" in text(run("dense", wire_bytes=3e4), dct_run(wire_bytes=3e4))
-    assert "ranks of the DCT run ended with different weights" in text(
-        run("dense"), dct_run(ranks_in_step=False)
-    )
+    assert "no interface counters" in text(run(wire_bytes=3e4), dct_run(wire_bytes=3e4))
+    (fault,) = faults([run(), dct_run(ranks_in_step=False)])
+    assert "ranks of the dct run ended with different weights" in fault
 
 
 def test_table_and_plot(tmp_path: Path) -> None:
-    comparison = Comparison(run("dense"), dct_run(), ranks=2)
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(table(comparison, title="a title"))
+    comparison = compare()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(speed_table(comparison, title="a title").rich())
     text = console.export_text()
     for part in (
         "AUC (test)",
@@ -235,14 +241,17 @@ def test_table_and_plot(tmp_path: Path) -> None:
         "1.11x faster",
     ):
         assert part in text, part
-    without = Comparison(run("dense", wire_bytes=None), dct_run(wire_bytes=None), ranks=2)
-    assert table(without, title="").row_count == table(comparison, title="").row_count - 1
+    without = compare(run(wire_bytes=None), dct_run(wire_bytes=None))
+    assert len(speed_table(without, title="").rows) == len(speed_table(comparison, title="").rows) - 1
 
-    for name, dct in (("usual", dct_run()), ("no densities", dct_run(densities=[]))):
-        draw(Comparison(run("dense"), dct, ranks=2), tmp_path / f"{name}.png", title=name)
+    short = {"losses": {0: [0.7]}}
+    for name, drawn in (
+        ("usual", comparison),
+        ("no densities", compare(densities=[])),
+        ("one step", compare(run(**short), dct_run(**short))),
+    ):
+        draw_training(drawn, tmp_path / f"{name}.png", title=name)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    short = Comparison(run("dense", steps=1, losses=[0.7]), dct_run(steps=1, losses=[0.7]), ranks=2)
-    draw(short, tmp_path / "short.png", title="one step")
 
 
 def test_moving_average() -> None:
@@ -317,6 +326,8 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
         assert dct["wire_bytes"] >= 2 * dct["payload_bytes"]
         assert dense["wire_bytes"] >= 2 * dense["payload_bytes"]
 
+    assert "dct, seed 3, epoch 1: AUC" in output
+
     # The configurations differ in the dct section and in nothing else.
     with_dct = json.loads((tmp_path / "out" / "dct.deepspeed.json").read_text())
     without = json.loads((tmp_path / "out" / "dense.deepspeed.json").read_text())
@@ -358,7 +369,7 @@ def test_a_rank_that_fails_is_reported_and_the_demo_ends(tmp_path: Path) -> None
     process = start_demo("--quick", "--config", "ds.json", folder=tmp_path)
     output, _ = process.communicate()
     assert process.returncode == 1, output
-    assert "of the dense run failed with exit code 1" in output
+    assert "of the demo run (configuration dense, seed 0) failed with exit code 1" in output
     assert "Nonsense is not a supported DeepSpeed Optimizer" in output
 
 
@@ -366,9 +377,8 @@ def test_a_rank_that_fails_is_reported_and_the_demo_ends(tmp_path: Path) -> None
 def test_a_killed_rank_ends_the_other_and_a_signal_ends_all(tmp_path: Path) -> None:
     config = deepspeed_config(PRESET, None, ranks=2, **NONE_GIVEN)
     del config["dct"]
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    arguments = ["--deepspeed_config", str(tmp_path / "ds.json"), "--epochs", "1000"]
-    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    file = config_file(tmp_path, "plain")
+    file.write_text(json.dumps(config))
     this = psutil.Process()
     ranks: list[psutil.Process] = []
 
@@ -379,20 +389,20 @@ def test_a_killed_rank_ends_the_other_and_a_signal_ends_all(tmp_path: Path) -> N
             ranks.extend(p for p in everyone if p.ppid() != this.pid)
             next(p for p in ranks if p.environ()["RANK"] == "1").kill()
 
-    with pytest.raises(RunFailed, match=r"rank \d of the test run failed"):
-        Runner("test", 2, arguments, tmp_path, environment).run(kill_one)
+    with pytest.raises(RunFailed, match=r"rank \d of the test run \(configuration plain, seed 0\) failed"):
+        Runner("test", 2, [str(file), "--epochs", "1000"], tmp_path).run(kill_one)
     assert len(ranks) == 2
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
 
     # The demo itself, ended from outside while its ranks train.
     demo = start_demo("--epochs", "1000", folder=tmp_path)
-    events = tmp_path / "out" / "dense.events.jsonl"
+    events = tmp_path / "out" / "demo.events.jsonl"
     deadline = time.monotonic() + 120
     while not (events.exists() and '"step"' in events.read_text()):
         assert demo.poll() is None, demo.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    ranks = descendants_named("dlrm.train", psutil.Process(demo.pid))
+    ranks = descendants_named("dlrm.trainer", psutil.Process(demo.pid))
     assert len(ranks) == 3  # with the launcher
     demo.send_signal(signal.SIGTERM)
     demo.communicate(timeout=90)
@@ -412,17 +422,16 @@ def test_a_start_that_waits_for_a_lock_left_behind_says_so(
     monkeypatch.setattr(runner, "SLOW_START_SECONDS", 0.5)
     console = Console(file=io.StringIO(), width=100)
 
-    class Told(Exception):
+    class Followed(Exception):
         pass
 
-    with RunProgress(console) as progress:
-        show = progress.follow("test")
+    with LaunchProgress(console) as progress:
 
         def follow(event: dict[str, Any]) -> None:
-            show(event)
-            raise Told
+            progress.follow(event)
+            raise Followed
 
-        with pytest.raises(Told):
-            Runner("test", 2, [], tmp_path, {"DS_ACCELERATOR": "cpu"}).run(follow)
+        with pytest.raises(Followed):
+            Runner("test", 2, [], tmp_path).run(follow)
     assert isinstance(console.file, io.StringIO)
     assert f"remove {lock}" in console.file.getvalue()

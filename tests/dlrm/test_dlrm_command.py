@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dct_plugin.integrations.dlrm.command import complete, job
-from dct_plugin.integrations.dlrm.quality import BASELINE, markdown, outcomes, paired, tables
+from dct_plugin.integrations.dlrm.commands.dlrm import configuration, configurations
+from dct_plugin.integrations.dlrm.figures import BASELINE, read_runs
+from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.integrations.dlrm.report import markdown, run_tables
 from rich.console import Console
 from support import CONFIGS, SUPPORT
 from support.deepspeed_launch import environment, torchrun
@@ -36,7 +38,7 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
         assert result["spread"] > 0.1, result["case"]
         assert result["auc"] > 0.7, result["case"]
         assert result["difference"] < 1e-5, result["case"]
-        assert result["events"] == ["run"] + (["step"] * 5 + ["epoch"]) * 4 + ["trained"]
+        assert result["events"] == ["run"] + (["step"] * 5 + ["evaluate", "epoch"]) * 4 + ["trained"]
         moved = {name for name, amount in result["bytes"].items() if amount["sent"]}
         if "des" in result["exchange"]:
             assert {"des_forward", "des_backward", "embedding_ids", "gradient"} <= moved
@@ -94,10 +96,10 @@ def test_paired_interval_is_students() -> None:
     # Textbook: mean 0.75, sd 1.7078, t(0.975, 3) = 3.1824
     interval = paired([1.0, 2.0, 1.5, -1.5])
     assert interval.mean == pytest.approx(0.75)
-    assert interval.half == pytest.approx(3.1824463 * 1.5545632 / 2, rel=1e-6)
+    assert interval.half_width == pytest.approx(3.1824463 * 1.5545632 / 2, rel=1e-6)
     assert interval.inside(4.0) is True
     assert interval.inside(1.0) is False
-    assert paired([0.5]).half is None
+    assert paired([0.5]).half_width is None
     assert str(paired([0.5])) == "+0.5000"
     with pytest.raises(ValueError, match="no differences"):
         paired([])
@@ -108,13 +110,22 @@ def events(name: str, aucs: list[float], sent: float) -> list[dict[str, Any]]:
     for seed, auc in enumerate(aucs):
         common = {"config": name, "seed": seed}
         made += [
-            {"event": "run", **common, "exchange": []},
+            {
+                "event": "run",
+                **common,
+                "exchange": [],
+                "batch_size": 2,
+                "parameters": [3, 4],
+                "all_reduce_ms": 1.0,
+            },
             {"event": "epoch", **common, "epoch": 0, "auc": 0.1, "log_loss": 0.9},
             {"event": "epoch", **common, "epoch": 1, "auc": auc, "log_loss": 1 - auc},
             {
                 "event": "trained",
                 **common,
                 "step_ms": 2.0,
+                "seconds": 1.0,
+                "ranks_in_step": True,
                 "interface_bytes": None,
                 "bytes": {
                     "embedding_forward": {"dense": 800.0, "sent": sent},
@@ -128,69 +139,50 @@ def events(name: str, aucs: list[float], sent: float) -> list[dict[str, Any]]:
     return made
 
 
-def test_outcomes_are_paired_by_seed_and_layers_multiply() -> None:
-    found = outcomes(events("b", [0.71, 0.73], 40.0) + events(BASELINE, [0.70, 0.74], 800.0))
-    assert [outcome.name for outcome in found] == [BASELINE, "b"]
+def test_runs_are_paired_by_seed_and_layers_multiply() -> None:
+    found = read_runs(events("b", [0.71, 0.73], 40.0) + events(BASELINE, [0.70, 0.74], 800.0))
+    assert [run.name for run in found] == [BASELINE, "b"]
     b = found[1]
     assert b.auc == {0: 0.71, 1: 0.73}  # of the last epoch
     assert len(b.epochs) == 4
-    assert b.auc_difference is not None
-    assert b.auc_difference.mean == pytest.approx(0.0)
-    assert b.embedding_reduction == pytest.approx(20)
+    assert b.difference.auc_difference is not None
+    assert b.difference.auc_difference.mean == pytest.approx(0.0)
+    assert b.difference.embedding_reduction == pytest.approx(20)
     assert b.layers() == {"lossless": 4.0, "bounded": 5.0}
-    text = markdown(found, command="dct dlrm", data="made up")
+    text = markdown(run_tables(found), command="dct dlrm", data="made up")
     assert "| b | 0.7200 | +0.0000 ±" in text
     assert "20x" in text
     assert b.crossing_bytes == 140
-    assert b.crossing_reduction == pytest.approx(900 / 140)
+    assert b.difference.crossing_reduction == pytest.approx(900 / 140)
     console = Console(width=80, file=io.StringIO())
-    for table in tables(found):
-        console.print(table)
+    for table in run_tables(found):
+        console.print(table.rich())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for word in ("difference", "with ids", "lossless", "threshold", "MLP gradients"):
         assert word in shown
     assert "\u2026" not in shown
 
 
-def make_job(files: list[Path], **options: Any) -> dict[str, Any]:
-    return job(
-        files,
-        **{
-            "format": "diabetes",
-            "data": None,
-            "model": None,
-            "exchange": None,
-            "ranks": 2,
-            "epochs": 1,
-            "seeds": 2,
-            "max_rows": None,
-            "baseline": True,
-            **options,
-        },
-    )
-
-
 def test_baseline_is_the_first_configuration_without_compression(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"train_batch_size": 64, "dct": {}, "dlrm": {"exchange": "des"}}))
-    made = make_job([file], model="dcn")
-    assert list(made["configs"]) == [BASELINE, "mine"]
-    assert "dct" not in made["configs"][BASELINE]
-    assert made["configs"][BASELINE]["train_batch_size"] == 64
-    assert made["configs"][BASELINE]["dlrm"] == {"exchange": "all_to_all", "model": "dcn"}
-    assert made["configs"]["mine"]["dlrm"] == {"exchange": "des", "model": "dcn"}
-    assert made["seeds"] == [0, 1]
-    assert list(make_job([])["configs"]) == [BASELINE]
+    made = configurations([file], model="dcn", ranks=2)
+    assert list(made) == [BASELINE, "mine"]
+    assert "dct" not in made[BASELINE]
+    assert made[BASELINE]["train_batch_size"] == 64
+    assert made[BASELINE]["dlrm"] == {"exchange": "all_to_all", "model": "dcn"}
+    assert made["mine"]["dlrm"] == {"exchange": "des", "model": "dcn"}
+    assert list(configurations([], ranks=2)) == [BASELINE]
 
 
 def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"dct": {"embedding": {"error_bund": 1}}}')
     with pytest.raises(ConfigError, match=r"did you mean dct\.embedding\.error_bound"):
-        make_job([file])
+        configurations([file], ranks=2)
     file.write_text("{}")
     with pytest.raises(ConfigError, match="'mine' is used twice"):
-        make_job([file, file])
+        configurations([file, file], ranks=2)
     for content, message in (
         ({"dlrm": {"modl": 1}}, r"dlrm\.modl = 1: unknown key; did you mean dlrm\.model\?"),
         ({"dlrm": {"model": "fm"}}, r'dlrm\.model = "fm": must be one of "dlrm", "deepfm"'),
@@ -202,13 +194,15 @@ def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: sharded tables need ZeRO"),
         ({"zero_optimization": {"stage": 1}, "dlrm": {"sparse_gradients": True}}, "needs ZeRO stage 0"),
         ({"optimizer": {"type": "Lamb"}, "dlrm": {"table_optimizer": {}}}, "optimizer.type = 'Lamb'"),
+        ({"dlrm": {"tables": "replicated", "exchange": "des"}}, "exchange = 'des' is for sharded tables"),
+        ({"dlrm": {"tables": "replicated", "model": "dcn"}}, "is for model 'dlrm', not 'dcn'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            complete(content, ranks=2)
+            configuration(content, ranks=2)
     with pytest.raises(ConfigError, match="train_batch_size = 7: must be a multiple of 2 ranks"):
-        complete({"train_batch_size": 7}, ranks=2)
+        configuration({"train_batch_size": 7}, ranks=2)
 
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_ready_configurations_are_valid(file: Path) -> None:
-    assert file.stem in make_job([file])["configs"]
+    assert file.stem in configurations([file], ranks=2)

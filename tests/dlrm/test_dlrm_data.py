@@ -20,9 +20,9 @@ from dct_plugin.integrations.dlrm.data import (
     load_criteo,
     load_diabetes,
 )
-from dct_plugin.integrations.dlrm.model import DLRM, EmbeddingTables
-from dct_plugin.integrations.dlrm.prepare_diabetes import main as prepare_main
-from dct_plugin.integrations.dlrm.prepare_diabetes import prepare
+from dct_plugin.integrations.dlrm.data.prepare_diabetes import main as prepare_main
+from dct_plugin.integrations.dlrm.data.prepare_diabetes import prepare
+from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables
 from support import DATA
 
 ARCHIVE = DATA / "diabetes130" / "diabetes130.zip"

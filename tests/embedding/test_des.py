@@ -7,20 +7,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.dlrm.model import EmbeddingTables
-from dct_plugin.integrations.dlrm.models import build
+from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, build
 from dct_plugin.integrations.dlrm.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 from support.processes import run
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import (
-    AtHome,
+from dct_plugin.config import MetricsConfig
+from dct_plugin.embedding import (
     ColumnShards,
     Embeddings,
     FieldShards,
+    LocalEmbeddings,
     Part,
+    Table,
     choose,
+    place_tables,
 )
+from dct_plugin.metrics import Metrics, Record
 
 CARDINALITIES = (50, 3, 7, 120, 2, 31, 5, 9, 4)
 DENSE, DIM = 5, 6
@@ -115,7 +118,7 @@ def test_operators_are_the_textbook_formulas() -> None:
     try:
         dense, ids, _ = batch(10, torch.float64)
         tables = EmbeddingTables(CARDINALITIES, DIM)
-        source = AtHome(tables, len(CARDINALITIES), DIM)
+        source = LocalEmbeddings(tables, len(CARDINALITIES), DIM)
         e = source(ids)
         fm, first, cross = FM(source), FirstLayer(source, DENSE, 11), CrossNetwork(source, DENSE, 3)
         with torch.no_grad():
@@ -140,11 +143,12 @@ def test_operators_are_the_textbook_formulas() -> None:
         (got_wide,) = evaluate(source, wide_tables(ids), [wide], dense)
         torch.testing.assert_close(got_wide, wide_tables(ids).sum((1, 2)) + wide.dense(dense).squeeze(1))
         for hidden in (4, 100):
-            dot = DotLayer(len(CARDINALITIES), DENSE, hidden)
+            layer = nn.Linear(DENSE + 36, hidden)
+            dot = DotLayer(len(CARDINALITIES), layer)
             (got_dot,) = evaluate(source, e, [dot], dense)
             row, column = torch.tril_indices(9, 9, -1)
             products = (e[:, row] * e[:, column]).sum(2)
-            torch.testing.assert_close(got_dot, dot.layer(torch.cat([dense, products], dim=1)))
+            torch.testing.assert_close(got_dot, layer(torch.cat([dense, products], dim=1)))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -159,7 +163,7 @@ def _more_ranks_than_tables(rank: int, world_size: int) -> tuple[list[int], floa
         torch.manual_seed(5)
         tables = EmbeddingTables(cardinalities, DIM)
     (got,) = evaluate(shards, shards(ids[mine]), [FM(shards)], torch.empty(3, 0))
-    home = AtHome(tables, 2, DIM)
+    home = LocalEmbeddings(tables, 2, DIM)
     (expected,) = evaluate(home, home(ids), [FM(home)], torch.empty(3 * world_size, 0))
     expected.mean().backward()
     got.mean().backward()
@@ -181,29 +185,57 @@ def test_ranks_without_tables_take_part() -> None:
     assert all(forward < 1e-6 and backward < 1e-6 for _, forward, backward in results)
 
 
-def _traffic(rank: int, world_size: int) -> tuple[int, int, int]:
+class _Records(Metrics):
+    """Keeps every record."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(MetricsConfig(), rank=rank, world_size=world_size)
+        self.classes: list[str] = []
+
+    def record(self, record: Record) -> None:
+        self.classes.append(record.cls)
+        super().record(record)
+
+
+def _bytes(rank: int, world_size: int) -> tuple[int, int, int, list[str]]:
     dense, ids, label = batch(16 * world_size, torch.float32)
-    model, _ = build("deepfm", DENSE, CARDINALITIES, exchange="des", embedding_dim=DIM, hidden=(12, 8))
+    metrics = _Records(rank, world_size)
+    model, _ = build(
+        "deepfm",
+        DENSE,
+        CARDINALITIES,
+        exchange="des",
+        embedding_dim=DIM,
+        hidden=(12, 8),
+        metrics=metrics,
+    )
+    model.wide_tables.metrics = None
     mine = slice(16 * rank, 16 * rank + 16)
     gradients(model, dense[mine], ids[mine], label[mine])
-    traffic = model.tables.traffic
-    return traffic.forward_bytes, traffic.backward_bytes, traffic.collectives
+    found = metrics.summary().classes
+    sent = [found[cls].sent_bytes for cls in ("des_forward", "des_backward", "embedding_ids")]
+    model.tables.metrics = None
+    model(dense[mine], ids[mine])
+    return sent[0], sent[1], sent[2], metrics.classes
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     width = DIM + 1 + 12
-    for forward, backward, collectives in run(world_size, _traffic):
+    fields = len(CARDINALITIES)
+    for rank, (forward, backward, ids, classes) in enumerate(run(world_size, _bytes)):
         # (N-1)/N * K floats per global sample and direction
         assert forward == backward == (world_size - 1) * 16 * width * 4
-        assert collectives == 3  # ids, results, gradients
+        own = len(place_tables([Table(rows, DIM) for rows in CARDINALITIES], world_size)[rank])
+        assert ids == 16 * (fields - own) * 8
+        assert classes == ["embedding_ids", "des_forward", "des_backward"]
 
 
 def _wrong_placement(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError) as error:
         FieldShards((4, 5), 2, placement=[[0], [0]])
     with pytest.raises(ValueError, match="column shards"):
-        build("dlrm", 3, (4, 5), exchange="des")[0].__class__(3, FieldShards((4, 5), 2))
+        DLRM(3, (4, 5), embedding_dim=2, tables=FieldShards((4, 5), 2))
     dist.barrier()  # a rank must not leave while others still connect
     assert ColumnShards((4, 5), 3).weight.shape == (9, 1 + rank)
     return str(error.value)

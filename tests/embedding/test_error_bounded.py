@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,16 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.embedding.error_bounded import (
-    MAX_RICE,
-    _best_rice,
-    decode_bounded,
-    encode_bounded,
-    quantise,
-    step_width,
-)
+from dct_plugin.embedding.entropy import MAX_RICE, _best_rice
+from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded, quantise, step_width
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import get_backend
+from dct_plugin.kernels import Backend, get_backend
 
 KERNELS = get_backend("cpu")
 REFERENCE = get_backend("cpu", "reference")
@@ -154,9 +151,6 @@ def test_every_truncation_and_every_changed_byte_is_refused() -> None:
 @settings(max_examples=300, deadline=None)
 def test_a_damaged_body_with_a_right_checksum_is_refused_or_decoded(at: int, value: int, seed: int) -> None:
     """What a checksum cannot see: nothing but PayloadError, and nothing but finite numbers."""
-    import struct
-    import zlib
-
     x, lengths, bounds = drawn([(60, 0.05, 1.0, 0.2), (60, 0.05, 0.2, 0.97), (8, 1e-9, 1.0, 0.0)], seed)
     entropy = ["auto", "rice", "deflate"][seed % 3]
     payload = encode_bounded(quantise(x, torch.tensor(lengths), bounds), lengths, KERNELS, entropy=entropy)
@@ -169,3 +163,59 @@ def test_a_damaged_body_with_a_right_checksum_is_refused_or_decoded(at: int, val
     except PayloadError:
         return
     assert bool(decoded.isfinite().all())
+
+
+def _golden(name: str) -> tuple[Tensor, list[int], Tensor]:
+    """Inputs made of integers, so that they do not depend on a random generator."""
+    count = {"dense": 300, "sparse": 2000, "mixed": 1500}[name]
+    n = torch.arange(count, dtype=torch.int64)
+    x = ((n * 7919 + 31) % 257 - 128).to(torch.float32) / 64
+    if name == "sparse":
+        x = torch.where(n % 23 == 0, x, torch.zeros_like(x))
+        return x, [700, 0, 1300], torch.tensor([0.05, 0.1, 0.01], dtype=torch.float64)
+    if name == "mixed":
+        x = torch.where((n < 500) | (n % 41 == 0), x, torch.zeros_like(x))
+        x[1400:] = 0
+        return x, [400, 100, 900, 100], torch.tensor([0.03, 0.0, 0.02, 0.5], dtype=torch.float64)
+    return x, [100, 120, 80], torch.tensor([0.5, 0.01, 0.1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "entropy", "size", "check"),
+    [
+        ("dense", "rice", 249, 0x6C707B9F),
+        ("sparse", "rice", 193, 0xD0B603C9),
+        ("mixed", "rice", 826, 0x055D3BC5),
+        ("mixed", "auto", 826, 0x055D3BC5),
+    ],
+)
+@pytest.mark.parametrize("kernels", [KERNELS, REFERENCE], ids=["cpu", "reference"])
+def test_payloads_are_byte_for_byte_those_of_format_1(
+    name: str, entropy: str, size: int, check: int, kernels: Backend
+) -> None:
+    x, lengths, bounds = _golden(name)
+    codes = quantise(x, torch.tensor(lengths), bounds)
+    payload = encode_bounded(codes, lengths, kernels, entropy=entropy)
+    assert (payload.numel(), zlib.crc32(payload.numpy())) == (size, check)
+
+
+def test_a_small_payload_is_the_documented_one() -> None:
+    x = torch.tensor([0.0, 0.5, -0.5, 1.0, 0.0, 0.0, 0.25, 0.0])
+    codes = quantise(x, torch.tensor([4, 4]), torch.tensor([0.25, 0.0]))
+    payload = encode_bounded(codes, [4, 4], KERNELS, entropy="rice")
+    assert payload.numpy().tobytes().hex() == (
+        "7bdc010008000000020000002100000086acac7e000f7f3e0000030000000025021000000000000000000000000000803e00000000"
+    )
+
+
+def test_deflate_streams_hold_the_codes_as_bytes_or_words() -> None:
+    """Deflate's own bytes depend on the library; what is packed does not."""
+    for bound, wide in ((0.5, 0), (0.001, 1)):
+        x, lengths, _ = _golden("dense")
+        codes = quantise(x, torch.tensor(lengths), torch.full((3,), bound))
+        payload = encode_bounded(codes, lengths, KERNELS, entropy="deflate").numpy().tobytes()
+        body = payload[20:]
+        assert body[:3] == bytes([14] * 3)
+        assert body[9 + 4] == wide
+        packed = zlib.decompress(body[9 + 5 :], -15)
+        assert packed == codes.q.numpy().astype("<i2" if wide else np.int8).tobytes()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from support.processes import launch, run
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.embedding.tables import Bags, ShardedTables, Table, load_tables, place_tables
+from dct_plugin.embedding import Bags, ShardedTables, Table, load_tables, place_tables
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
@@ -184,6 +187,7 @@ def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_
     start, stop = bounds_of_rank(rank, world_size)
     for step in range(2):
         module(part(draw(kind, step), start, stop, kind))
+        module.end_step()
     module.eval()  # what has been found stays
     bags = draw(kind, 2)
     vectors = module(part(bags, start, stop, kind))
@@ -308,6 +312,7 @@ def _evaluation(rank: int, world_size: int) -> dict[str, bool]:
     for evaluation in (True, False):
         module = make(world_size, config={"sparsity": 0.8, "evaluation": evaluation, "warmup_steps": 1})
         found[f"warm {evaluation}"] = torch.equal(module(ids), exact)
+        module.end_step()
         sparse = module(ids)
         module.eval()
         with torch.no_grad():
@@ -318,8 +323,9 @@ def _evaluation(rank: int, world_size: int) -> dict[str, bool]:
     decaying = make(world_size, config={"error_bound": 0.01, "bound_start": 4.0, "bound_decay_steps": 10})
     bounds = []
     for _ in range(12):
-        bounds.append(decaying.channel.bound())
+        bounds.append(decaying.channel.limits().bound)
         decaying(ids)
+        decaying.end_step()
     found["decay"] = bounds[0] == 0.04 and bounds[-1] == 0.01 and bounds == sorted(bounds, reverse=True)
     return found
 
@@ -339,6 +345,116 @@ def test_evaluation_warm_up_and_decay() -> None:
         }
 
 
+# -- optimizer steps ---
+
+
+def _accumulated(rank: int, world_size: int) -> dict[str, Any]:
+    """Three micro-batches to a step, each of them recomputed in the backward pass."""
+    options = {"sparsity": 0.6, "error_bound": 0.02, "bound_start": 4.0, "bound_decay_steps": 10}
+    module = make(world_size, config={**options, "warmup_steps": 2, "threshold_smoothing": 0.0})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.follow(optimizer)
+    start, stop = bounds_of_rank(rank, world_size)
+    ids = [part(draw("one_hot", number), start, stop, "one_hot") for number in range(3)]
+    seen = []
+    for _ in range(4):
+        found = []
+        for micro_batch in ids:
+            passes: list[Tensor] = []
+
+            def run_tables(batch: Tensor, passes: list[Tensor] = passes) -> Tensor:
+                passes.append(module(batch))
+                return loss_of(passes[-1])
+
+            checkpoint(run_tables, micro_batch, use_reentrant=False).backward()
+            assert len(passes) == 2
+            found.append(
+                {
+                    "exact": not bool((passes[0] == 0).any()),
+                    "recomputed": torch.equal(passes[0].detach(), passes[1].detach()),
+                    "tau": module.channel.tau.clone(),
+                    "bound": module.channel.limits().bound,
+                }
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(found)
+    return {"seen": seen, "steps": int(module.channel.steps)}
+
+
+def test_optimizer_steps_are_counted_not_forward_passes() -> None:
+    for result in run(2, _accumulated):
+        assert result["steps"] == 4
+        assert [found[0]["exact"] for found in result["seen"]] == [True, True, False, False]
+        for found in result["seen"]:
+            assert all(one["recomputed"] for one in found)
+            assert all(one["exact"] == found[0]["exact"] for one in found)
+            assert all(one["bound"] == found[0]["bound"] for one in found)
+            assert all(torch.equal(one["tau"], found[0]["tau"]) for one in found)
+        bounds = [found[0]["bound"] for found in result["seen"]]
+        assert bounds[:2] == [None, None]
+        assert 0.08 == bounds[2] > bounds[3]
+
+
+def _followed(rank: int, world_size: int) -> dict[str, Any]:
+    module = make(world_size, config={"sparsity": 0.5})
+    rows = torch.optim.SGD([module.shard.weight], lr=0.1)
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=rows))
+    handle = module.follow(wrapped)
+    start, stop = bounds_of_rank(rank, world_size)
+    ids = part(draw("one_hot", 0), start, stop, "one_hot")
+    steps = []
+
+    def one_step(calls: int) -> None:
+        loss_of(module(ids)).backward()
+        for _ in range(calls):
+            rows.step()
+        steps.append(int(module.channel.steps))
+
+    one_step(1)
+    one_step(3)  # ZeRO calls step() once per parameter group
+    module.eval()
+    one_step(1)  # evaluation is no step
+    module.train()
+    handle.remove()
+    one_step(1)
+    with pytest.raises(TypeError, match="tables: follow"):
+        module.follow("adam")
+    return {"steps": steps}
+
+
+def test_follow_counts_steps_of_an_optimizer() -> None:
+    for result in run(2, _followed):
+        assert result["steps"] == [1, 2, 2, 2]
+
+
+def _forgotten(rank: int, world_size: int) -> list[list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dct_plugin").addHandler(handler)
+    start, stop = bounds_of_rank(rank, world_size)
+    ids = part(draw("one_hot", 0), start, stop, "one_hot")
+    found = []
+    for config in ({"error_bound": 0.01, "warmup_steps": 5}, {"error_bound": 0.01}):
+        module = make(world_size, config=config)
+        module.channel._passes = 250
+        with torch.no_grad():
+            for _ in range(10):
+                module(ids)
+        found.append([text for text in records if "without an optimizer step" in text])
+        records.clear()
+    return found
+
+
+def test_forgetting_to_count_steps_is_warned_about_once() -> None:
+    for warned, silent in run(2, _forgotten):
+        assert len(warned) == 1
+        assert "tables: 256 forward passes" in warned[0]
+        assert "follow(optimizer)" in warned[0]
+        assert not silent
+
+
 # -- metrics, state, failures ---
 
 
@@ -348,6 +464,7 @@ def _reported(rank: int, world_size: int, config: dict[str, Any]) -> Any:
     start, stop = bounds_of_rank(rank, world_size)
     for step in range(3):
         loss_of(module(part(draw("one_hot", step), start, stop, "one_hot"))).backward()
+        module.end_step()
         metrics.step(step)
     return metrics.summary(), len(module.placement[rank])
 
@@ -375,6 +492,7 @@ def _resharded(rank: int, world_size: int, saved: Any) -> Any:
     if saved is None:
         for step in range(2):
             module(part(draw("one_hot", step), start, stop, "one_hot"))
+            module.end_step()
         with torch.no_grad():
             module.shard.weight += 0.01
     else:

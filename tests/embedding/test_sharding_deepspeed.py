@@ -46,6 +46,12 @@ def test_a_checkpoint_goes_on_bitwise(results: list[dict[str, Any]], name: str) 
         assert result[name] is True
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_channel_counts_the_engines_steps(results: list[dict[str, Any]], stage: int) -> None:
+    for result in results:
+        assert result[f"{stage} steps"] == [0, 1, 1, 2, 2, 3]
+
+
 # -- the optimizer ---
 
 

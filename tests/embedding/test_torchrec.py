@@ -120,7 +120,7 @@ def _train(rank: int, world_size: int, sparsity: float) -> dict[str, float]:
 def test_in_torchrec() -> None:
     pytest.importorskip(
         "torchrec",
-        reason="torchrec is not installed; see integrations/dlrm/torchrec_codec.py for a set that works",
+        reason="torchrec is not installed; see integrations/torchrec.py for a set that works",
         exc_type=ImportError,
     )
     for result in run(2, _train, 0.75):

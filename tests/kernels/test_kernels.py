@@ -373,6 +373,29 @@ def test_decoding_adds(backend: Backend) -> None:
     assert same_bits(out, torch.tensor([1.0, 3.0, -0.0]))
 
 
+def test_payloads_whose_header_is_known(backend: Backend) -> None:
+    """As split from a message: decoded as the bytes are, checked as the bytes are."""
+    grad = torch.randn(900, generator=torch.Generator().manual_seed(1))
+    _, forward = compress(backend, grad, None, 1.0)
+    room = torch.empty(forward.numel(), dtype=torch.uint8)
+    (mask,) = Payload.split(forward)
+    stats = backend.encode_shared(grad.flip(0), mask, ValueDtype.FP32, room)
+    known = Payload.from_tensor(room[: stats.nbytes])
+    by_bytes, by_payload = torch.zeros(900), torch.zeros(900)
+    for total, payload, positions in ((by_bytes, known.data, forward), (by_payload, known, mask)):
+        assert backend.decode_add(positions, total) == mask.nnz
+        assert backend.decode_shared_add(payload, positions, total) == mask.nnz
+        assert int(backend.decode_mask(positions, 900).sum()) == mask.nnz
+    assert same_bits(by_bytes, by_payload)
+
+    corrupted = forward.clone()
+    corrupted[-1] ^= 1
+    for broken in (Payload(corrupted, mask.header), Payload(forward, mask.header._replace(numel=901))):
+        with pytest.raises(PayloadError):
+            backend.decode_add(broken, by_bytes)
+    assert same_bits(by_bytes, by_payload)
+
+
 def test_slices_at_any_offset(backend: Backend) -> None:
     """Gradients and residuals are views into buckets, payloads views into messages."""
     bucket, residuals = torch.randn(1003), torch.randn(1003)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dct_plugin.integrations.megatron import hooks_checkpoint
-from dct_plugin.integrations.megatron.hooks_checkpoint import Place, _read
+from dct_plugin.integrations.host.rank_files import NoState
+from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, _read, load, save
 from support import processes
 
 from dct_plugin import checkpoint
@@ -19,9 +19,11 @@ from dct_plugin.errors import DCTError
 LAYOUT = {"tensor": 2, "pipeline": 1, "virtual pipeline": 1, "expert": 2, "expert tensor": 2}
 
 
-def place(data: int, replicas: int, *, tensor: int = 0, layout: dict[str, int] | None = None) -> Place:
+def rank(
+    data: int, replicas: int, *, tensor: int = 0, layout: dict[str, int] | None = None
+) -> RankCoordinates:
     """Expert-parallel ranks are neighbours among the replicas, as in Megatron's default order."""
-    return Place(LAYOUT if layout is None else layout, tensor, 0, data % 2, data, replicas)
+    return RankCoordinates(LAYOUT if layout is None else layout, tensor, 0, data % 2, data, replicas)
 
 
 def stream(value: float) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def stream(value: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(folder: Path, where: Place, dense: float, expert: float) -> None:
+def write(folder: Path, where: RankCoordinates, dense: float, expert: float) -> None:
     reducers = {
         name: {"unit": 1 / count, "state": {"step": 7, "loss_scale": 1.0, "streams": {"w": stream(value)}}}
         for name, value, count in (("dense", dense, where.replicas), ("expert", expert, where.replicas))
@@ -51,33 +53,28 @@ def write(folder: Path, where: Place, dense: float, expert: float) -> None:
 @pytest.fixture
 def four(tmp_path: Path) -> Path:
     for data in range(4):
-        write(tmp_path, place(data, 4), dense=float(data), expert=10.0 * data)
+        write(tmp_path, rank(data, 4), dense=float(data), expert=10.0 * data)
     return tmp_path
 
 
-def residual(state: dict[str, Any] | None, kind: str) -> list[float]:
-    assert state is not None
+def residual(state: dict[str, Any], kind: str) -> list[float]:
     values: list[float] = state["reducers"][kind]["state"]["streams"]["w"]["residual"].tolist()
     return values
 
 
 def test_the_same_ranks_get_their_own_files_back(four: Path) -> None:
     for data in range(4):
-        state, lack = _read(place(data, 4), four)
-        assert lack is None
+        state = _read(rank(data, 4), four)
         assert residual(state, "dense") == [float(data)] * 4
-        assert state is not None
         assert state["streams"]
 
 
 def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
     for data in (0, 1, 5):
-        state, lack = _read(place(data, 6), four)
-        assert lack is None
+        state = _read(rank(data, 6), four)
         assert residual(state, "dense") == [1.5] * 4
         # Those with the same experts: old ranks 0 and 2, or 1 and 3.
         assert residual(state, "expert") == ([20.0] * 4 if data % 2 else [10.0] * 4)
-        assert state is not None
         assert state["step"] == 7
         assert state["streams"] == {}
         assert state["reducers"]["dense"]["unit"] == 0.25
@@ -86,29 +83,33 @@ def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
 
 def test_what_is_missing_is_said(four: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    assert _read(place(0, 4), empty) == (None, "the checkpoint holds no dct_tp*_pp*_dp*.pt files")
+
+    def reason(where: RankCoordinates, folder: Path = four) -> str:
+        with pytest.raises(NoState) as nothing:
+            _read(where, folder)
+        return str(nothing.value)
+
+    assert reason(rank(0, 4), empty) == "the checkpoint holds no dct_tp*_pp*_dp*.pt files"
     other = {**LAYOUT, "tensor": 1, "pipeline": 2}
-    state, lack = _read(place(0, 4, layout=other), four)
-    assert state is None
-    assert lack is not None
-    assert "tensor 2 -> 1, pipeline 1 -> 2" in lack
-    assert _read(place(0, 4, tensor=1), four)[1] == "dct_tp01_pp000_dp00000.pt is missing"
-    place(2, 4).file(four).unlink()
-    assert _read(place(2, 4), four)[1] == "dct_tp00_pp000_dp00002.pt is missing"
-    assert _read(place(0, 6), four)[1] == "dct_tp00_pp000_dp00002.pt is missing"
-    assert _read(place(1, 4), four)[1] is None
+    assert "tensor 2 -> 1, pipeline 1 -> 2" in reason(rank(0, 4, layout=other))
+    assert "tensor 2 -> 1, pipeline 1 -> 2" in reason(rank(0, 4, tensor=1, layout=other))
+    assert reason(rank(0, 4, tensor=1)) == "dct_tp01_pp000_dp00000.pt is missing"
+    rank(2, 4).file(four).unlink()
+    assert reason(rank(2, 4)) == "dct_tp00_pp000_dp00002.pt is missing"
+    assert reason(rank(0, 6)) == "dct_tp00_pp000_dp00002.pt is missing"
+    assert _read(rank(1, 4), four)
 
 
 def test_damaged_and_foreign_files_are_refused(four: Path) -> None:
-    own = place(1, 4).file(four)
-    own.write_bytes(place(2, 4).file(four).read_bytes())
+    own = rank(1, 4).file(four)
+    own.write_bytes(rank(2, 4).file(four).read_bytes())
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: written by the rank at .*'data': 2"):
-        _read(place(1, 4), four)
+        _read(rank(1, 4), four)
     own.write_bytes(own.read_bytes()[:200])
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: not a readable state"):
-        _read(place(1, 4), four)
+        _read(rank(1, 4), four)
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: not a readable state"):
-        _read(place(5, 6), four)
+        _read(rank(5, 6), four)
 
 
 class _Session:
@@ -132,15 +133,15 @@ def _round_trips(rank: int, world_size: int, folder: str) -> list[Any]:
     handler = SimpleNamespace(level=0, handle=lambda record: messages.append(record.getMessage()))
     log = logging.getLogger("dct_plugin")
     log.addHandler(handler)  # type: ignore[arg-type]
-    found: list[Any] = [hooks_checkpoint.load(session, folder), session.state]
-    hooks_checkpoint.save(session, folder)
-    found += [hooks_checkpoint.load(session, folder), session.state]
+    found: list[Any] = [load(session, folder), session.state]
+    save(session, folder)
+    found += [load(session, folder), session.state]
     # One rank's file is damaged, and one rank cannot write: all ranks stop and name it.
     if rank == 1:
-        Place.here().file(folder).write_bytes(b"nothing")
+        RankCoordinates.of_this_rank().file(folder).write_bytes(b"nothing")
     for action in (
-        lambda: hooks_checkpoint.load(session, folder),
-        lambda: hooks_checkpoint.save(session, folder if rank == 0 else "/proc/nowhere"),
+        lambda: load(session, folder),
+        lambda: save(session, folder if rank == 0 else "/proc/nowhere"),
     ):
         try:
             action()
@@ -150,6 +151,7 @@ def _round_trips(rank: int, world_size: int, folder: str) -> list[Any]:
     return [*found, messages]
 
 
+@pytest.mark.slow
 def test_all_ranks_go_on_or_stop_together(tmp_path: Path) -> None:
     for rank, found in enumerate(processes.run(2, _round_trips, str(tmp_path / "iter_0000003"))):
         nothing, fresh, something, state, damaged, unwritable, messages = found

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,26 @@ def ratio(outcomes: list[Outcome], cls: str) -> float:
     """Dense over sent bytes of a class, all ranks together."""
     parts = [outcome.classes[cls] for outcome in outcomes if cls in outcome.classes]
     return sum(p["dense_bytes"] for p in parts) / sum(p["sent_bytes"] for p in parts)
+
+
+def test_the_public_functions_are_loaded_when_they_are_asked_for() -> None:
+    code = """if True:
+        import sys
+        import dct_plugin.integrations.megatron as megatron
+        assert not {"torch", "megatron", "megatron.core"} & set(sys.modules)
+        from dct_plugin.integrations.megatron import install, uninstall
+        for name in megatron.__all__:
+            assert callable(getattr(megatron, name)), name
+        assert install.__module__ == "dct_plugin.integrations.megatron.hooks"
+        assert "megatron.core" not in sys.modules
+        try:
+            megatron.nothing
+        except AttributeError as error:
+            assert "nothing" in str(error)
+        else:
+            raise AssertionError
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_pipeline_1f1b() -> None:
@@ -220,10 +242,10 @@ def test_checkpoints_keep_residuals_and_thresholds(tmp_path: Path) -> None:
     """Saved half-way and loaded by new processes: bitwise the training that was not interrupted."""
     data = Job(distributed_optimizer=True, steps=6).with_dct(section(data=0.9))
     stages = Job(pp=2, steps=6).with_dct(section(pipeline=0.9))
-    places = [(str(tmp_path / "data"), 3), (str(tmp_path / "stages"), 3)]
-    whole = run(2, *(replace(job, save=place) for job, place in zip((data, stages), places, strict=True)))
+    saved = [(str(tmp_path / "data"), 3), (str(tmp_path / "stages"), 3)]
+    whole = run(2, *(replace(job, save=where) for job, where in zip((data, stages), saved, strict=True)))
     processes._stop()
-    resumed = run(2, *(replace(job, load=place) for job, place in zip((data, stages), places, strict=True)))
+    resumed = run(2, *(replace(job, load=where) for job, where in zip((data, stages), saved, strict=True)))
     for one, other in zip(whole, resumed, strict=True):
         assert losses(one)[3:] == losses(other)
         assert [o.parameters for o in one] == [o.parameters for o in other]
@@ -246,6 +268,7 @@ def test_experts_are_left_alone_unless_asked() -> None:
     assert set(same[0].history[-1][2]["reducers"]) == {"dense", "expert"}
     assert set(sparse[0].history[-1][2]["reducers"]) == {"dense"}
     assert set(all_sparse[0].history[-1][2]["reducers"]) == {"dense", "expert"}
+    assert all_sparse[0].classes["gradient"]["steps"] == 10  # not once for each of the two reducers
 
 
 def test_tensor_parallel() -> None:
@@ -315,7 +338,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     megatron_cpu.install()
     from types import SimpleNamespace
 
-    from dct_plugin.integrations.megatron import hooks, hooks_pipeline, hooks_tensor
+    from dct_plugin.integrations.megatron import data, hooks, pipeline, tensor
 
     from dct_plugin.config import DCTConfig
     from dct_plugin.errors import DCTError
@@ -324,9 +347,9 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
     engine = type("TEColumnParallelLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
     cases = {
-        "variable": lambda: hooks_pipeline._check(SimpleNamespace(**vars(config), variable_seq_lengths=True)),
-        "ring": lambda: hooks_pipeline._check(SimpleNamespace(**vars(config), use_ring_exchange_p2p=True)),
-        "dtype": lambda: hooks_pipeline._check(SimpleNamespace(pipeline_dtype=torch.float64)),
+        "variable": lambda: pipeline._check(SimpleNamespace(**vars(config), variable_seq_lengths=True)),
+        "ring": lambda: pipeline._check(SimpleNamespace(**vars(config), use_ring_exchange_p2p=True)),
+        "dtype": lambda: pipeline._check(SimpleNamespace(pipeline_dtype=torch.float64)),
     }
 
     def layer(linear: torch.nn.Module, **settings: Any) -> torch.nn.Module:
@@ -335,27 +358,25 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         module.config = SimpleNamespace(**vars(config), **settings)
         return module
 
-    cases["engine"] = lambda: hooks_tensor._check(layer(engine(2, 2)))
-    cases["fp8"] = lambda: hooks_tensor._check(layer(torch.nn.Linear(2, 2), fp8="hybrid"))
-    from dct_plugin.integrations.megatron import hooks_data
-
+    cases["engine"] = lambda: tensor._check(layer(engine(2, 2)))
+    cases["fp8"] = lambda: tensor._check(layer(torch.nn.Linear(2, 2), fp8="hybrid"))
     hooks.install(DCTConfig.parse(section(data=0.9)))
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-    (data,) = (hook for hook in hooks.current().hooks if isinstance(hook, hooks_data.DataParallelHook))
+    (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, data.DataParallelHook))
     two = SimpleNamespace(size=lambda: 2)
     for name, case in {
         "torch fsdp": lambda: TorchFullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
         "megatron fsdp": lambda: FullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
-        "instances": lambda: data._left_alone(SimpleNamespace(ddp_config=ddp, buckets=[]), two),
+        "instances": lambda: hook._left_alone(SimpleNamespace(ddp_config=ddp, buckets=[]), two),
     }.items():
         with pytest.raises(DCTError) as refusal:
             case()
         found_early[name] = str(refusal.value)
     hooks.uninstall()
-    cases["graphs"] = lambda: hooks_tensor._check(layer(torch.nn.Linear(2, 2), cuda_graph_impl="local"))
+    cases["graphs"] = lambda: tensor._check(layer(torch.nn.Linear(2, 2), cuda_graph_impl="local"))
     found = found_early
     for name, case in cases.items():
         try:
@@ -370,6 +391,11 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     except DCTError as error:
         found["twice"] = str(error)
     hooks.uninstall()
+    try:
+        hooks.install(DCTConfig.parse({"data_parallel": {"sparsity": 0.9, "momentum_correction": 0.9}}))
+    except DCTError as error:
+        found["momentum"] = f"{type(error).__name__}: {error}"
+    assert hooks.current() is None
     assert hooks.install(DCTConfig(enabled=False)) == []
     hooks.uninstall()
     return found
@@ -387,13 +413,68 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
     assert "num_distributed_optimizer_instances > 1" in found["instances"]
+    assert found["momentum"].startswith("ConfigError: dct.data_parallel.momentum_correction = 0.9: must be 0")
+
+
+def _identities(rank: int, world_size: int) -> tuple[int, int]:
+    """How many groups and layers got the id of one that was gone."""
+    import weakref
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from support import megatron_cpu
+
+    megatron_cpu.install()
+    from dct_plugin.integrations.megatron import hooks, tensor
+    from megatron.core.tensor_parallel import layers
+
+    from dct_plugin.config import DCTConfig
+
+    hooks.install(DCTConfig.parse(section(tensor=0.9)))
+    (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, tensor.TensorHook))
+    seen: set[int] = set()
+    reused_groups = 0
+    for _ in range(8):
+        group = dist.new_group([0, 1])
+        reused_groups += id(group) in seen
+        seen.add(id(group))
+        assert hook._group(group, torch.device("cpu")).exchange.group is group
+        dist.destroy_process_group(group)
+        del group
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = layers.RowParallelLinear.__new__(layers.RowParallelLinear)
+            torch.nn.Module.__init__(self.linear)
+            self.layer_number, self.config = 1, SimpleNamespace(num_layers=1)
+
+    forward = hook._make_layer_forward(lambda layer: layer.linear)
+    seen.clear()
+    reused_layers = 0
+    for _ in range(50):
+        layer = Layer()
+        reused_layers += id(layer) in seen
+        seen.add(id(layer))
+        assert getattr(forward(layer), tensor._SITE, None) is not None
+        gone = weakref.ref(layer)
+        del layer
+        assert gone() is None  # the hook does not keep a model that is thrown away
+    hooks.uninstall()
+    return reused_groups, reused_layers
+
+
+def test_the_id_of_what_is_gone_may_be_given_again() -> None:
+    """A later group has collectives of its own, and a layer of a later model is hooked, too."""
+    for _, reused_layers in processes.run(2, _identities):
+        assert reused_layers  # otherwise nothing was tested
 
 
 def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
     """megatron-core 0.17 accumulates some gradients in fp32 beside a bf16 bucket."""
     from types import SimpleNamespace
 
-    from dct_plugin.integrations.megatron import hooks_data
+    from dct_plugin.integrations.megatron.data import DataParallelHook, _fill_buffers
 
     data = torch.zeros(12, dtype=torch.bfloat16)
     beside = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
@@ -404,9 +485,9 @@ def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
     bucket = SimpleNamespace(
         grad_data=data, params_list=[inside, beside], params_with_extra_main_grads=[beside]
     )
-    hooks_data._fill_buffers(SimpleNamespace(buckets=[bucket]))
+    _fill_buffers(SimpleNamespace(buckets=[bucket]))
     assert data.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
-    views = hooks_data.DataParallelHook._views(SimpleNamespace(_unnamed=0), bucket)
+    views = DataParallelHook._views(SimpleNamespace(_unnamed=0), bucket)
     assert [(start, view.numel()) for _, start, view in views] == [(0, 4), (4, 8)]
 
 

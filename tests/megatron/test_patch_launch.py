@@ -11,15 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dct_plugin.integrations.megatron.patch_launch import (
-    BACKUP,
-    MODULE,
-    TRAINING,
-    LaunchError,
-    patch,
-    plan,
-    revert,
-)
+from dct_plugin.integrations.megatron.patch import MODULE, TRAINING, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch.files import BACKUP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -164,6 +157,22 @@ def test_patched_scripts_hand_over_the_plugin(path: Path, config: str | None, tm
         ("S=pretrain_gpt.py\ntorchrun $A $S", "S=pretrain_gpt.py\ntorchrun $A -m dct_plugin.megatron $S"),
         ("S=x.py\nS=train.py\ntorchrun ${S}", "S=x.py\nS=train.py\ntorchrun -m dct_plugin.megatron ${S}"),
         ("torchrun \\\r\n  train.py\r\n", "torchrun \\\r\n  -m dct_plugin.megatron train.py\r\n"),
+        (
+            "PY=python3\n$PY -m torch.distributed.run --nnodes 1 train.py",
+            "PY=python3\n$PY -m torch.distributed.run --nnodes 1 -m dct_plugin.megatron train.py",
+        ),
+        (
+            "$PYTHON -m torch.distributed.run train.py",
+            "$PYTHON -m torch.distributed.run -m dct_plugin.megatron train.py",
+        ),
+        (
+            "A=$(cat <<E\nit's\nE\n)\ntorchrun train.py",
+            "A=$(cat <<E\nit's\nE\n)\ntorchrun -m dct_plugin.megatron train.py",
+        ),
+        (
+            "A=$(bash <<E\ntorchrun train.py\nE)\necho 'b'",
+            "A=$(bash <<E\ntorchrun -m dct_plugin.megatron train.py\nE)\necho 'b'",
+        ),
         ("torchrun\ttrain.py;ls train.py", "torchrun\t-m dct_plugin.megatron train.py;ls train.py"),
     ],
 )  # fmt: skip
@@ -394,6 +403,42 @@ def test_an_older_backup_is_kept(script: Path) -> None:
     command(script, "--in-place")
     assert backup.read_text() == "older\n"
     assert MODULE not in backup.with_name(backup.name + ".1").read_text()
+
+
+def test_another_configuration_keeps_the_one_original(script: Path) -> None:
+    before = script.read_text()
+    backup = script.with_name(script.name + BACKUP)
+    for config in ("$HOME/a.json", "$HOME/b.json"):
+        code, _, err = command(script, "--in-place", "--config", config)
+        assert code == 0
+        assert f"the original is in {backup}\n" in err
+        assert f"--dct-config {config} " in script.read_text()
+        assert backup.read_text() == before
+    assert not backup.with_name(backup.name + ".1").exists()
+    command(script, "--revert", "--in-place")
+    assert script.read_text() == before
+    assert not backup.exists()
+
+
+def test_says_how_many_launches_and_where(script: Path) -> None:
+    script.write_text("torchrun train.py\n\ntorchrun train.py\ntorchrun tools/x.py\n")
+    assert f"{script}: 2 launches (lines 1, 3) to patch; shown only" in command(script)[2]
+    assert f"{script}: 2 launches (lines 1, 3) to patch\n" in command(script, "--check")[2]
+    assert (
+        f"{script}: 2 launches (lines 1, 3) patched; the original is in" in command(script, "--in-place")[2]
+    )
+    assert f"{script}: 2 launches (lines 1, 3) to have another" in command(script, "--config", "$A")[2]
+    assert f"{script}: 2 launches (lines 1, 3) to revert; shown only" in command(script, "--revert")[2]
+    error = command(script, "--revert", "--in-place")[2]
+    assert error.startswith(f"{script}: 2 launches (lines 1, 3) reverted; the script is as it was")
+    assert "tools/x.py" not in error
+
+
+def test_every_refusal_names_the_file(script: Path) -> None:
+    script.write_text("torchrun train.py\nflux run train.py\nflux run train.py\n")
+    _, _, err = command(script)
+    assert f"error: {script}: line 2: " in err
+    assert f"\n{script}: line 3: " in err
 
 
 def test_bytes_that_are_no_text_and_links_stay(script: Path) -> None:

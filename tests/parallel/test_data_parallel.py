@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from support.processes import launch, run
 
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.metrics import Metrics
+
+pytestmark = pytest.mark.slow
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 
@@ -24,7 +26,7 @@ def tensors(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def reducer(**settings: Any) -> GradientReducer:
-    return GradientReducer(DCTConfig.parse({"data_parallel": settings}))
+    return GradientReducer(DataParallelConfig.of(settings))
 
 
 # -- all_reduce ----------------------------------------------------------
@@ -136,9 +138,7 @@ def test_reduce_scatter_gives_owners_their_sums(world_size: int) -> None:
 
 
 def _poisoned(rank: int, world_size: int, exchange: str) -> dict[str, Any]:
-    engine = GradientReducer(
-        DCTConfig.parse({"data_parallel": {"sparsity": 0.9, "exchange": exchange}}), transactional=True
-    )
+    engine = GradientReducer(DataParallelConfig(sparsity=0.9, exchange=exchange), transactional=True)
     engine.all_reduce(list(tensors(rank, 0).items()))
     engine.end_step()
     before = {name: s.residual.current.clone() for name, s in engine.streams.items()}  # type: ignore[union-attr]
@@ -225,7 +225,8 @@ def test_ranks_out_of_step_are_told_apart() -> None:
 def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
     section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": {"path": path, "every": 1}}
     config = DCTConfig.parse(section)
-    engine = GradientReducer(config, metrics=Metrics(config.metrics, rank=rank, world_size=world_size))
+    metrics = Metrics(config.metrics, rank=rank, world_size=world_size)
+    engine = GradientReducer(config.data_parallel, metrics=metrics)
     before = []
     for step in range(3):
         engine.all_reduce(list(tensors(rank, step).items()))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import processes
+from support import ROOT, processes
 from torch import Tensor
 
 from dct_plugin.config import PipelineConfig, TensorConfig
 from dct_plugin.errors import PayloadError
-from dct_plugin.model_parallel import ActivationStream, FixedMessages, MaskedCollectives, MaskedLink
+from dct_plugin.model_parallel import ActivationStream, FixedMessages, MaskedCollectives
 
 EXACT = {"threshold": "exact", "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
 
@@ -37,9 +37,9 @@ def top(tensor: Tensor, density: float) -> Tensor:
 def test_sparsity_zero_is_bitwise_both_ways(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     messages = FixedMessages(ActivationStream(PipelineConfig()))
     x, g = activation(1, *shape, dtype=dtype), activation(2, *shape, dtype=dtype)
-    message, mask, stats = messages.encode(x, 3)
+    message, mask, encoded = messages.encode(x, 3)
     assert message.numel() == messages.nbytes(x.numel(), dtype)
-    assert stats.nnz == x.numel()
+    assert encoded.nnz == x.numel()
     out = torch.full_like(x, 9)
     received = messages.decode(message, out)
     assert torch.equal(out, x)
@@ -61,8 +61,8 @@ def test_both_ends_have_the_same_mask_and_only_it_gets_gradients() -> None:
     received = messages.decode(message, out)
     assert torch.equal(out, x * kept)
     assert torch.equal(mask.payload, received.payload)
-    answer, stats = messages.encode_gradient(g, received)
-    assert stats.nnz == int(kept.sum())
+    answer, encoded = messages.encode_gradient(g, received)
+    assert encoded.nnz == int(kept.sum())
     back = torch.empty_like(g)
     messages.decode_gradient(answer, {0: mask}, back)
     assert torch.equal(back, g * kept)
@@ -73,13 +73,13 @@ def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: flo
     config = PipelineConfig(sparsity=0.9, capacity=capacity, **EXACT)
     messages = FixedMessages(ActivationStream(config))
     x = activation(1, 64, 2, 128)
-    message, _, stats = messages.encode(x, 0)
-    assert stats.nnz <= messages.entries(x.numel(), messages.stream.value_dtype(x.dtype))
+    message, _, encoded = messages.encode(x, 0)
+    assert encoded.nnz <= messages.entries(x.numel(), messages.stream.value_dtype(x.dtype))
     assert message.numel() <= capacity * 0.1 * x.numel() * 4 + x.numel() // 8 + 64
     out = torch.empty_like(x)
     messages.decode(message, out)
     sent = out != 0
-    assert int(sent.sum()) == stats.nnz
+    assert int(sent.sum()) == encoded.nnz
     assert torch.equal(out, x * sent)
     assert not (sent & ~top(x, 0.1)).any()
 
@@ -101,8 +101,8 @@ def test_values_of_each_type_fit_the_messages(
     config = PipelineConfig(sparsity=0.9, capacity=capacity, value_dtype=forward, gradient_value_dtype=back)
     messages = FixedMessages(ActivationStream(config))
     x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
-    message, mask, stats = messages.encode(x, 5)
-    assert mask.entries == stats.nnz > 0
+    message, mask, encoded = messages.encode(x, 5)
+    assert mask.entries == encoded.nnz > 0
     received = messages.decode(message, torch.empty_like(x))
     assert received.entries == mask.entries
     answer, _ = messages.encode_gradient(g, received, exact=exact)
@@ -134,7 +134,7 @@ def test_several_messages_in_flight_are_told_apart() -> None:
         answer, _ = messages.encode_gradient(torch.ones(8, 8), received[n])
         back = torch.empty(8, 8)
         messages.decode_gradient(answer, masks, back)
-        assert torch.equal(back != 0, xs[n].abs() >= messages.stream.threshold.tau)  # that of the step
+        assert torch.equal(back != 0, xs[n].abs() >= sent[n][2].tau)  # that of the step
     with pytest.raises(PayloadError, match="gradient of message 1; awaited are none"):
         messages.decode_gradient(answer, masks, back)
 
@@ -142,9 +142,9 @@ def test_several_messages_in_flight_are_told_apart() -> None:
 def test_damaged_and_foreign_messages_are_refused() -> None:
     messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, **EXACT)))
     message, _, _ = messages.encode(activation(1, 8, 8), 0)
-    for place in (8, 20, 60):
+    for offset in (8, 20, 60):
         bad = message.clone()
-        bad[place] ^= 0x55
+        bad[offset] ^= 0x55
         with pytest.raises(PayloadError):
             messages.decode(bad, torch.empty(8, 8))
     with pytest.raises(PayloadError):
@@ -167,14 +167,36 @@ def test_non_finite_entries_arrive_as_nan_forward_and_backward() -> None:
 
 def test_threshold_changes_between_steps_only() -> None:
     stream = ActivationStream(TensorConfig(sparsity=0.9, **EXACT))
+    messages = FixedMessages(stream)
     first, second = activation(1, 4096), 3 * activation(2, 4096)
-    tau = stream.tau(first)
-    assert stream.tau(second) == tau
+    tau = messages.encode(first, 0)[2].tau
+    assert messages.encode(second, 1)[2].tau == tau
     stream.training = False
-    stream.advance()
-    assert stream.tau(second) == tau
+    stream.end_step()
+    assert messages.encode(second, 2)[2].tau == tau
     stream.training = True
-    assert stream.tau(second) > 2 * tau
+    assert messages.encode(second, 3)[2].tau > 2 * tau
+
+
+@pytest.mark.parametrize("poisoned_part", [0, 1])
+@pytest.mark.parametrize("clean_steps", [0, 1, 3])
+def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clean_steps: int) -> None:
+    """Whether tau was measured on it or on another micro-batch of the step."""
+    stream = ActivationStream(TensorConfig(sparsity=0.9))
+    messages = FixedMessages(stream)
+    for step in range(clean_steps):
+        messages.encode(activation(step, 4096), 0)
+        stream.end_step()
+    before = stream.threshold.state_dict()
+    for part in range(2):
+        x = activation(9 + part, 4096)
+        x[17] = float("nan") if part == poisoned_part else 0.0
+        _, mask, encoded = messages.encode(x, part)
+        assert encoded.nonfinite == (part == poisoned_part)
+        assert torch.equal(messages.encode(x, part)[1].payload, mask.payload)  # recomputation
+    stream.end_step()
+    assert stream.threshold.state_dict() == before
+    assert stream.step == clean_steps + 1
 
 
 def test_warmup_steps_are_dense() -> None:
@@ -182,7 +204,7 @@ def test_warmup_steps_are_dense() -> None:
     densities = []
     for _ in range(3):
         densities.append(stream.density)
-        stream.advance()
+        stream.end_step()
     assert densities == [1.0, 1.0, pytest.approx(0.1)]
 
 
@@ -199,7 +221,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Any]:
         xs = [activation(10 + r, *shape).requires_grad_() for r in range(world_size)]
         chunk = [slice(2 * r, 2 * r + 2) for r in range(world_size)]
         by_whole = [top(x, density) for x in xs]
-        # Where chunks go to their ranks, the one that stays at home takes no part in finding the threshold.
+        # Where chunks go to their ranks, the own one takes no part in finding the threshold.
         by_others = []
         for me, x in enumerate(xs):
             kept = torch.ones_like(x, dtype=torch.bool)
@@ -244,6 +266,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives_and_their_gradients(world_size: int) -> None:
     reports = processes.run(world_size, _collectives)
@@ -268,30 +291,16 @@ def _uneven(rank: int, world_size: int) -> None:
         comm.all_to_all(x, stream, [1, 1])
 
 
+@pytest.mark.slow
 def test_all_to_all_with_uneven_splits() -> None:
     processes.run(2, _uneven)
 
 
-def _link(rank: int, world_size: int) -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.75, capacity=9.0, **EXACT)))
-    link = MaskedLink(messages, 1 - rank)
-    w, v = activation(1, 6, 6), activation(2, 6, 6)
-    inputs = [activation(5 + n, 4, 6) for n in range(2)]
-    if rank == 0:
-        weight = w.clone().requires_grad_()
-        tokens = [link.send(x @ weight) for x in inputs]
-        for token in tokens:
-            token.backward()
-        reference = w.clone().requires_grad_()
-        for x in inputs:
-            hidden = x @ reference
-            ((hidden * (hidden.abs() >= messages.stream.threshold.tau)) @ v).pow(2).sum().backward()
-        torch.testing.assert_close(weight.grad, reference.grad)
-    else:
-        losses = [(link.recv((4, 6)) @ v).pow(2).sum() for _ in inputs]
-        for loss in losses:
-            loss.backward()
+def _documented(rank: int, world_size: int, code: str) -> None:
+    exec(code, {"rank": rank})
 
 
-def test_send_and_receive_with_two_messages_in_flight() -> None:
-    processes.run(2, _link)
+@pytest.mark.slow
+def test_the_documented_example_runs() -> None:
+    page = (ROOT / "docs" / "model-parallel.md").read_text()
+    processes.run(2, _documented, page.split("```python\n")[1].split("```")[0])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dct_plugin import checkpoint
-from dct_plugin.compressor import Compressor
 from dct_plugin.errors import DCTError
+from dct_plugin.stream import Compressor
 
 
 def state(

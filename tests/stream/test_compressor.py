@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dct_plugin import Compressor, ConfigError, DCTConfig, Payload, PayloadError
+from dct_plugin import Compressor, ConfigError, Payload, PayloadError
+from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.feedback import Residual
 from dct_plugin.schedules import SparsitySchedule
 from dct_plugin.thresholds import Threshold, wanted
@@ -126,20 +129,43 @@ def test_capacity_limits_the_message_and_keeps_the_rest() -> None:
     assert torch.equal(compressor.decompress(payload) + kept, burst + old)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_gradients_never_enter_the_residual(poison: float) -> None:
-    compressor = Compressor(sparsity=0.9)
-    steps = gradients(3, 10_000)
-    compressor.compress(steps[0])
-    residual, threshold = compressor.residual.current.clone(), compressor.threshold.state_dict()  # type: ignore[union-attr]
-    steps[1][4321] = poison
-    payload = compressor.compress(steps[1])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 2.0**126])
+@pytest.mark.parametrize("threshold", ["sample", "exact"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clean_steps", [0, 1, 3])
+def test_a_poisoned_tensor_leaves_the_state_bitwise(
+    poison: float, threshold: str, momentum: float, clean_steps: int
+) -> None:
+    """Residual, velocity and the whole threshold, tau included; before the first measurement and at one."""
+    compressor, unharmed = (
+        Compressor(sparsity=0.9, threshold=threshold, momentum_correction=momentum) for _ in range(2)
+    )
+    *clean, bad, after = gradients(clean_steps + 2, 10_000)
+    for gradient in clean:
+        compressor.compress(gradient)
+        unharmed.compress(gradient)
+    bad[4321] = poison
+    payload = compressor.compress(bad)
     assert payload.nonfinite
     assert compressor.decompress(payload).isnan().all()
-    assert torch.equal(compressor.residual.current, residual)  # type: ignore[union-attr]
-    after = compressor.threshold.state_dict()
-    assert {**after, "tau": 0, "refreshes": 0, "age": 0} == {**threshold, "tau": 0, "refreshes": 0, "age": 0}
-    assert compressor.compress(steps[2]).nnz > 0
+    assert compressor.compress(after).to_bytes() == unharmed.compress(after).to_bytes()
+    assert same_state(compressor.state_dict(), unharmed.state_dict())
+
+
+def same_state(mine: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(mine[key], other[key]) if isinstance(mine[key], torch.Tensor) else mine[key] == other[key]
+        for key in mine.keys() | other.keys()
+    )
+
+
+def test_a_velocity_that_overflows_is_not_kept() -> None:
+    compressor = Compressor(sparsity=0.9, momentum_correction=0.9)
+    large = torch.full((5000,), 1.5 * 2.0**125)
+    assert not compressor.compress(large).nonfinite
+    before = compressor.state_dict()
+    assert compressor.compress(large).nonfinite
+    assert same_state(compressor.state_dict(), before)
 
 
 def test_rollback_is_bitwise_and_commit_keeps() -> None:
@@ -149,10 +175,10 @@ def test_rollback_is_bitwise_and_commit_keeps() -> None:
         if step % 2:  # a step of two reductions that is thrown away
             careful.compress(torch.randn_like(gradient) * 100)
             careful.compress(torch.randn_like(gradient))
-            careful.rollback()
+            careful.end_step(skipped=True)
         expected = plain.compress(gradient)
         assert expected.to_bytes() == careful.compress(gradient).to_bytes()
-        careful.commit()
+        careful.end_step()
     assert torch.equal(plain.residual.current, careful.residual.current)  # type: ignore[union-attr]
 
 
@@ -213,14 +239,20 @@ def test_wrong_input_is_named() -> None:
         Compressor(sparsty=0.5)
 
 
-def test_configurations_are_interchangeable() -> None:
-    section = DCTConfig.parse({"data_parallel": {"sparsity": 0.9}})
-    assert (
-        Compressor(section).config
-        == Compressor(section.data_parallel).config
-        == Compressor(sparsity=0.9).config
+def test_a_section_or_single_settings() -> None:
+    section = DataParallelConfig(sparsity=0.9)
+    assert Compressor(section).config == Compressor(sparsity=0.9).config == section
+    assert Compressor(section, value_dtype="int8").config == DataParallelConfig(
+        sparsity=0.9, value_dtype="int8"
     )
-    assert Compressor(section, value_dtype="int8").config.sparsity == 0.9
+
+
+def test_an_unknown_kernel_backend_is_named_with_its_key() -> None:
+    compressor = Compressor(kernels=KernelConfig(backend="cdua"))
+    with pytest.raises(
+        ConfigError, match=r'dct\.kernels\.backend = "cdua": must be one of "auto", "reference", "cpu"'
+    ):
+        compressor.compress(torch.randn(10))
 
 
 def test_double_precision_and_strided_input() -> None:

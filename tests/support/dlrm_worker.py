@@ -1,7 +1,7 @@
 """Training script of the hybrid job's tests: small runs under DeepSpeed against the same training on one
 rank.
 
-torchrun --nproc-per-node 2 tests/dlrm_worker.py results.json
+torchrun --nproc-per-node 2 tests/support/dlrm_worker.py results.json
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import deepspeed
 import numpy as np
 import torch
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches
-from dct_plugin.integrations.dlrm.hybrid import Run
 from dct_plugin.integrations.dlrm.models import build
+from dct_plugin.integrations.dlrm.trainer import Training
 from deepspeed import comm as dist
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -89,7 +89,7 @@ def main() -> None:
             "gradient_clipping": 0.0,  # DeepSpeed's own is 1, by the mean of the ranks' norms
             "dlrm": {"model": model, "exchange": exchange, **SMALL[model]},
         }
-        run = Run(
+        run = Training(
             "plain",
             config,
             data,

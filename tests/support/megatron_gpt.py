@@ -93,7 +93,7 @@ def train(
     held_out: Callable[[Job, int], Iterator[tuple[torch.Tensor, torch.Tensor]]] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Build the model for this rank's place and train it. The process group exists already."""
+    """Build this rank's part of the model and train it. The process group exists already."""
     warnings.filterwarnings("ignore")
     megatron_cpu.install()
     from dct_plugin.integrations.megatron import hooks
@@ -149,14 +149,14 @@ def train(
         )  # fmt: skip
 
         def build(chunk: int | None) -> torch.nn.Module:
-            place = {"ignore_virtual": False, "vp_stage": chunk} if chunk is not None else {}
+            stage = {"ignore_virtual": False, "vp_stage": chunk} if chunk is not None else {}
             return GPTModel(
                 config=config, transformer_layer_spec=get_gpt_layer_local_spec(
                     num_experts=job.experts or None, moe_grouped_gemm=False, normalization="LayerNorm"
                 ),
                 vocab_size=job.vocab, max_sequence_length=job.seq,
-                pre_process=ps.is_pipeline_first_stage(**place),
-                post_process=ps.is_pipeline_last_stage(**place),
+                pre_process=ps.is_pipeline_first_stage(**stage),
+                post_process=ps.is_pipeline_last_stage(**stage),
                 share_embeddings_and_output_weights=job.tied_embeddings,
                 position_embedding_type="learned_absolute",
                 vp_stage=chunk,
@@ -261,7 +261,7 @@ def _run(
     classes: dict[str, dict[str, float]] = {}
     session = hooks.current()
     if session is not None:
-        session.settle()
+        session.end_step()
         classes = {name: dict(vars(part)) for name, part in session.metrics.summary().classes.items()}
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     return Outcome(

@@ -1,8 +1,8 @@
 """Test-only: Megatron-LM's own training code and unit tests on CPU with gloo, on top of ``megatron_cpu``.
 
-``install()`` runs at the start of every process (``benchmarks/upstream_megatron.py`` has it called by
+``install()`` runs at the start of every process (``benchmarks/studies/upstream_megatron.py`` has it called by
 ``sitecustomize``), before ``megatron`` is imported. Nothing in the checkout is changed. As a pytest plugin
-(``-p megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a GPU machine.
+(``-p support.megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a GPU machine.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _send_everything_through_the_codec(module: Any) -> None:
 
 def _find_compiled_helpers(module: Any) -> None:
     """The index builders are compiled in the wheel; a checkout would run make."""
-    for place in sys.path:
-        folder = Path(place) / "megatron" / "core" / "datasets"
+    for path in sys.path:
+        folder = Path(path) / "megatron" / "core" / "datasets"
         if any(folder.glob("helpers_cpp*.so")) and str(folder) not in module.__path__:
             module.__path__.append(str(folder))
 
@@ -98,7 +98,7 @@ def _keep_what_is_being_sent(module: Any) -> None:
     module.core_transformer_config_from_args = core_transformer_config_from_args
 
 
-# -- pytest plugin: started by `pytest -p megatron_upstream_cpu` -------------------------------------------
+# -- pytest plugin: started by `pytest -p support.megatron_upstream_cpu` ----------------------------------
 
 
 _encoded = 0  # tensors that a hook has sent in the current test
@@ -152,21 +152,21 @@ def _close_groups_between_tests() -> None:
 
 def _hook_tensors_outside_transformer_layers() -> None:
     """The unit tests call collectives and layers by themselves, which the hook leaves to Megatron."""
-    from dct_plugin.integrations.megatron import hooks_tensor
+    from dct_plugin.integrations.megatron.tensor import TensorHook, _Site
 
-    original = hooks_tensor.TensorHook._stream
+    original = TensorHook._running
 
     @functools.wraps(original)
-    def stream(hook: Any, ranks: Any) -> Any:
+    def running(hook: Any, ranks: Any) -> Any:
         if hook._current is not None:
             return original(hook, ranks)
-        hook._current = hooks_tensor._Site("unit test", False)
+        hook._current = _Site("unit test", False)
         try:
             return original(hook, ranks)
         finally:
             hook._current = None
 
-    hooks_tensor.TensorHook._stream = stream
+    TensorHook._running = running
 
 
 def _count_what_is_encoded() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import deepspeed
 import torch
 from dct_plugin.integrations.dlrm.experts import Experts
-from dct_plugin.integrations.dlrm.model import DLRM
+from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer, hybrid_groups
 from deepspeed import comm as dist
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig
-from dct_plugin.embedding.tables import ShardedTables
+from dct_plugin.embedding import ShardedTables
 
 CARDINALITIES = (3, 50, 40, 7, 21)
 DIM = 5  # odd, so that flat vectors end in padding
@@ -36,6 +36,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
 def engine_for(stage: int, optimizer: dict[str, Any] | None, method: str | None, **options: Any) -> Any:
     torch.manual_seed(2)
     channel = EmbeddingChannelConfig.of(options.pop("channel", {}))
+    accumulation = options.pop("accumulation", 1)
     tables = ShardedTables(CARDINALITIES, DIM, config=channel, average_gradients=False, **options)
     model = Experts(DLRM(cardinalities=CARDINALITIES, tables=tables, **MLP))
     client = None
@@ -44,6 +45,7 @@ def engine_for(stage: int, optimizer: dict[str, Any] | None, method: str | None,
         client = HybridOptimizer(hybrid_groups(model, tables=settings, rest={"method": "adam", "lr": 0.01}))
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
+        "gradient_accumulation_steps": accumulation,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
@@ -54,6 +56,7 @@ def engine_for(stage: int, optimizer: dict[str, Any] | None, method: str | None,
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=client, model_parameters=parameters, config=config
     )
+    model.follow(engine.optimizer)
     return engine
 
 
@@ -132,6 +135,19 @@ def resumed(stage: int, method: str | None, folder: Path, **options: Any) -> boo
     return all(torch.equal(straight[k], state[k]) for k in straight)
 
 
+def counted(stage: int, method: str) -> list[int]:
+    """The channel's steps after each of six micro-batches, two to a step."""
+    lossy = {"sparsity": 0.5, "warmup_steps": 1}
+    engine = engine_for(stage, None, method, channel=lossy, accumulation=2)
+    channel, steps = tables_of(engine).channel, []
+    for micro_batch in range(6):
+        train(engine, micro_batch, micro_batch + 1)
+        steps.append(int(channel.steps))
+    assert steps[-1] == engine.global_steps
+    engine.destroy()
+    return steps
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -149,6 +165,8 @@ def main() -> None:
         "0 resumed adam": lambda: resumed(0, None, folder, **lossy),
         "1 resumed": lambda: resumed(1, "rowwise_adagrad", folder, **lossy),
         "1 resumed adam": lambda: resumed(1, None, folder, placement=[[0, 1, 2, 3, 4], []], **lossy),
+        "0 steps": lambda: counted(0, "adam"),
+        "1 steps": lambda: counted(1, "rowwise_adagrad"),
     }.items():
         results[name] = task()
         gc.collect()

@@ -31,6 +31,7 @@ from .implied import NO_POSITIONS, Dense, SharedMask
 from .rice import Rice
 
 __all__ = [
+    "ANY_POSITIONS",
     "CODECS",
     "MAX_NUMEL",
     "NO_POSITIONS",
@@ -58,6 +59,10 @@ def _table(*codecs: IndexCodec) -> dict[IndexEncoding, IndexCodec]:
 CODECS: Mapping[IndexEncoding, IndexCodec] = _table(
     Dense(), Bitmap(), Gaps8(), Block16(), Rice(), SharedMask()
 )
+
+
+#: Encodings that hold any positions, and so can be asked for by name.
+ANY_POSITIONS = tuple(encoding for encoding, codec in CODECS.items() if codec.can_hold(0, 1))
 
 
 def index_bound(numel: int, nnz: int, encoding: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Recommender models, each on tables at home, behind an all-to-all, or in shards (DES)."""
+"""Recommender models, each on local tables, behind an all-to-all, or in shards (DES)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.embedding.des import AtHome, Choice, ColumnShards, Embeddings, FieldShards, Part, choose
+from dct_plugin.embedding import (
+    Choice,
+    ColumnShards,
+    Embeddings,
+    FieldShards,
+    LocalEmbeddings,
+    Part,
+    choose,
+)
+from dct_plugin.metrics import Metrics
 
-from ..model import EmbeddingTables
-from .dcn import DCN
-from .deepfm import DeepFM
+from .deep import DCN, DeepFM, WideDeep
 from .dlrm import DLRM
-from .wide_deep import WideDeep
+from .parts import seeded
+from .tables import EmbeddingTables
 
-__all__ = ["DCN", "DLRM", "MODELS", "DeepFM", "MakeTables", "WideDeep", "build"]
+__all__ = ["DCN", "DLRM", "MODELS", "DeepFM", "EmbeddingTables", "MakeTables", "WideDeep", "build"]
 
 MODELS: dict[str, Any] = {"dlrm": DLRM, "deepfm": DeepFM, "widedeep": WideDeep, "dcn": DCN}
 
@@ -28,8 +35,7 @@ MakeTables = Callable[[Sequence[int], int, int, str], nn.Module]
 
 def local_tables(cardinalities: Sequence[int], dim: int, seed: int, name: str) -> nn.Module:
     """All tables here."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return EmbeddingTables(cardinalities, dim)
 
 
@@ -45,6 +51,7 @@ def build(
     group: dist.ProcessGroup | None = None,
     compression: float = 1.0,
     average_gradients: bool = True,
+    metrics: Metrics | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, list[Choice]]:
     """A model by name, and how each of its parts exchanges embeddings.
@@ -61,6 +68,7 @@ def build(
         group: Process group of the shards.
         compression: How many times smaller the all-to-all of ``make_tables`` is than fp32, for ``auto``.
         average_gradients: Of the shards; see :class:`~dct_plugin.embedding.des.FieldShards`.
+        metrics: Of the shards.
         settings: Further arguments of the model: ``bottom``, ``top``, ``hidden``, ``depth``.
 
     Raises:
@@ -71,7 +79,8 @@ def build(
     if exchange not in ("all_to_all", "des", "auto"):
         raise ValueError(f"exchange={exchange!r}: must be 'all_to_all', 'des' or 'auto'")
     model_class = MODELS[name]
-    known = set(inspect.signature(model_class).parameters) - {"num_dense", "tables", "wide_tables", "seed"}
+    arguments = set(inspect.signature(model_class).parameters)
+    known = arguments - {"num_dense", "cardinalities", "embedding_dim", "tables", "wide_tables", "seed"}
     if unknown := set(settings) - known:
         raise ValueError(f"{name} has no setting {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}")
 
@@ -85,12 +94,21 @@ def build(
         strategy = next(choice.strategy for choice in choices if choice.tables == tables)
         if strategy == "all_to_all":
             made = make_tables(cardinalities, dim, table_seed, tables)
-            return AtHome(made, len(cardinalities), dim)
+            return LocalEmbeddings(made, len(cardinalities), dim)
         layout = next(part.layout for part in parts if part.tables == tables)
         shards = ColumnShards if layout == "columns" else FieldShards
-        return shards(cardinalities, dim, group=group, seed=table_seed, average_gradients=average_gradients)
+        return shards(
+            cardinalities,
+            dim,
+            group=group,
+            seed=table_seed,
+            average_gradients=average_gradients,
+            metrics=metrics,
+        )
 
-    sources = [source("embedding", embedding_dim, seed)]
-    if any(part.tables == "wide" for part in parts):
-        sources.append(source("wide", 1, seed + 1))
-    return model_class(num_dense, *sources, seed=seed, **settings), choices
+    made: dict[str, Any] = {"tables": source("embedding", embedding_dim, seed)}
+    if "wide_tables" in arguments:
+        made["wide_tables"] = source("wide", 1, seed + 1)
+    if "cardinalities" in arguments:
+        made |= {"cardinalities": cardinalities, "embedding_dim": embedding_dim}
+    return model_class(num_dense, **made, seed=seed, **settings), choices

@@ -2,22 +2,50 @@
 
     embeddings e --partial(e)--> [B, K] --aggregate--> [b, K] --complete(sum, dense)--> result
 
-With all fields at home the partial result is the result and ``aggregate`` does nothing; with shards it is the
-equivalent substitution of DES. K is :attr:`Operator.width`. ``dense`` [b, D] are the numeric features, which
-are at home always.
+With all fields on this rank the partial result is the result and ``aggregate`` does nothing; with shards it
+is the equivalent substitution of DES. K is :attr:`Operator.width`. ``dense`` [b, D] are the numeric features,
+which the rank of the samples always has.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from dct_plugin.embedding.des import Embeddings
+from dct_plugin.embedding import Embeddings
 
-__all__ = ["FM", "CrossNetwork", "DotLayer", "FirstLayer", "Operator", "Wide", "evaluate"]
+__all__ = [
+    "FM",
+    "CrossNetwork",
+    "DotLayer",
+    "FirstLayer",
+    "Operator",
+    "Wide",
+    "evaluate",
+    "mlp",
+    "seeded",
+]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch draws what ``seed`` says; the global random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def mlp(widths: Sequence[int], *, last_relu: bool = False) -> nn.Sequential:
+    """Linear layers from each width to the next with ReLUs between them, and ``last_relu`` one at the end."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*(layers if last_relu else layers[:-1]))
 
 
 class Operator(nn.Module):
@@ -152,17 +180,22 @@ class DotLayer(Operator):
     """Dot products of all pairs of vectors, and the top MLP's first layer on [dense, products]: [b, hidden].
 
     Here ``dense`` is the bottom MLP's output, which is one of the vectors. From columns of all vectors the
-    products are partial sums; what is aggregated are they or, if fewer, their images under the layer: K =
-    min(pairs, hidden).
+    products are partial sums; what is aggregated are they or, if fewer and ``contract``, their images under
+    the layer: K = min(pairs, hidden).
+
+    Args:
+        num_vectors: Vectors of a sample, ``dense`` included.
+        layer: The first layer; a module of the caller's, not of this one.
+        contract: Whether partial results may be images; not worth a second product where none is sent.
     """
 
-    def __init__(self, num_vectors: int, num_dense: int, hidden: int) -> None:
+    def __init__(self, num_vectors: int, layer: nn.Linear, *, contract: bool = True) -> None:
         super().__init__()
         pairs = num_vectors * (num_vectors - 1) // 2
-        self.layer = nn.Linear(num_dense + pairs, hidden)
-        self.num_dense = num_dense
-        self.contracted = hidden < pairs
-        self.width = min(hidden, pairs)
+        self._layer = (layer,)
+        self.num_dense = layer.in_features - pairs
+        self.contracted = contract and layer.out_features < pairs
+        self.width = layer.out_features if self.contracted else pairs
         self.pairs: Tensor
         self.register_buffer("pairs", torch.tril_indices(num_vectors, num_vectors, -1), persistent=False)
 
@@ -170,14 +203,13 @@ class DotLayer(Operator):
         products = torch.bmm(embeddings, embeddings.transpose(1, 2))
         row, column = self.pairs.unbind()
         products = products[:, row, column]
-        return products @ self.layer.weight[:, self.num_dense :].T if self.contracted else products
+        return products @ self._layer[0].weight[:, self.num_dense :].T if self.contracted else products
 
     def complete(self, total: Tensor, dense: Tensor) -> Tensor:
+        (layer,) = self._layer
         if self.contracted:
-            return total + nn.functional.linear(
-                dense, self.layer.weight[:, : self.num_dense], self.layer.bias
-            )
-        return self.layer(torch.cat([dense, total], dim=1))
+            return total + nn.functional.linear(dense, layer.weight[:, : self.num_dense], layer.bias)
+        return layer(torch.cat([dense, total], dim=1))
 
 
 def _by_field(rows: Tensor, source: Embeddings) -> Tensor:

@@ -1,0 +1,508 @@
+"""The models: frozen and strict.
+
+An integer is fine where a number is wanted, but booleans and numeric strings are not numbers, and unknown
+keys are errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..errors import ConfigError
+from .faults import validated
+from .options import options, show
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SECTION = "dct"
+
+# Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
+_DEEPSPEED_KEYS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
+}  # fmt: skip
+
+
+class Section(BaseModel):
+    """Base of the sections: unknown keys and types of another kind are faults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None = None, /, **keys: Any) -> Self:
+        """A validated section; like the constructor, but faults are raised as :class:`ConfigError`."""
+        return validated(cls, {**(values or {}), **keys}, _source_of(cls))
+
+    @classmethod
+    def read(cls, section: Mapping[str, Any], source: str, *, where: str | None = None) -> Self:
+        """A section that stands at ``source`` in the file ``where``; faults are :class:`ConfigError`."""
+        return validated(cls, section, source, where=where)
+
+
+def _check_band(band: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < band[0] < 1 < band[1]:
+        raise ValueError("out of range")  # replaced by the field's own text
+    return band
+
+
+# Threshold options of gradients and activations alike; only their defaults differ.
+_ThresholdSource = Annotated[
+    Literal["sample", "exact"],
+    Field(description="How tau is found: from random positions, or as the exact k-th largest magnitude."),
+]
+_Tracking = Annotated[bool, Field(description="Follow a small sample at every step between measurements.")]
+_DensityBand = Annotated[
+    tuple[float, float],
+    Field(
+        strict=False,
+        description="Realised density, as multiples of the target, outside which tau is refreshed at once.",
+        json_schema_extra={"allowed": "a pair [low, high] of numbers with 0 < low < 1 < high"},
+    ),
+    AfterValidator(_check_band),
+]
+
+
+class DataParallelConfig(Section):
+    """``dct.data_parallel``: which part of the gradients crosses between data-parallel ranks, and how."""
+
+    enabled: bool = Field(
+        default=True, description="Threshold data-parallel gradients; false leaves them to the host."
+    )
+    sparsity: float = Field(
+        default=0.99,
+        ge=0,
+        lt=1,
+        description="Share of the gradient entries that are not sent in one step; 0 sends all.",
+    )
+    threshold: _ThresholdSource = "sample"
+    threshold_lifespan: int = Field(
+        default=1000,
+        ge=1,
+        description="Upper limit, in steps, of a threshold's life; it is also refreshed at steps 1, 2, 4, 8, "
+        "... and when the realised density leaves density_band.",
+    )
+    threshold_tracking: _Tracking = True
+    density_band: _DensityBand = (0.5, 2.0)
+    capacity: float = Field(
+        default=2.0,
+        ge=1,
+        description="Most entries of one message, as a multiple of the target density; "
+        "what overflows stays in the residual.",
+    )
+    min_numel: int = Field(
+        default=4096,
+        ge=0,
+        description="Tensors with fewer entries are sent dense, as they are: bf16 stays bf16.",
+    )
+    value_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
+        default="bf16",
+        description="Type of the kept values on the wire; the rounding error stays in the residual.",
+    )
+    index_encoding: Literal["auto", "bitmap", "gaps8", "block16", "rice"] = Field(
+        default="auto",
+        description="How the kept positions are written; auto takes the smallest for each payload.",
+    )
+    error_feedback: Literal["local", "none"] = Field(
+        default="local",
+        description="What was not sent is added to the next gradient (local), or dropped (none).",
+    )
+    momentum_correction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Momentum kept at the workers, so that what is sent late carries it "
+        "(Deep Gradient Compression, section 3.2); 0 is off.",
+    )
+    momentum_masking: bool = Field(
+        default=False,
+        description="With momentum_correction: the momentum of entries that were sent starts over "
+        "(Deep Gradient Compression, section 3.3).",
+    )
+    server_error_feedback: bool = Field(
+        default=True, description="In the two-phase exchange the owner keeps what it did not send back, too."
+    )
+    exchange: Literal["auto", "direct", "two_phase"] = Field(
+        default="auto",
+        description="All-gather of every rank's payload (direct), or reduce at owners and gather "
+        "(two_phase); auto takes the one with fewer bytes.",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="First optimizer steps that are sent dense.")
+    sparsity_warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps after these in which the density falls exponentially to its target, as in DGC.",
+    )
+
+    @model_validator(mode="after")
+    def _momentum_needs_a_residual(self) -> Self:
+        if self.momentum_correction != 0 and self.error_feedback == "none":
+            raise PydanticCustomError(
+                "dct_conflict",
+                "error_feedback = 'none' keeps no residual for momentum_correction = {value} to act on; "
+                "set error_feedback to 'local', or leave it out",
+                {"value": show(self.momentum_correction)},
+            )
+        if self.momentum_masking and self.momentum_correction == 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "momentum_masking = true needs momentum_correction above 0: there is no momentum to mask",
+                {},
+            )
+        return self
+
+    @property
+    def density(self) -> float:
+        """Target share of the entries that are sent, 1 - sparsity."""
+        return 1.0 - self.sparsity
+
+
+class ActivationConfig(Section):
+    """What thresholding an activation takes, wherever it crosses."""
+
+    enabled: bool = Field(
+        default=True, description="Threshold what crosses here; false leaves it to the host."
+    )
+    sparsity: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the entries that do not cross; 0 leaves the host's own transfer in place.",
+    )
+    threshold: _ThresholdSource = "sample"
+    threshold_lifespan: int = Field(
+        default=100,
+        ge=1,
+        description="Upper limit, in steps, of a threshold's life; it is also refreshed at steps 1, 2, 4, 8, "
+        "... and when the realised density leaves density_band. Within a step it never changes.",
+    )
+    threshold_tracking: _Tracking = True
+    density_band: _DensityBand = (0.8, 1.25)
+    value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto",
+        description="Type of the kept activations on the wire; auto is fp16 for fp16 tensors, else bf16.",
+    )
+    gradient_value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto",
+        description="Type of the gradients that come back; auto is fp16 for fp16 tensors, else bf16.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="First optimizer steps in which the host's own transfer is used."
+    )
+
+    @property
+    def density(self) -> float:
+        """Target share of the entries that cross, 1 - sparsity."""
+        return 1.0 - self.sparsity
+
+
+class PipelineConfig(ActivationConfig):
+    """``dct.model_parallel.pipeline``: activations and gradients between pipeline stages."""
+
+    boundary_sparsity: tuple[float, ...] = Field(
+        default=(),
+        strict=False,
+        description="Sparsity of the first, second, ... boundary instead of `sparsity`; the one from the "
+        "last stage back to the first, of interleaved schedules, comes last.",
+        json_schema_extra={"allowed": "a list of numbers in [0, 1)"},
+    )
+    capacity: float = Field(
+        default=1.0,
+        ge=0.5,
+        description="Room of a message, as a multiple of the target density; receivers need its size in "
+        "advance, so this is what crosses. What does not fit is dropped like entries below tau.",
+    )
+    evaluation: bool = Field(
+        default=True, description="Threshold in forward-only passes, too; false evaluates the dense model."
+    )
+
+    @field_validator("boundary_sparsity")
+    @classmethod
+    def _boundaries(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= value < 1 for value in values):
+            raise ValueError("out of range")  # replaced by the field's own text
+        return values
+
+    def at(self, boundary: int) -> PipelineConfig:
+        """The section for the boundary behind stage ``boundary``, with that one's sparsity."""
+        if boundary >= len(self.boundary_sparsity):
+            return self
+        return self.model_copy(update={"sparsity": self.boundary_sparsity[boundary]})
+
+
+class TensorConfig(ActivationConfig):
+    """``dct.model_parallel.tensor``: partial sums and activations inside tensor-parallel layers."""
+
+    gather: bool = Field(
+        default=False,
+        description="With sequence parallelism, threshold the inputs of column-parallel layers, too; costs "
+        "more quality than the partial sums of row-parallel ones.",
+    )
+    skip_first_layers: int = Field(default=0, ge=0, description="First transformer layers that stay dense.")
+    skip_last_layers: int = Field(default=0, ge=0, description="Last transformer layers that stay dense.")
+
+
+class ModelParallelConfig(Section):
+    """``dct.model_parallel``: activations between ranks that hold parts of the model, and their gradients."""
+
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Between pipeline stages.")
+    tensor: TensorConfig = Field(default_factory=TensorConfig, description="Inside tensor-parallel layers.")
+    expert_gradients: bool = Field(
+        default=False, description="Let data_parallel threshold the gradients of expert-parallel layers, too."
+    )
+
+
+class EmbeddingChannelConfig(Section):
+    """``dct.embedding``: vectors of sharded embedding tables, and the gradients that come back."""
+
+    enabled: bool = Field(
+        default=True, description="The channel as a whole; false is a plain all-to-all of every vector."
+    )
+    deduplicate: bool = Field(
+        default=True,
+        description="Each distinct row of a table crosses once per message; gradients of equal rows are "
+        "summed before they cross. Lossless.",
+    )
+    error_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest absolute error of an embedding entry, times the factor of its table's class; "
+        "null does not quantise.",
+    )
+    bound_classes: tuple[float, float, float] = Field(
+        default=(1.0, 1.0, 1.0),
+        strict=False,
+        description="Factors on error_bound for tables of which quantising merges many, some and few of the "
+        "rows. The class of a table is found from its data.",
+        json_schema_extra={"allowed": "three numbers > 0"},
+    )
+    bound_start: float = Field(
+        default=1.0, ge=1, description="Factor on error_bound at the first step; it decays to 1."
+    )
+    bound_decay_steps: int = Field(
+        default=0, ge=0, description="Steps in which bound_start decays to 1, in ten equal factors."
+    )
+    gradient_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest error of a gradient entry, as a multiple of the root mean square of its "
+        "table's gradient in the message; null does not quantise.",
+    )
+    entropy: Literal["auto", "rice", "deflate"] = Field(
+        default="auto", description="How quantised entries are coded; auto takes the smaller for each table."
+    )
+    sparsity: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the embedding entries that do not cross (DCT-MP); 0 sends all.",
+    )
+    granularity: Literal["table", "vector", "sample", "tensor"] = Field(
+        default="table",
+        description="Entries that are ranked together: those of a table, of one vector, of one sample's "
+        "vectors on a rank, or all on a rank.",
+    )
+    threshold_lifespan: int = Field(default=1, ge=1, description="Steps between two measurements of tau.")
+    threshold_smoothing: float = Field(
+        default=0.9,
+        ge=0,
+        lt=1,
+        description="Weight of the old threshold at a measurement; 0 takes that of the batch alone.",
+    )
+    dense_gradient: bool = Field(
+        default=False,
+        description="Gradients of all entries come back, not only of those that crossed.",
+    )
+    value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto",
+        description="Type of entries that are not quantised; auto is bf16 under a threshold (fp16 for fp16 "
+        "tables), and the table's own type otherwise.",
+    )
+    gradient_value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto", description="The same for gradients."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="First steps without threshold and bounds; rows are de-duplicated."
+    )
+    evaluation: bool = Field(
+        default=True,
+        description="Evaluate with threshold and bound, as trained; false evaluates the dense model.",
+    )
+
+    @field_validator("bound_classes")
+    @classmethod
+    def _classes(cls, factors: tuple[float, float, float]) -> tuple[float, float, float]:
+        if not min(factors) > 0:
+            raise ValueError("out of range")  # replaced by the field's own text
+        return factors
+
+    @model_validator(mode="after")
+    def _samples_need_their_own_vectors(self) -> Self:
+        if self.granularity == "sample" and self.deduplicate and self.sparsity > 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "granularity = 'sample' needs deduplicate = false: "
+                "a row that crosses once serves many samples",
+            )
+        return self
+
+
+class MetricsConfig(Section):
+    """``dct.metrics``: what is written about bytes, density and time, and where."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSON lines file, written by rank 0, or by every rank if the name holds '{rank}'.",
+    )
+    every: int = Field(
+        default=50, ge=1, description="Steps between two reports, which hold averages over these steps."
+    )
+    tensorboard: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory for an own TensorBoard writer; null uses the host framework's monitor only.",
+    )
+
+
+class KernelConfig(Section):
+    """``dct.kernels``: which implementation of the hot loops runs."""
+
+    backend: str = Field(
+        default="auto",
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="Plain torch (reference), the compiled CPU library (cpu), another registered backend, or "
+        "the fastest there is for the tensor's device (auto).",
+        json_schema_extra={"allowed": '"auto", "reference", "cpu" or another registered name'},
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Threads of the compiled library; null follows torch.get_num_threads().",
+    )
+
+
+class DCTConfig(Section):
+    """The whole ``dct`` section."""
+
+    enabled: bool = Field(
+        default=True, description="The plugin as a whole; false leaves the host framework untouched."
+    )
+    data_parallel: DataParallelConfig = Field(
+        default_factory=DataParallelConfig, description="Gradients between data-parallel ranks."
+    )
+    model_parallel: ModelParallelConfig = Field(
+        default_factory=ModelParallelConfig,
+        description="Activations and their gradients between model-parallel ranks.",
+    )
+    embedding: EmbeddingChannelConfig = Field(
+        default_factory=EmbeddingChannelConfig,
+        description="Vectors of sharded embedding tables between their owner and the samples' rank.",
+    )
+    metrics: MetricsConfig = Field(
+        default_factory=MetricsConfig, description="Reports on bytes, density, time."
+    )
+    kernels: KernelConfig = Field(
+        default_factory=KernelConfig, description="Implementation of the hot loops."
+    )
+
+    @classmethod
+    def parse(
+        cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None, source: str = SECTION
+    ) -> DCTConfig:
+        """Validate a ``dct`` section.
+
+        Args:
+            section: the section as read from JSON, or an already validated one (returned as it is).
+                ``None`` (there is no section) gives a disabled configuration.
+            rank: named in the error when given.
+            source: path of the section, the first part of every key named in an error.
+
+        Raises:
+            ConfigError: all faults of the section, one per line: key, value, what is allowed, and for an
+                unknown key the closest valid one.
+        """
+        if isinstance(section, DCTConfig):
+            return section
+        if section is None:
+            return cls(enabled=False)
+        return validated(cls, section, source, rank=rank)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, rank: int | None = None) -> DCTConfig:
+        """Read a section from a JSON file: a DeepSpeed configuration with a ``dct`` key, or the bare section.
+
+        Raises:
+            ConfigError: the file cannot be read, is not JSON, holds no section, or the section is wrong.
+        """
+        where = os.fspath(path)
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
+        if SECTION in content:
+            content = content[SECTION]
+        elif found := sorted(_DEEPSPEED_KEYS & content.keys()):
+            raise ConfigError(
+                f'{where}: a DeepSpeed configuration (it has {found[0]!r}) without a "dct" section'
+            )
+        return validated(cls, content, SECTION, rank=rank, where=where)
+
+    def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
+        """A validated copy with nested ``changes`` merged in, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
+        return validated(type(self), _merged(self.model_dump(), changes), SECTION)
+
+    def canonical_json(self) -> str:
+        """The section with every default written out, keys sorted; equal configurations give equal text."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def fingerprint(self) -> str:
+        """Short hash of :meth:`canonical_json`, equal on all ranks that agree (12 hexadecimal digits)."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
+
+    def differences(self, other: DCTConfig) -> list[str]:
+        """``['dct.data_parallel.sparsity: 0.99 != 0.9', ...]``: every key in which the two differ."""
+        return [
+            f"{mine.path}: {show(mine.value)} != {show(theirs.value)}"
+            for mine, theirs in zip(options(self), options(other), strict=True)
+            if mine.value != theirs.value
+        ]
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = (
+            _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"key {key!r} is given twice")
+        seen[key] = value
+    return seen
+
+
+def _source_of(cls: type[Section]) -> str:
+    """Path at which a section model stands in the configuration, e.g. ``dct.metrics``."""
+    for name, field in DCTConfig.model_fields.items():
+        if field.annotation is cls:
+            return f"{SECTION}.{name}"
+    return SECTION

@@ -1,0 +1,75 @@
+"""What one reduction moves where: tensors, the owners of their parts, and a fingerprint of it all."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+#: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
+#: the balance.
+MIN_SHARD = 16_384
+
+
+class Shard(NamedTuple):
+    """Entries ``[start, stop)`` of a tensor, summed up at rank ``owner`` of the group."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list[Shard]:
+    """The parts of a tensor and their owners among ``count`` ranks; ``whole`` tensors have one.
+
+    By name and size only, so that residuals do not depend on the host's bucket layout.
+    """
+    parts = 1 if whole else max(1, min(count, numel // MIN_SHARD))
+    first = zlib.crc32(name.encode())
+    bounds = [numel * i // parts for i in range(parts + 1)]
+    return [Shard((first + i) % count, bounds[i], bounds[i + 1]) for i in range(parts)]
+
+
+@dataclass
+class Item:
+    """One tensor of a reduction and where its parts go."""
+
+    name: str
+    tensor: Tensor
+    shards: list[Shard]
+    small: bool
+
+    def __post_init__(self) -> None:
+        covered = 0
+        for shard in sorted(self.shards, key=lambda s: s.start):
+            if shard.start != covered or shard.stop < shard.start:
+                break
+            covered = shard.stop
+        if covered != self.tensor.numel():
+            raise ValueError(
+                f"{self.name}: shards {self.shards} do not cover its {self.tensor.numel()} entries once"
+            )
+
+    def view(self, shard: Shard) -> Tensor:
+        return self.tensor[shard.start : shard.stop]
+
+
+@dataclass
+class Plan:
+    """What one reduction moves where; the same on every rank."""
+
+    kind: str
+    items: list[Item]
+    fingerprint: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = [self.kind, *(f"{item.name}:{item.tensor.numel()}:{item.shards}" for item in self.items)]
+        low = zlib.crc32("\n".join(text).encode())
+        high = zlib.adler32("\n".join(text).encode())
+        self.fingerprint = (high << 31 ^ low) & (2**63 - 1)
+
+    def owned_by(self, rank: int) -> list[tuple[Item, Shard]]:
+        """Shards of ``rank`` in the order in which their payloads stand in a message."""
+        return [(item, shard) for item in self.items for shard in item.shards if shard.owner == rank]

@@ -1,0 +1,391 @@
+"""The reducer: gradients of a data-parallel group, summed through compressed messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import checkpoint
+from ..codecs.message import MessageWriter, read_messages
+from ..codecs.payload import Payload
+from ..codecs.values import ValueDtype
+from ..collectives import Exchange
+from ..config import DataParallelConfig, KernelConfig
+from ..errors import PayloadError
+from ..metrics import Metrics, Record
+from ..schedules import SparsitySchedule
+from ..stream import Compressor, Encoded, add_payload, as_flat, backend_of, encode_all
+from .plan import Item, Plan, Shard, shards_of
+
+
+class _Written(NamedTuple):
+    """What a message holds of one tensor, to be accounted for when the message is complete."""
+
+    cls: str
+    encoded: Encoded
+    stream: Compressor | None
+    dense_bytes: float
+    copies: Sequence[int]
+    """How often each payload leaves this rank."""
+
+
+class GradientReducer:
+    """Sums gradients over a data-parallel group through compressed messages.
+
+    Every method that takes entries is a collective: all ranks of the group call it in the same order with
+    tensors of the same names and sizes; a rank that is out of step or fails makes the others raise
+    :class:`~dct_plugin.errors.DesyncError`.
+
+    Args:
+        config: The ``data_parallel`` settings.
+        group: Process group (gloo or nccl), None for the default one.
+        metrics: Where bytes, density and times are recorded.
+        device: Device of the gradients.
+        kernels: Which kernels run; the defaults when None.
+        transactional: Take skipped steps back, for host frameworks under fp16 loss scaling.
+        step: Optimizer steps so far, for a reducer that is made while the training runs.
+        loss_scale: What the host multiplies into the gradients.
+    """
+
+    def __init__(
+        self,
+        config: DataParallelConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        metrics: Metrics | None = None,
+        device: torch.device | str = "cpu",
+        kernels: KernelConfig | None = None,
+        transactional: bool = False,
+        step: int = 0,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.exchange = Exchange(group, self.device)
+        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
+        self.metrics = metrics
+        self.schedule = SparsitySchedule.of(config)
+        self.step = step
+        """Optimizer steps so far."""
+        self.loss_scale = loss_scale
+        self.streams: dict[str, Compressor] = {}
+        """One per parameter (what this rank sends) and, in two phases, one per owned shard (its answer)."""
+        self._kernels = kernels
+        self._backend = backend_of(kernels, self.device)
+        self._transactional = transactional
+        self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
+        self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._loaded: dict[str, dict[str, Any]] = {}
+
+    # -- collectives ---
+
+    def all_reduce(self, entries: Sequence[tuple[str, Tensor]], *, scale: float = 1.0) -> None:
+        """Replace every tensor by ``scale`` times its thresholded sum over the ranks, bitwise the same on
+        all.
+
+        Args:
+            entries: ``(name, tensor)``; 1-D contiguous tensors of a floating-point type, changed in place. An
+                entry that is not finite anywhere comes back as NaN on every rank.
+            scale: For an average, one over the world size.
+
+        Raises:
+            DesyncError: A rank failed or reduces other tensors.
+            PayloadError: A message arrived damaged.
+        """
+        if self._reduced_dense([tensor for _, tensor in entries], scale):
+            return
+        with self._reduction() as whole:
+            if self._direct():
+                plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
+                self._all_reduce_direct(plan, scale, whole)
+            else:
+                plan = self._plan("two_phase", [(n, t, self._shards(n, t)) for n, t in entries])
+                self._all_reduce_two_phase(plan, scale, whole)
+
+    def reduce_scatter(
+        self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
+    ) -> None:
+        """Give every owner ``scale`` times the thresholded sum of its shards (ZeRO-1/2).
+
+        Args:
+            entries: ``(name, tensor, shards)``; the shards cover the 1-D contiguous tensor once. The owner's
+                shards are changed in place; the rest of the tensor is left unspecified.
+            scale: For an average, one over the world size.
+
+        Raises:
+            DesyncError: A rank failed or reduces other tensors.
+            PayloadError: A message arrived damaged.
+            ValueError: The shards of a tensor do not cover it.
+        """
+        if self._reduced_dense([tensor for _, tensor, _ in entries], scale):
+            return
+        with self._reduction() as whole:
+            plan = self._plan("reduce_scatter", entries)
+            received = self._send_to_owners(plan, whole)
+            for position, (item, shard) in enumerate(plan.owned_by(self.rank)):
+                self._sum_into(item.view(shard), [payloads[position] for payloads in received], scale, whole)
+
+    def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
+        """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
+        message, *_ = self._encode(plan, whole, copies=self.world_size - 1)
+        with whole.timed("exchange"):
+            messages = self.exchange.all_gather(message, plan.fingerprint)
+        split = [self._split(message, len(plan.items), sender) for sender, message in enumerate(messages)]
+        for position, item in enumerate(plan.items):
+            self._sum_into(item.tensor, [payloads[position] for payloads in split], scale, whole)
+
+    def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
+        """Sparse to the owners, who sum and threshold again, and from them to all."""
+        received = self._send_to_owners(plan, whole)
+        answer = MessageWriter(self.device)
+        with self.exchange.abort_on_error():
+            written = []
+            for position, (item, shard) in enumerate(plan.owned_by(self.rank)):
+                total = self._zeros(shard.stop - shard.start)
+                self._sum_into(total, [payloads[position] for payloads in received], 1.0, whole)
+                written.append(self._encode_answer(item, shard, total, answer))
+            (message,) = self._close([answer], written, whole)
+        with whole.timed("exchange"):
+            answers = self.exchange.all_gather(message, plan.fingerprint)
+        for owner, message in enumerate(answers):
+            owned = plan.owned_by(owner)
+            for (item, shard), payload in zip(owned, self._split(message, len(owned), owner), strict=True):
+                self._sum_into(item.view(shard), [payload], scale, whole)
+
+    # -- steps ---
+
+    def end_step(
+        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
+    ) -> None:
+        """An optimizer step is over; warm-up counts it, also a skipped one.
+
+        Args:
+            skipped: The optimizer did not use the gradients reduced since the last step: residuals and
+                thresholds are bitwise what they were then. Without ``transactional`` they stay as they
+                are: what was sent in the step is lost with it.
+            loss_scale: The coming gradients are multiplied by it; residuals and thresholds follow (exact for
+                powers of 2). None: as before.
+            reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
+        """
+        if reduced_at is not None:
+            self.loss_scale = reduced_at
+        for stream in self.streams.values():
+            stream.end_step(skipped=skipped and self._transactional)
+            if loss_scale is not None and loss_scale != self.loss_scale:
+                stream.rescale(loss_scale / self.loss_scale)
+        if loss_scale is not None:
+            self.loss_scale = loss_scale
+        self.step += 1
+
+    # -- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, thresholds and counters of this rank (each rank has its own)."""
+        streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
+        return {"step": self.step, "loss_scale": self.loss_scale, "streams": streams}
+
+    def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
+        """Restore :meth:`state_dict`; streams get their state when they are next used, unknown ones start
+        afresh.
+
+        Args:
+            state: Of this rank.
+            loss_scale: That of the coming gradients; None: the saved one.
+        """
+        scale = state["loss_scale"] if loss_scale is None else loss_scale
+        self.step, self.loss_scale = state["step"], scale
+        self.streams.clear()
+        self._loaded = dict(checkpoint.in_unit(state, scale / state["loss_scale"])["streams"])
+
+    # -- planning ---
+
+    def _direct(self) -> bool:
+        if self.config.exchange == "auto":
+            # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
+            # round fewer.
+            return self.world_size <= 2
+        return self.config.exchange == "direct"
+
+    def _small(self, tensor: Tensor) -> bool:
+        return tensor.numel() < self.config.min_numel
+
+    def _shards(self, name: str, tensor: Tensor) -> list[Shard]:
+        return shards_of(name, tensor.numel(), self.world_size, whole=self._small(tensor))
+
+    def _plan(self, kind: str, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> Plan:
+        with self.exchange.abort_on_error():
+            return Plan(kind, [Item(n, t, list(shards), self._small(t)) for n, t, shards in entries])
+
+    # -- sending ---
+
+    def _reduced_dense(self, tensors: Sequence[Tensor], scale: float) -> bool:
+        """Warm-up steps and single ranks: sum as the host framework would. Returns whether that was done."""
+        if self.world_size > 1 and self.step >= self.config.warmup_steps:
+            return False
+        with self._reduction() as whole:
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                same = [tensor for tensor in tensors if tensor.dtype == dtype]
+                if self.world_size > 1:
+                    flat = torch.cat(same)
+                    with whole.timed("exchange"):
+                        dist.all_reduce(flat, group=self.exchange.group)
+                    # A ring all-reduce's bytes: the transport does not tell.
+                    size = round(
+                        2 * (self.world_size - 1) / self.world_size * flat.numel() * flat.element_size()
+                    )
+                    self.exchange.sent_bytes += size
+                    self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
+                    for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                        tensor.copy_(reduced)
+                if scale != 1.0:
+                    for tensor in same:
+                        tensor.mul_(scale)
+        return True
+
+    def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
+        """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
+        for writer in self._writers:
+            writer.clear()
+        factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
+        with self.exchange.abort_on_error():
+            density, written = self.schedule.density(self.step), []
+            for item in plan.items:
+                grad, stream = as_flat(item.tensor), None
+                parts = [(shard.start, shard.stop, self._writers[shard.owner]) for shard in item.shards]
+                if item.small:
+                    stats = [
+                        encode_all(self._backend, grad[start:stop], writer).stats[0]
+                        for start, stop, writer in parts
+                    ]
+                    encoded = Encoded(stats, grad.numel())
+                else:
+                    stream = self._stream(item.name)
+                    encoded = stream.encode(grad, parts, density)
+                written.append(
+                    _Written(
+                        "gradient_small" if item.small else "gradient",
+                        encoded,
+                        stream,
+                        factor * item.tensor.numel() * item.tensor.element_size(),
+                        [
+                            copies if plan.kind == "direct" or shard.owner != self.rank else 0
+                            for shard in item.shards
+                        ],
+                    )
+                )
+            return self._close(self._writers, written, whole)
+
+    def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> _Written:
+        """What an owner sends back: the sum, thresholded once more with the owner's own residual."""
+        density, stream = self.schedule.density(self.step), None
+        if item.small:
+            encoded = encode_all(self._backend, total, answer, ValueDtype.FP32)
+        elif density < 1.0 and not self.config.server_error_feedback:
+            # Without a residual nothing may be dropped: everything that arrived goes back.
+            code = ValueDtype.parse(self.config.value_dtype)
+            encoded = encode_all(self._backend, total, answer, code, zeros=False)
+            encoded.density = density
+        else:
+            stream = self._stream(f"{item.name}[{shard.start}:{shard.stop}]")
+            encoded = stream.encode(total, [(0, total.numel(), answer)], density)
+        receivers = self.world_size - 1
+        return _Written(
+            "gradient_small" if item.small else "gradient_answer",
+            encoded,
+            stream,
+            receivers * total.numel() * item.tensor.element_size(),
+            [receivers],
+        )
+
+    def _close(
+        self, writers: Sequence[MessageWriter], written: Sequence[_Written], whole: Record
+    ) -> list[Tensor]:
+        """The complete messages, and with them, in one read from the device, what was written: thresholds
+        follow, metrics record.
+        """
+        messages = read_messages(writers)
+        for cls, encoded, stream, dense_bytes, copies in written:
+            if stream is not None:
+                stream.observe(encoded)
+            sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
+            self._record(encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent), whole)
+        return messages
+
+    def _stream(self, name: str) -> Compressor:
+        stream = self.streams.get(name)
+        if stream is None:
+            stream = Compressor(
+                self.config,
+                name=name,
+                rank=self.rank,
+                kernels=self._kernels,
+                transactional=self._transactional,
+            )
+            if name in self._loaded:
+                stream.load_state_dict(self._loaded.pop(name))
+            self.streams[name] = stream
+        return stream
+
+    # -- receiving ---
+
+    def _send_to_owners(self, plan: Plan, whole: Record) -> list[list[Payload]]:
+        """For every sender, the payloads of the shards owned here in the plan's order."""
+        messages = self._encode(plan, whole, copies=1)
+        with whole.timed("exchange"):
+            messages = self.exchange.all_to_all(messages, plan.fingerprint)
+        count = len(plan.owned_by(self.rank))
+        with self.exchange.abort_on_error():
+            return [self._split(message, count, sender) for sender, message in enumerate(messages)]
+
+    def _split(self, message: Tensor, count: int, sender: int) -> list[Payload]:
+        try:
+            payloads = Payload.split(message, verify=False)  # decoding verifies
+        except PayloadError as error:
+            raise PayloadError(
+                f"rank {self.rank}: message from rank {sender} of the group: {error}"
+            ) from error
+        if len(payloads) != count:
+            raise PayloadError(
+                f"rank {self.rank}: message from rank {sender} of the group holds {len(payloads)} payloads, "
+                f"expected {count}"
+            )
+        return payloads
+
+    def _sum_into(self, tensor: Tensor, payloads: Sequence[Payload], scale: float, whole: Record) -> None:
+        """``tensor = scale * sum of the payloads``, added up in fp32 in rank order."""
+        with whole.timed("decode"):
+            in_place = tensor.dtype == torch.float32
+            total = tensor.zero_() if in_place else self._zeros(tensor.numel())
+            for payload in payloads:
+                add_payload(self._backend, payload, total)
+            if scale != 1.0:
+                total.mul_(scale)
+            if not in_place:
+                tensor.copy_(total)
+
+    def _zeros(self, numel: int) -> Tensor:
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
+        return self._scratch[:numel].zero_()
+
+    # -- metrics ---
+
+    @contextmanager
+    def _reduction(self) -> Iterator[Record]:
+        """The record of a reduction as a whole: size messages, and the time of exchange and decoding."""
+        whole = Record("gradient", sent_bytes=-self.exchange.sent_bytes, tensors=0)
+        yield whole
+        whole.sent_bytes += self.exchange.sent_bytes
+        if self.metrics is not None:
+            self.metrics.record(whole)
+
+    def _record(self, record: Record, whole: Record) -> None:
+        """A tensor's share of the reduction."""
+        whole.sent_bytes -= record.sent_bytes
+        if self.metrics is not None:
+            self.metrics.record(record)

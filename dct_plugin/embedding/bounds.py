@@ -1,0 +1,278 @@
+"""Thresholds and error bounds of one rank's tables: found from the data, counted in optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..config import EmbeddingChannelConfig, KernelConfig
+from ..kernels import SMALLEST_TAU, Backend
+from ..stream import as_flat, backend_of
+from .error_bounded import quantise
+
+__all__ = ["Limits", "TableLimits"]
+
+logger = logging.getLogger("dct_plugin")
+
+#: Steps between two looks at how quantising merges a table's rows.
+_CLASS_INTERVAL = 100
+#: A table is of the small class when quantising merges at least this share of its rows, of the large class
+#: below the second.
+_HOMOGENISED = (0.5, 0.1)
+_DECAY_STAGES = 10
+#: Training forward passes without an optimizer step after which somebody has forgotten to count them: more
+#: than gradient accumulation and recomputation take together.
+_FORGOTTEN = 256
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What applies in one forward pass, and in the backward pass that answers it.
+
+    Attributes:
+        threshold: Entries below tau do not cross.
+        bound: Error bound of the medium class; None: nothing is quantised.
+        gradients: Gradients are quantised.
+    """
+
+    threshold: bool
+    bound: float | None
+    gradients: bool
+
+
+class TableLimits(nn.Module):
+    """Thresholds and error bounds of one rank's tables.
+
+    They change with optimizer steps, which :meth:`end_step` counts; all forward passes of a step (gradient
+    accumulation, activation recomputation) find the same ones. They are measured on the first training pass
+    of a step.
+
+    Args:
+        config: ``dct.embedding``.
+        tables: Tables of this rank.
+        name: Name in messages.
+        kernels: ``dct.kernels``; the defaults when None.
+
+    Attributes:
+        tau: fp32 [tables] ([1] for granularity ``tensor``, [0] for those that are not kept), 0: no threshold
+            yet.
+        bound_class: int64 [tables], index of the factor in ``bound_classes``.
+        steps: int64 scalar, optimizer steps so far.
+    """
+
+    def __init__(
+        self, config: EmbeddingChannelConfig, *, tables: int, name: str, kernels: KernelConfig | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tables = tables
+        self.name = name
+        self._kernels = kernels
+        self._backends: dict[torch.device, Backend] = {}
+        self._measured = False  # in this step
+        self._passes = 0  # forward passes in training since the last step
+        self.tau: Tensor
+        self.bound_class: Tensor
+        self.steps: Tensor
+        kept = {"table": tables, "tensor": 1, "vector": 0, "sample": 0}[config.granularity]
+        self.register_buffer("tau", torch.zeros(kept))
+        self.register_buffer("bound_class", torch.ones(tables, dtype=torch.int64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def backend(self, device: torch.device) -> Backend:
+        """The kernels in use for tensors on ``device``."""
+        if device not in self._backends:
+            self._backends[device] = backend_of(self._kernels, device)
+        return self._backends[device]
+
+    # -- optimizer steps ---
+
+    def end_step(self) -> None:
+        """An optimizer step is over: warm-up, decay and life-span count it, thresholds may change."""
+        self.steps += 1
+        self.restart_step()
+
+    def restart_step(self) -> None:
+        """Nothing has been measured in the current step (after a checkpoint was loaded)."""
+        self._measured, self._passes = False, 0
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*arguments, **named)
+        self.restart_step()
+
+    def follow(self, optimizer: Any) -> RemovableHandle:
+        """:meth:`end_step` after every ``optimizer.step()`` that forward passes in training went before.
+
+        Several calls of ``step()`` without a forward pass between them are one step: ZeRO stages 1 and 2 call
+        it once per parameter group. A step that a loss scaler skips does not reach the optimizer and is not
+        counted.
+
+        Args:
+            optimizer: A torch optimizer, or a wrapper that has it as ``.optimizer``, as DeepSpeed's have.
+
+        Returns:
+            a handle whose ``remove()`` ends it.
+
+        Raises:
+            TypeError: no torch optimizer is found.
+        """
+        inner = optimizer
+        while not isinstance(inner, torch.optim.Optimizer):
+            inner = getattr(inner, "optimizer", None)
+            if inner is None:
+                raise TypeError(f"{self.name}: follow() takes a torch optimizer, got {optimizer!r}")
+        return inner.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        if self._passes:
+            self.end_step()
+
+    def _count_pass(self) -> None:
+        self._passes += 1
+        config = self.config
+        dynamic = config.warmup_steps or config.bound_decay_steps or config.sparsity > 0
+        if self._passes == _FORGOTTEN and config.enabled and dynamic:
+            logger.warning(
+                "dct: %s: %d forward passes in training without an optimizer step; warmup_steps, "
+                "bound_decay_steps and threshold_lifespan stand still. Call follow(optimizer) once, or "
+                "end_step() after every step.",
+                self.name,
+                self._passes,
+            )
+
+    # -- what applies now ---
+
+    def limits(self) -> Limits:
+        """What applies to the coming forward pass."""
+        config, step = self.config, int(self.steps)
+        warm = config.enabled and step >= config.warmup_steps
+        applied = warm and (self.training or config.evaluation)
+        return Limits(
+            threshold=applied and config.sparsity > 0,
+            bound=self._bound_at(step) if applied else None,
+            gradients=warm and config.gradient_bound is not None,
+        )
+
+    def _bound_at(self, step: int) -> float | None:
+        config = self.config
+        if config.error_bound is None or not config.bound_decay_steps:
+            return config.error_bound
+        progress = (step - config.warmup_steps) / config.bound_decay_steps
+        stage = min(math.floor(max(progress, 0.0) * _DECAY_STAGES), _DECAY_STAGES)
+        return config.error_bound * config.bound_start ** (1.0 - stage / _DECAY_STAGES)
+
+    def bounds(self, limits: Limits, tables: Sequence[int]) -> Tensor:
+        """Absolute error bounds of own tables, float64 [len(tables)].
+
+        Under a threshold a table's bound is at most tau: what is kept is never rounded to zero, so that zeros
+        are the mask. (Thresholds that differ from row to row cannot do that: there, what rounds to zero gets
+        no gradient.)
+        """
+        device = self.bound_class.device
+        at = torch.tensor(tables, dtype=torch.int64, device=device)
+        factors = torch.tensor(self.config.bound_classes, dtype=torch.float64, device=device)
+        bounds = factors[self.bound_class[at]] * (limits.bound or 0.0)
+        if limits.threshold and self.tau.numel():
+            tau = (self.tau[at] if self.config.granularity == "table" else self.tau).to(torch.float64)
+            bounds = torch.where(tau > 0, torch.minimum(bounds, tau), bounds)
+        return bounds
+
+    def mask(self, x: Tensor, tables: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Entries of ``x`` that reach the threshold, bool [rows, dim].
+
+        Args:
+            x: [sum of rows, dim], the rows of the tables one after the other.
+            tables: Own tables, local numbers.
+            rows: Rows of each.
+        """
+        magnitude = x.abs().to(torch.float32)
+        kind = self.config.granularity
+        density = 1.0 - self.config.sparsity
+        if kind == "vector":
+            keep = max(1, round(density * x.shape[1]))
+            tau = magnitude.topk(keep, dim=1).values[:, -1:] if len(x) else magnitude[:, :1]
+        elif kind == "sample":
+            if len(set(rows)) > 1:
+                raise ValueError(f"{self.name}: granularity 'sample' needs one vector per table and sample")
+            samples = magnitude.view(len(rows), -1, x.shape[1]).transpose(0, 1).flatten(1)
+            if not samples.numel():
+                return magnitude > 0
+            keep = max(1, round(density * samples.shape[1]))
+            per_sample = samples.topk(keep, dim=1).values[:, -1]
+            tau = per_sample.repeat(len(rows)).unsqueeze(1)
+        elif kind == "tensor":
+            tau = self.tau[0]
+        else:
+            at = torch.tensor(tables, dtype=torch.int64, device=x.device)
+            counts = torch.tensor(rows, dtype=torch.int64, device=x.device)
+            tau = self.tau[at].repeat_interleave(counts).unsqueeze(1)
+        return magnitude >= tau.clamp(min=SMALLEST_TAU)
+
+    # -- measuring ---
+
+    def measure(
+        self,
+        limits: Limits,
+        blocks: Sequence[Tensor],
+        tables: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        """Find thresholds and classes from the vectors of a training pass; the first one of a step counts.
+
+        Args:
+            limits: Of the pass.
+            blocks: Per destination, [rows, dim].
+            tables, rows: Per destination: own tables, and rows of each of them.
+        """
+        self._count_pass()
+        if self._measured or not self.config.enabled:
+            return
+        self._measured = True
+        step = int(self.steps)
+        due = self.config.sparsity > 0 and self.tau.numel() > 0
+        due = due and (step % self.config.threshold_lifespan == 0 or not bool(self.tau.all()))
+        classes = len(set(self.config.bound_classes)) > 1 and step % _CLASS_INTERVAL == 0
+        classes = classes and limits.bound is not None
+        if not (due or classes):
+            return
+        by_table: list[list[Tensor]] = [[] for _ in range(self.tables)]
+        for block, numbers, counts in zip(blocks, tables, rows, strict=True):
+            for table, part in zip(numbers, block.split(list(counts)), strict=True):
+                if part.numel():
+                    by_table[table].append(part)
+        if due:
+            groups = by_table if self.config.granularity == "table" else [[p for ps in by_table for p in ps]]
+            for number, parts in enumerate(groups[: self.tau.numel()]):
+                if parts:
+                    self._update_threshold(number, torch.cat([part.reshape(-1) for part in parts]))
+        if classes and limits.bound is not None:
+            for table, parts in enumerate(by_table):
+                if parts:
+                    self.bound_class[table] = _bound_class(torch.cat(parts).to(torch.float32), limits.bound)
+
+    def _update_threshold(self, number: int, flat: Tensor) -> None:
+        keep = max(1, round((1.0 - self.config.sparsity) * flat.numel()))
+        measured = self.backend(flat.device).exact_threshold(as_flat(flat), None, keep)
+        if not math.isfinite(measured):
+            return
+        old = float(self.tau[number])
+        weight = self.config.threshold_smoothing if old > 0 else 0.0
+        self.tau[number] = max(weight * old + (1.0 - weight) * measured, SMALLEST_TAU)
+
+
+def _bound_class(rows: Tensor, bound: float) -> int:
+    """0, 1, 2 (small, medium, large bound) by the share of distinct rows that quantising merges."""
+    lengths = torch.tensor([rows.numel()], device=rows.device)
+    codes = quantise(
+        rows.reshape(-1), lengths, torch.tensor([bound], dtype=torch.float64, device=rows.device)
+    )
+    distinct = len(torch.unique(rows, dim=0))
+    merged = 1.0 - len(torch.unique(codes.decoded.view_as(rows), dim=0)) / distinct
+    return 0 if merged >= _HOMOGENISED[0] else 2 if merged < _HOMOGENISED[1] else 1

@@ -1,0 +1,65 @@
+"""Which rank holds which embedding tables."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Table", "check_placement", "place_tables"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What placement has to know of a table: rows, width, and average rows per sample (pooling)."""
+
+    rows: int
+    width: int
+    pooling: float = 1.0
+    name: str = ""
+
+    @property
+    def cost(self) -> float:
+        """Rows x width x pooling."""
+        return self.rows * self.width * self.pooling
+
+
+def place_tables(tables: Sequence[Table], world_size: int) -> list[list[int]]:
+    """Balance tables over ranks by rows x width x pooling; ranks may stay without.
+
+    Longest processing time first (Graham, SIAM J. Applied Mathematics 17, 1969): the greatest cost goes to
+    the rank that has least, which is at most a third above the optimum. Ties are broken by table and rank, so
+    that every rank finds the same answer.
+
+    Returns:
+        the tables of each rank, ascending.
+
+    Raises:
+        ValueError: ``world_size`` is below 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    loads = [(0.0, 0, rank) for rank in range(world_size)]
+    placed: list[list[int]] = [[] for _ in range(world_size)]
+    for number in sorted(range(len(tables)), key=lambda t: (-tables[t].cost, t)):
+        load, count, rank = heapq.heappop(loads)
+        placed[rank].append(number)
+        heapq.heappush(loads, (load + tables[number].cost, count + 1, rank))
+    return [sorted(numbers) for numbers in placed]
+
+
+def check_placement(
+    placement: Sequence[Sequence[int]] | None, tables: Sequence[Table], world_size: int
+) -> list[list[int]]:
+    """A placement given by the user, or the balanced one.
+
+    Raises:
+        ValueError: not every table is on exactly one of ``world_size`` ranks.
+    """
+    placed = [list(numbers) for numbers in placement or place_tables(tables, world_size)]
+    named = sorted(number for numbers in placed for number in numbers)
+    if named != list(range(len(tables))) or len(placed) != world_size:
+        raise ValueError(
+            f"placement {placed} does not put each of {len(tables)} tables on one of {world_size} ranks"
+        )
+    return placed

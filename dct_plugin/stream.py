@@ -1,0 +1,586 @@
+"""One tensor stream: threshold, residual, encoding.
+
+Everything that crosses the network passes a stream, becomes a
+:class:`~dct_plugin.codecs.payload.Payload`, and is a tensor again on the other side. :class:`Compressor` is
+the stream of gradients, which keeps what it did not send; :class:`ActivationStream` that of activations,
+which drops it. Below them are the few functions that other paths share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codecs.index import IndexEncoding
+from .codecs.message import MessageWriter
+from .codecs.payload import Header, Payload, header_bytes, payload_bound
+from .codecs.values import ValueDtype
+from .config import ActivationConfig, DataParallelConfig, KernelConfig
+from .errors import ConfigError
+from .feedback import Residual, Velocity
+from .kernels import GRAD_DTYPES, SMALLEST_TAU, Backend, Stats, Tau, backend_names, get_backend, read_stats
+from .metrics import Record
+from .schedules import SparsitySchedule
+from .thresholds import Threshold, wanted
+
+#: Room beside the configured capacity, so that tiny parts are not cut by counting noise.
+_CAPACITY_SLACK = 64
+#: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
+#: spread.
+_START_STRIDE = 0x9E3779B1
+
+
+@dataclass
+class Encoded:
+    """What was written of one tensor (or of the parts of one).
+
+    Attributes:
+        stats: One entry per payload. Figures that lie on a device are read, all at once, by the first
+            property that needs them.
+        numel: Entries of the tensor.
+        density: Share of them that was wanted; 1 for what is sent dense.
+        refreshes: Measurements of the threshold that this took.
+    """
+
+    stats: list[Stats] = field(default_factory=list)
+    numel: int = 0
+    density: float = 1.0
+    refreshes: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Threshold; 0 for what is sent dense."""
+        return max((part.tau for part in read_stats(self.stats)), default=0.0)
+
+    @property
+    def nnz(self) -> int:
+        """Entries sent."""
+        return sum(part.nnz for part in read_stats(self.stats))
+
+    @property
+    def above(self) -> int:
+        """Entries that reached the threshold, before any capacity limit."""
+        return sum(part.above for part in read_stats(self.stats))
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether a payload is flagged: the tensor held an entry that is not finite, or far too large."""
+        return any(part.nonfinite for part in read_stats(self.stats))
+
+    def record(self, cls: str, *, dense_bytes: float, sent_bytes: float) -> Record:
+        """The metrics' record of it."""
+        return Record(
+            cls,
+            dense_bytes=round(dense_bytes),
+            sent_bytes=round(sent_bytes),
+            numel=self.numel,
+            nnz=self.nnz,
+            target_density=self.density,
+            tau=self.tau,
+            refreshes=self.refreshes,
+            select_ms=sum(part.select_ns for part in self.stats) / 1e6,
+            encode_ms=sum(part.encode_ns for part in self.stats) / 1e6,
+        )
+
+
+class Stream:
+    """What the streams of gradients and of activations have in common.
+
+    Args:
+        config: Section that says how tau is found.
+        name: In messages, and as the seed of the threshold's sample.
+        rank: In the group; seeds the sample, too.
+        kernels: Which kernels run; the defaults when None.
+    """
+
+    def __init__(
+        self,
+        config: DataParallelConfig | ActivationConfig,
+        *,
+        name: str,
+        rank: int,
+        kernels: KernelConfig | None,
+    ) -> None:
+        self.name = name
+        self.threshold = Threshold.for_stream(name, rank, config)
+        self._kernels = kernels
+        self._backend: Backend | None = None
+
+    def backend(self, device: torch.device) -> Backend:
+        """The kernels in use."""
+        if self._backend is None:
+            self._backend = backend_of(self._kernels, device)
+        return self._backend
+
+    def _propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
+        """The threshold for ``flat``."""
+        tau = self.threshold.propose(self.backend(flat.device), flat, residual, encoded.density)
+        encoded.refreshes = int(self.threshold.measuring)
+        return tau
+
+    def _write(
+        self,
+        encoded: Encoded,
+        flat: Tensor,
+        out: Tensor,
+        *,
+        tau: Tau,
+        step: int,
+        capacity: int,
+        value_dtype: ValueDtype,
+        residual: Sequence[Tensor | None] = (None, None),
+        encoding: IndexEncoding | None = None,
+    ) -> Stats:
+        """One payload into ``out``, uint8 of ``payload_bound`` bytes; ``residual`` is ``(read, written)``.
+
+        ``step`` moves the position from which a payload is filled that is limited by ``capacity``.
+        """
+        numel = flat.numel()
+        stats = self.backend(flat.device).compress(
+            flat,
+            residual[0],
+            tau,
+            out,
+            residual_out=residual[1],
+            capacity=capacity,
+            start=(step * _START_STRIDE) % numel if numel else 0,
+            value_dtype=value_dtype,
+            encoding=encoding,
+        )
+        encoded.stats.append(stats)
+        return stats
+
+
+class Compressor(Stream):
+    """Thresholds one tensor stream (a parameter's gradient, step after step) and keeps what it did not send.
+
+    Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add
+    the residual), compress (select and encode), update (keep what was not sent), all in one pass of the
+    kernel, and send, which is left to the collectives.
+
+    Args:
+        config: ``data_parallel`` settings; defaults when None.
+        name: Name of the stream (the parameter), used in messages and to seed the threshold's sample.
+        rank: Rank in the group, seeds the sample too.
+        kernels: Which kernels run; the defaults when None.
+        transactional: Steps can be taken back, see :meth:`end_step` (costs a second residual buffer).
+        overrides: Single settings over ``config``, for example ``sparsity=0.9``.
+
+    Raises:
+        ConfigError: A setting is unknown or out of range.
+
+    Example:
+        >>> compressor = Compressor(sparsity=0.99)
+        >>> payload = compressor.compress(gradient)       # bytes for the wire; the rest waits in the residual
+        >>> received = compressor.decompress(payload)     # fp32, the shape of the gradient
+    """
+
+    def __init__(
+        self,
+        config: DataParallelConfig | None = None,
+        *,
+        name: str = "tensor",
+        rank: int = 0,
+        kernels: KernelConfig | None = None,
+        transactional: bool = False,
+        **overrides: Any,
+    ) -> None:
+        if overrides or config is None:
+            config = DataParallelConfig.of(None if config is None else config.model_dump(), **overrides)
+        super().__init__(config, name=name, rank=rank, kernels=kernels)
+        self.config = config
+        self.schedule = SparsitySchedule.of(config)
+        self.residual: Residual | None = None
+        self.velocity: Velocity | None = None
+        self._transactional = transactional
+        self._shape: torch.Size | None = None
+        self._value_dtype = ValueDtype.parse(config.value_dtype)
+        self._encoding = (
+            None if config.index_encoding == "auto" else IndexEncoding.parse(config.index_encoding)
+        )
+        self._saved_threshold: dict[str, Any] | None = None
+        self._loaded: dict[str, Tensor] = {}
+
+    # -- the public pair ---
+
+    def compress(self, tensor: Tensor) -> Payload:
+        """Encode what of ``tensor + residual`` reaches the threshold; the residual keeps the rest.
+
+        Args:
+            tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every
+                call. Left unchanged.
+
+        Returns:
+            A payload with memory of its own. When ``tensor`` holds a non-finite entry (or a magnitude of
+            ``2**126`` and more) the payload says so, decodes to NaN, and residual and threshold stay bitwise
+            as they were.
+
+        Raises:
+            TypeError: ``tensor`` is not a floating-point tensor.
+            ValueError: The number of entries changed.
+        """
+        if not tensor.is_floating_point():
+            raise TypeError(f"{self.name}: expected a floating-point tensor, got {tensor.dtype}")
+        flat = as_flat(tensor)
+        writer = MessageWriter(flat.device)
+        self.observe(self.encode(flat, [(0, flat.numel(), writer)]))
+        self._shape = tensor.shape
+        return Payload.from_tensor(writer.message.clone())
+
+    def decompress(self, payload: Payload | Tensor) -> Tensor:
+        """The tensor that ``payload`` stands for: fp32, zeros where nothing was sent.
+
+        Returns:
+            The shape of the tensors compressed here when the number of entries agrees, else 1-D.
+
+        Raises:
+            PayloadError: The payload is malformed.
+        """
+        if not isinstance(payload, Payload):
+            payload = Payload.from_tensor(payload)
+        out = torch.zeros(payload.numel, dtype=torch.float32, device=payload.data.device)
+        self.backend(out.device).decode_add(payload.data, out)
+        return (
+            out.view(self._shape) if self._shape is not None and self._shape.numel() == out.numel() else out
+        )
+
+    # -- in parts, straight into messages ---
+
+    def encode(
+        self,
+        grad: Tensor,
+        parts: Sequence[tuple[int, int, MessageWriter]],
+        density: float | None = None,
+    ) -> Encoded:
+        """Like :meth:`compress`, with one payload per part, written into the messages of the part's
+        receivers; :meth:`observe` what was written before the next call.
+
+        The threshold is that of the whole tensor, the payloads' positions are relative to their part. A part
+        that holds a non-finite entry is flagged, and its residual stays as it was; the others are sent.
+
+        Args:
+            grad: 1-D contiguous, fp32/bf16/fp16.
+            parts: ``(start, stop, writer)``; together they cover the tensor once.
+            density: Share of entries to keep in this step; None follows the stream's own schedule.
+        """
+        numel, step = grad.numel(), self.threshold.step
+        encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
+        if self._transactional and self._saved_threshold is None:
+            self._saved_threshold = self.threshold.state_dict()
+        buffers = self._residual_buffers(numel, grad.device)
+        if self.velocity is not None:
+            grad = self.velocity.accumulate(grad)
+        dense = encoded.density >= 1.0 or not numel
+        tau = 0.0 if dense else self._propose(encoded, grad, buffers[0])
+        for start, stop, writer in parts:
+            length = stop - start
+            capacity = length if dense else self._capacity(encoded.density, length)
+            room = writer.reserve(payload_bound(length, capacity, self._value_dtype))
+            part = self._write(
+                encoded,
+                grad[start:stop],
+                room,
+                tau=tau,
+                step=step,
+                capacity=capacity,
+                value_dtype=self._value_dtype,
+                residual=[None if buffer is None else buffer[start:stop] for buffer in buffers],
+                encoding=self._encoding,
+            )
+            if self.velocity is not None and self.config.momentum_masking and not dense:
+                # The one path that waits for the device: which entries were sent is in the payload alone.
+                mask = self.backend(grad.device).decode_mask(room[: part.nbytes], length)
+                self.velocity.restart(start, mask)
+            writer.advance(part)
+        return encoded
+
+    def observe(self, encoded: Encoded) -> None:
+        """Close the step: the threshold lives on, unless a part was non-finite."""
+        if encoded.nonfinite:
+            self.threshold.reject()
+        elif encoded.density < 1.0 and encoded.numel:
+            self.threshold.accept(encoded.tau)
+            self.threshold.observe(encoded.above, encoded.numel)
+        else:
+            self.threshold.step += 1
+
+    # -- optimizer steps ---
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """An optimizer step is over: keep residual and threshold, or, if it was ``skipped``, take back
+        bitwise what changed them since the last call.
+
+        Raises:
+            RuntimeError: A skipped step, and the stream is not transactional.
+        """
+        if skipped and self._saved_threshold is not None:
+            self.threshold.load_state_dict(self._saved_threshold)
+        self._saved_threshold = None
+        for buffer in self._buffers().values():
+            if skipped:
+                buffer.rollback()
+            else:
+                buffer.commit()
+
+    def rescale(self, factor: float) -> None:
+        """The unit of the gradients changed by ``factor`` (loss scale)."""
+        self.threshold.rescale(factor)
+        for buffer in self._buffers().values():
+            buffer.rescale(factor)
+
+    # -- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residual (fp32, CPU), threshold and counters; a resumed run goes on bitwise."""
+        saved = {**self._loaded, **{name: buffer.saved() for name, buffer in self._buffers().items()}}
+        return {
+            "threshold": self.threshold.state_dict(),
+            "residual": saved.get("residual"),
+            "velocity": saved.get("velocity"),
+            "shape": None if self._shape is None else tuple(self._shape),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`.
+
+        Raises:
+            ValueError: The residual has another number of entries than the stream.
+        """
+        self.threshold.load_state_dict(state["threshold"])
+        self._shape = None if state["shape"] is None else torch.Size(state["shape"])
+        self._saved_threshold = None
+        self._loaded = {key: state[key] for key in ("residual", "velocity") if state.get(key) is not None}
+        self._adopt_loaded()
+
+    # -- inside ---
+
+    def _capacity(self, density: float, length: int) -> int:
+        return min(length, math.ceil(self.config.capacity * wanted(density, length)) + _CAPACITY_SLACK)
+
+    def _residual_buffers(self, numel: int, device: torch.device) -> Sequence[Tensor | None]:
+        if self.config.error_feedback == "none":
+            return None, None
+        if self.residual is None:
+            self.residual = Residual(numel, device, transactional=self._transactional)
+            if self.config.momentum_correction > 0.0:
+                self.velocity = Velocity(
+                    numel, device, self.config.momentum_correction, transactional=self._transactional
+                )
+            self._adopt_loaded()
+        if self.residual.current.numel() != numel:
+            raise ValueError(
+                f"{self.name}: the stream has {self.residual.current.numel()} entries, got a tensor of "
+                f"{numel}; one compressor serves one tensor"
+            )
+        return self.residual.begin()
+
+    def _buffers(self) -> dict[str, Residual]:
+        """What the stream remembers per entry."""
+        buffers = {} if self.residual is None else {"residual": self.residual}
+        if self.velocity is not None:
+            buffers["velocity"] = self.velocity.buffer
+        return buffers
+
+    def _adopt_loaded(self) -> None:
+        for name, buffer in self._buffers().items():
+            if name in self._loaded:
+                buffer.restore(self._loaded.pop(name))
+
+
+class ActivationStream(Stream):
+    """Thresholds the activations that cross at one point of the model, step after step.
+
+    There is no residual: the next batch holds other samples. The threshold is measured on the first tensor
+    of an optimizer step and stays for the whole step: activation recomputation runs a forward pass twice and
+    must find the same mask again.
+
+    Args:
+        config: Settings of the point.
+        name: Name of the point, in messages and as the seed of the threshold's sample.
+        rank: Rank in the group, seeds the sample too.
+        kernels: Which kernels run; the defaults when None.
+    """
+
+    def __init__(
+        self,
+        config: ActivationConfig,
+        *,
+        name: str = "activation",
+        rank: int = 0,
+        kernels: KernelConfig | None = None,
+    ) -> None:
+        super().__init__(config, name=name, rank=rank, kernels=kernels)
+        self.config = config
+        self.schedule = SparsitySchedule.of(config)
+        self.step = 0
+        """Optimizer steps so far."""
+        self.training = True
+        """False in forward-only passes: the threshold is used and left as it is."""
+        self._measured: Tau | None = None  # the threshold of this step
+        self._poisoned = False
+        self._above = self._numel = 0
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that cross in this step; 1 in warm-up steps and at sparsity 0."""
+        return self.schedule.density(self.step)
+
+    def value_dtype(self, tensor_dtype: torch.dtype, *, gradient: bool = False) -> ValueDtype:
+        """Type of the values on the wire; lossless where everything is sent."""
+        if self.density >= 1.0:
+            return wire_dtype(tensor_dtype, dense=True)
+        return wire_dtype(
+            tensor_dtype, self.config.gradient_value_dtype if gradient else self.config.value_dtype
+        )
+
+    def encode(
+        self, parts: Sequence[Tensor], rooms: Sequence[Tensor], capacity: int | None = None
+    ) -> Encoded:
+        """Write one payload per part, and read what was written.
+
+        Args:
+            parts: 1-D (:func:`as_flat`). The threshold of the step is measured on all parts together of the
+                first call in it.
+            rooms: uint8, at least ``payload_bound`` bytes each.
+            capacity: Most entries of a payload; None: all that reach the threshold.
+        """
+        encoded = Encoded(numel=sum(part.numel() for part in parts), density=self.density)
+        tau = self._threshold(encoded, parts)
+        for part, room in zip(parts, rooms, strict=True):
+            self._write(
+                encoded,
+                part,
+                room,
+                tau=tau,
+                step=self.step,
+                capacity=part.numel() if capacity is None or encoded.density >= 1.0 else capacity,
+                value_dtype=self.value_dtype(part.dtype),
+            )
+        read_stats(encoded.stats)
+        if isinstance(self._measured, Tensor):
+            self._measured = encoded.tau
+        self._poisoned |= encoded.nonfinite
+        if self.training and encoded.density < 1.0:
+            self._above += encoded.above
+            self._numel += encoded.numel
+        return encoded
+
+    def _threshold(self, encoded: Encoded, parts: Sequence[Tensor]) -> Tau:
+        if encoded.density >= 1.0:
+            return 0.0
+        if not encoded.numel:
+            return SMALLEST_TAU
+        if self._measured is None and (self.training or self.threshold.tau <= 0.0):
+            self._measured = self._propose(encoded, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        return self.threshold.tau if self._measured is None else self._measured
+
+    def end_step(self) -> None:
+        """An optimizer step is complete: the threshold may change now, unless a tensor was non-finite."""
+        if self._poisoned:
+            self.threshold.reject()
+        elif self._measured is not None:
+            self.threshold.accept(float(self._measured))
+            if self._numel:
+                self.threshold.observe(self._above, self._numel)
+        self._measured, self._poisoned = None, False
+        self._above = self._numel = 0
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Threshold and step counter."""
+        return {"step": self.step, "threshold": self.threshold.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.step = state["step"]
+        self.threshold.load_state_dict(state["threshold"])
+
+
+# -- shared by every path ---
+
+
+def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
+    """The kernels that the ``kernels`` section asks for (the defaults when None).
+
+    Raises:
+        ConfigError: No backend of that name is registered.
+        ValueError: It does not serve ``device``.
+        OSError: It is not available on this machine.
+    """
+    kernels = kernels or KernelConfig()
+    if kernels.backend not in backend_names():
+        registered = ", ".join(f'"{name}"' for name in backend_names())
+        raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": must be one of {registered}')
+    return get_backend(device, kernels.backend, threads=kernels.threads)
+
+
+def as_flat(tensor: Tensor) -> Tensor:
+    """``tensor`` as the kernels read it: detached, 1-D, contiguous; fp32, bf16, fp16 (fp64 is rounded)."""
+    flat = tensor.detach().reshape(-1)
+    return flat if flat.dtype in GRAD_DTYPES else flat.to(torch.float32)
+
+
+def wire_dtype(tensor_dtype: torch.dtype, choice: str = "auto", *, dense: bool = False) -> ValueDtype:
+    """Type of the values on the wire: ``choice``, or (auto) fp16 for fp16 tensors, else bf16.
+
+    Where everything is sent (``dense``) auto is lossless.
+    """
+    if choice != "auto":
+        return ValueDtype.parse(choice)
+    own = ValueDtype.lossless(tensor_dtype)
+    return ValueDtype.BF16 if own is ValueDtype.FP32 and not dense else own
+
+
+def encode_all(
+    kernels: Backend,
+    flat: Tensor,
+    writer: MessageWriter,
+    value_dtype: ValueDtype | None = None,
+    *,
+    zeros: bool = True,
+) -> Encoded:
+    """Append a payload that holds every entry of ``flat`` (:func:`as_flat`), or every one but zeros.
+
+    ``value_dtype`` None is lossless.
+    """
+    numel = flat.numel()
+    code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
+    room = writer.reserve(payload_bound(numel, numel, code))
+    tau = 0.0 if zeros else SMALLEST_TAU
+    stats = kernels.compress(flat, None, tau, room, capacity=numel, value_dtype=code)
+    writer.advance(stats)
+    return Encoded([stats], numel)
+
+
+def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:
+    """``(message, stats)`` of the values of ``flat`` at the positions of the payload ``mask``.
+
+    The message, uint8, has the size that the mask's receiver expects (:func:`values_nbytes`).
+    """
+    message = torch.empty(values_nbytes(mask, value_dtype), dtype=torch.uint8, device=flat.device)
+    return message, kernels.encode_shared(flat, mask, value_dtype, message)
+
+
+def values_nbytes(mask: Tensor, value_dtype: ValueDtype) -> int:
+    """Bytes of a values-only payload for the payload ``mask``; a non-finite one is shorter and padded."""
+    header = Header.parse(header_bytes(mask), mask.numel())
+    return payload_bound(header.numel, header.nnz, value_dtype, IndexEncoding.SHARED_MASK)
+
+
+def add_payload(
+    kernels: Backend, payload: Payload | Tensor, out: Tensor, mask: Payload | Tensor | None = None
+) -> None:
+    """``out += decoded payload``; ``out`` contiguous, of any floating type; ``mask`` if it is values only."""
+    flat = out.view(-1)
+    total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
+    if mask is None:
+        kernels.decode_add(payload, total)
+    else:
+        kernels.decode_shared_add(payload, mask, total)
+    if total is not flat:
+        flat.copy_(total)

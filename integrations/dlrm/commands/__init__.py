@@ -1,0 +1,1 @@
+"""The commands ``dct demo`` and ``dct dlrm``."""

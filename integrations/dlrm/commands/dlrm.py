@@ -1,0 +1,222 @@
+"""``dct dlrm``: train recommenders with sharded tables on local ranks; quality paired by seed, bytes by
+layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dct_plugin.errors import ConfigError
+
+from ..figures import BASELINE
+from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
+from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
+
+__all__ = ["configuration", "configurations", "dlrm"]
+
+#: Epochs that suit a data set: more overfit.
+EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
+_OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
+_BATCH_SIZE = 256
+
+
+def dlrm(
+    configs: Annotated[
+        list[Path] | None, typer.Argument(help="With --compare: the configurations to compare.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model."),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this."),
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="criteo, diabetes or movielens (criteo if only --data is given).")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
+    ] = None,
+    exchange: Annotated[
+        str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training part.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None,
+    baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where --compare draws; by default beside the report.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")
+    ] = None,
+) -> None:
+    """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
+    from ..data import FORMATS
+
+    files = list(configs or [])
+    if files and not compare:
+        raise typer.BadParameter("give one configuration with --config, or several with --compare")
+    if compare and not files:
+        raise typer.BadParameter("needs configurations: --compare a.json b.json", param_hint="--compare")
+    if config is not None:
+        files.insert(0, config)
+    for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
+    format = chosen_format(format, data, FORMATS)
+    job = Job(
+        format,
+        None if data is None else str(data.resolve()),
+        max_rows=max_rows,
+        epochs=epochs or EPOCHS[format],
+        seeds=list(range(seeds)),
+        configs=configurations(files, model=model, exchange=exchange, ranks=ranks, baseline=baseline),
+    )
+    if compare and plot is None:
+        plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
+    folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
+    # After a failure it stays: the message says where the ranks' output is.
+    _train(job, ranks, report, plot, folder)
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def configurations(
+    files: list[Path],
+    *,
+    model: str | None = None,
+    exchange: str | None = None,
+    ranks: int,
+    baseline: bool = True,
+) -> dict[str, dict[str, Any]]:
+    """Name of a run -> its configuration, completed; the uncompressed one first.
+
+    Args:
+        files: DeepSpeed JSON files; runs are named after them.
+        model, exchange: In place of those of the files.
+        ranks: Of the launch.
+        baseline: Add the first configuration without compression; without files it is the only one.
+
+    Raises:
+        ConfigError: A file is no JSON object, a ``dct`` or ``dlrm`` section is wrong, two files have the same
+            name, or a batch cannot be split over the ranks.
+    """
+    from dct_plugin.config import DCTConfig
+
+    make = partial(configuration, model=model, exchange=exchange, ranks=ranks)
+    configs: dict[str, dict[str, Any]] = {}
+    for file in files:
+        content = read_json(file)
+        if "dct" in content:
+            DCTConfig.from_file(file)
+        if file.stem in configs or file.stem == BASELINE:
+            taken = "is used twice" if file.stem in configs else "is that of the uncompressed run"
+            raise ConfigError(f"{file}: the name {file.stem!r} {taken}; runs are named after their files")
+        configs[file.stem] = make(content, source=str(file))
+    first = next(iter(configs.values()), None)
+    if baseline or first is None:
+        dense = copy.deepcopy(first) if first else make({})
+        dense.pop("dct", None)
+        # Its all-to-all is what savings are measured by, those of DES too.
+        dense[MODEL_SECTION]["exchange"] = "all_to_all"
+        configs = {BASELINE: dense, **configs}
+    return configs
+
+
+def configuration(
+    content: dict[str, Any],
+    *,
+    model: str | None = None,
+    exchange: str | None = None,
+    ranks: int,
+    source: str = "the configuration",
+) -> dict[str, Any]:
+    """A configuration with the defaults of this command and the options that were given."""
+    made = complete(content, optimizer=_OPTIMIZER, batch_size=_BATCH_SIZE, ranks=ranks, source=source)
+    section = made.setdefault(MODEL_SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")
+    if model is not None:
+        if section.get("model", "dlrm") != model:  # widths of another model
+            section = made[MODEL_SECTION] = {
+                k: v for k, v in section.items() if k not in ("bottom", "top", "hidden", "depth")
+            }
+        section["model"] = model
+    if exchange is not None:
+        section["exchange"] = exchange
+    section.setdefault("model", "dlrm")
+    model_settings(made, source)
+    return made
+
+
+def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from ..figures import read_runs
+    from ..report import draw_quality, faults, markdown, run_tables
+
+    console = Console()
+    started = time.monotonic()
+    done = launch("dlrm", job, ranks=ranks, folder=folder, console=console)
+    runs = read_runs(done.events)
+    tables = run_tables(runs)
+    start = done.events[0]
+    title = (
+        f"{start['data']}: {start['training_rows']:,} training rows, {start['fields']} fields, "
+        f"{start['table_rows']:,} table rows, {ranks} ranks, {job.epochs} epoch(s)"
+    )
+    console.print()
+    console.print(Text(title))
+    for table in tables:
+        console.print(Padding(table.rich(), (1, 0, 0, 0)))
+    for run in runs:
+        if job.configs[run.name][MODEL_SECTION].get("exchange", "all_to_all") != "all_to_all":
+            console.print(Text(f"\n{run.name} exchanges"))
+            for line in run.exchange:
+                console.print(Text(f"  {line}"))
+    broken = faults(runs)
+    for line in broken:
+        console.print(Text(f"\n{line}"))
+    written = []
+    if report is not None:
+        if report.suffix == ".md":
+            write(report, markdown(tables, command=command(), data=title))
+        else:
+            of_data = ("data", "rows", "training_rows", "fields", "table_rows", "ranks")
+            figures = {
+                "command": command(),
+                "seconds": round(time.monotonic() - started, 1),
+                "data": {key: start[key] for key in of_data},
+                "job": job._asdict(),
+                "outcomes": {run.name: run.as_dict() for run in runs},
+                "versions": versions(),
+            }
+            write(report, figures)
+        written.append(str(report))
+    if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        draw_quality(runs, plot, title=title)
+        written.append(str(plot))
+    if written:
+        console.print(Text(f"\nWrote {' and '.join(written)} in {time.monotonic() - started:.0f} s."))
+    if broken:
+        raise typer.Exit(1)

@@ -1,0 +1,201 @@
+"""What both commands do: look at their files, start the ranks, and say with what they ran."""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from dct_plugin import __version__
+from dct_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "Job",
+    "Launch",
+    "chosen_format",
+    "command",
+    "complete",
+    "launch",
+    "read_json",
+    "versions",
+    "write",
+]
+
+#: Keys of a DeepSpeed JSON of which one gives the batch.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+#: Files that a format's ``--data`` directory holds; the other formats are one file.
+_DIRECTORIES = {"movielens": "u.data, u.item and u.user"}
+
+
+class Job(NamedTuple):
+    """What the ranks are to do: all configurations, by the names of their runs, under all seeds."""
+
+    format: str
+    data: str | None
+    max_rows: int | None
+    epochs: int
+    seeds: list[int]
+    configs: dict[str, dict[str, Any]]
+    split_seed: int = 0
+    """Of the test part of Diabetes."""
+
+    def arguments(self) -> list[str]:
+        """Of the trainer, without the configurations."""
+        given = {"format": self.format, "data": self.data, "max-rows": self.max_rows, "epochs": self.epochs}
+        given["split-seed"] = self.split_seed or None
+        made = ["--seeds", *map(str, self.seeds)]
+        for name, value in given.items():
+            made += [] if value is None else [f"--{name}", str(value)]
+        return made
+
+
+class Launch(NamedTuple):
+    """A finished launch of the trainer."""
+
+    events: list[dict[str, Any]]
+    command_lines: dict[str, str]
+    """How to repeat each run by itself."""
+
+
+def chosen_format(format: str | None, path: Path | None, allowed: tuple[str, ...]) -> str:
+    """The format of the data: ``format``, or what suits ``path``.
+
+    Reads the beginning of the data: a wrong file is better named before the ranks start.
+
+    Raises:
+        typer.BadParameter: The format is not allowed, or the data is not there.
+        DataFormatError: The data is of another format.
+    """
+    from ..data import load
+
+    format = format or ("diabetes" if path is None else "criteo")
+    if format not in allowed:
+        raise typer.BadParameter(f"{format!r}: must be one of {', '.join(allowed)}", param_hint="--format")
+    files = _DIRECTORIES.get(format)
+    kind = "file" if files is None else "directory"
+    if path is None and format != "diabetes":
+        files = "" if files is None else f" (with {files})"
+        raise typer.BadParameter(f"{format} needs --data {kind.upper()}{files}", param_hint="--data")
+    if path is not None and not (path.is_file() if files is None else path.is_dir()):
+        raise typer.BadParameter(f"{path}: no such {kind}", param_hint="--data")
+    try:
+        load(format, path, max_rows=1000)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
+    return format
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: It cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return content
+
+
+def complete(
+    content: dict[str, Any], *, optimizer: dict[str, Any], batch_size: int, ranks: int, source: str
+) -> dict[str, Any]:
+    """A DeepSpeed JSON with what DeepSpeed needs and the file leaves out.
+
+    Args:
+        content: As read; stays as it is.
+        optimizer, batch_size: For a file without; the batch is that of one micro-step of all ranks.
+        ranks: Of the launch.
+        source: For errors.
+
+    Raises:
+        ConfigError: A section is no JSON object, a batch key no integer of at least 1, or the batch cannot be
+            split over the ranks.
+    """
+    defaults = {
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }
+    made = copy.deepcopy({**defaults, **content})
+    for key in ("optimizer", "zero_optimization"):
+        if not isinstance(made[key], dict):
+            raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
+    accumulation = "gradient_accumulation_steps"
+    for key in (*BATCH_KEYS, accumulation):
+        value = made.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{source}: {key} = {json.dumps(value)}: must be an integer >= 1")
+    parts = made.get(accumulation, 1)
+    if not any(key in made for key in BATCH_KEYS):
+        made["train_batch_size"] = batch_size * parts
+    size = made.get("train_batch_size")
+    if size is not None and size % (ranks * parts):
+        steps = "" if parts == 1 else f" times {parts} accumulation steps"
+        raise ConfigError(f"{source}: train_batch_size = {size}: must be a multiple of {ranks} ranks{steps}")
+    return made
+
+
+def launch(name: str, job: Job, *, ranks: int, folder: Path, console: Console) -> Launch:
+    """Do a job on local ranks and show its progress.
+
+    Args:
+        name: Of the log files.
+        folder: For everything that is written, the configurations first.
+
+    Raises:
+        RunFailed: A rank failed.
+    """
+    from ..progress import LaunchProgress
+    from ..runner import Runner, config_file
+
+    for run, content in job.configs.items():
+        write(config_file(folder, run), content)
+
+    def runner(title: str, runs: Iterable[str]) -> Runner:
+        files = [str(config_file(folder, run)) for run in runs]
+        return Runner(title, ranks, [*files, *job.arguments()], folder)
+
+    with LaunchProgress(console) as progress:
+        events = runner(name, job.configs).run(progress.follow)
+    return Launch(events, {run: runner(run, [run]).command_line for run in job.configs})
+
+
+def write(path: Path, content: dict[str, Any] | str) -> None:
+    """Write text or JSON to a file, whose folder is made if it is not there."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def command() -> str:
+    """The command line of this program."""
+    return shlex.join(["dct", *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Of everything that figures depend on."""
+    packages = ("torch", "deepspeed", "numpy", "scikit-learn")
+    return {
+        "dct-plugin": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in packages},
+    }

@@ -1,0 +1,48 @@
+"""Readers for click-through style data sets, all returning one :class:`ClickDataset`; need only numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .criteo import load_criteo
+from .dataset import ClickDataset, DataFormatError, Rows, epoch_batches
+from .diabetes import DIABETES_FILE, load_diabetes
+from .movielens import load_movielens
+
+__all__ = [
+    "DIABETES_FILE",
+    "FORMATS",
+    "ClickDataset",
+    "DataFormatError",
+    "Rows",
+    "epoch_batches",
+    "load",
+    "load_criteo",
+    "load_diabetes",
+    "load_movielens",
+]
+
+FORMATS = ("diabetes", "criteo", "movielens")
+
+
+def load(
+    format: str = "diabetes",
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    max_rows: int | None = None,
+) -> ClickDataset:
+    """Read a data set by the name of its format; without ``path``, the data that ships with the package.
+
+    Raises ``ValueError`` for an unknown format or a path left out, ``FileNotFoundError``,
+    :class:`DataFormatError`.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"unknown data format {format!r}; known formats: {', '.join(FORMATS)}")
+    if format == "diabetes":
+        return load_diabetes(path, seed=seed, max_rows=max_rows)
+    if path is None:
+        files = {"criteo": "path of a train.txt or train.txt.gz file"}
+        files["movielens"] = "directory that holds u.data, u.item and u.user"
+        raise ValueError(f"format {format!r} needs the {files[format]}")
+    return (load_criteo if format == "criteo" else load_movielens)(path, max_rows=max_rows)

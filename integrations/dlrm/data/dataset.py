@@ -1,0 +1,113 @@
+"""What all readers return: rows with dense and categorical features, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dct_plugin.errors import DCTError
+
+__all__ = [
+    "ClickDataset",
+    "DataFormatError",
+    "Rows",
+    "check_fraction",
+    "epoch_batches",
+    "first_rows",
+    "index_columns",
+]
+
+Array = npt.NDArray[Any]
+
+
+class DataFormatError(DCTError, ValueError):
+    """A data file does not have the format it was read as. Names the file, the line and what was expected."""
+
+
+class Rows(NamedTuple):
+    """A part of a data set: dense float32 [rows, D], categorical int32 [rows, F], label float32 [rows]."""
+
+    dense: Array
+    categorical: Array
+    label: Array
+
+
+@dataclass(frozen=True)
+class ClickDataset:
+    """Rows with dense and categorical features and a binary label; the training part comes first.
+
+    ``dense`` float32 [rows, D]; ``categorical`` int32 [rows, F], column ``f`` in ``[0, cardinalities[f])``;
+    ``label`` float32 [rows] of 0 and 1. Id 0 of every column stands for values that are unknown or rare in
+    the training part. Rows ``[0, num_train)`` are for training, the others for testing.
+    """
+
+    name: str
+    dense: Array
+    categorical: Array
+    label: Array
+    cardinalities: tuple[int, ...]
+    dense_names: tuple[str, ...]
+    categorical_names: tuple[str, ...]
+    num_train: int
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    @property
+    def train(self) -> Rows:
+        n = self.num_train
+        return Rows(self.dense[:n], self.categorical[:n], self.label[:n])
+
+    @property
+    def test(self) -> Rows:
+        n = self.num_train
+        return Rows(self.dense[n:], self.categorical[n:], self.label[n:])
+
+
+def index_columns(raw: Array, num_train: int, min_count: int) -> tuple[Array, tuple[int, ...]]:
+    """Number the values of every column from 1, ascending; what is rare in the training part becomes 0.
+
+    ``raw`` int64 [rows, F] -> (int32 [rows, F], cardinality of each column with id 0 counted).
+    """
+    ids = np.zeros(raw.shape, dtype=np.int32)
+    cardinalities = []
+    for f in range(raw.shape[1]):
+        values, counts = np.unique(raw[:num_train, f], return_counts=True)
+        values = values[counts >= min_count]
+        if len(values):
+            at = np.searchsorted(values, raw[:, f]).clip(max=len(values) - 1)
+            ids[:, f] = np.where(values[at] == raw[:, f], at + 1, 0)
+        cardinalities.append(len(values) + 1)
+    return ids, tuple(cardinalities)
+
+
+def first_rows(path: Path, rows: int, fraction: float) -> int:
+    """Number of rows for training, the first ``fraction`` of them.
+
+    Raises:
+        DataFormatError: There are too few for two parts.
+    """
+    train = round(rows * fraction)
+    if train in (0, rows):
+        raise DataFormatError(f"{path}: expected rows for a training and a test part, got {rows} in all")
+    return train
+
+
+def epoch_batches(num_rows: int, batch_size: int, *, seed: int, epoch: int) -> Iterator[Array]:
+    """Row numbers of one epoch's batches, int64 [batch_size] each, shuffled by (seed, epoch).
+
+    An incomplete last batch is dropped. Every rank draws the same batches and takes its own slice of each.
+    """
+    order = np.random.default_rng((seed, epoch)).permutation(num_rows)
+    for start in range(0, num_rows - batch_size + 1, batch_size):
+        yield order[start : start + batch_size]
+
+
+def check_fraction(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name}={value}: must be between 0 and 1")

@@ -1,0 +1,96 @@
+"""What a training run is measured by: bytes by class, the time of an all-reduce, weights in step."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from dct_plugin.metrics import Metrics
+
+from .speed import ring_bytes
+
+__all__ = ["bytes_per_step", "gathered", "same_on_all_ranks", "time_all_reduce", "unrecorded"]
+
+
+@contextmanager
+def unrecorded(model: nn.Module, metrics: Metrics) -> Iterator[None]:
+    """Inside, the model's tables count no bytes: those of an evaluation are not those of training."""
+    modules: list[Any] = [m for m in model.modules() if getattr(m, "metrics", None) is metrics]
+    for module in modules:
+        module.metrics = None
+    yield
+    for module in modules:
+        module.metrics = metrics
+
+
+def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[str, float]]:
+    """``{class: {dense, sent}}`` bytes per optimizer step, all ranks together. A collective.
+
+    Args:
+        engine: After training.
+        metrics: Of its sharded tables.
+        steps: Optimizer steps that it did.
+    """
+    classes: dict[str, list[float]] = {}
+
+    def add(name: str, dense: float, sent: float) -> None:
+        total = classes.setdefault(name, [0.0, 0.0])
+        total[0] += dense
+        total[1] += sent
+
+    attached = engine.__dict__.get("dct")
+    for source in [metrics, *([attached.metrics] if attached is not None else [])]:
+        for name, summary in source.summary().classes.items():
+            add(name, summary.dense_bytes, summary.sent_bytes)
+    if attached is None:
+        shared = sum(p.numel() for p in engine.module.parameters() if getattr(p, "allreduce", True))
+        size = steps * ring_bytes(shared, dist.get_world_size())
+        add("gradient", size, size)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(everyones, classes)
+    names = sorted({name for one in everyones for name in one})
+    return {
+        name: {
+            kind: sum(one.get(name, (0.0, 0.0))[i] for one in everyones) / steps
+            for i, kind in enumerate(("dense", "sent"))
+        }
+        for name in names
+    }
+
+
+def time_all_reduce(numel: int, device: torch.device, repeats: int = 7) -> float:
+    """Milliseconds that one all-reduce of ``numel`` fp32 numbers takes on this link (median)."""
+    numbers = torch.zeros(numel, device=device)
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(numbers)
+        get_accelerator().synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def same_on_all_ranks(parameters: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether these are bitwise the same on all ranks."""
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    mine = torch.tensor(list(digest.digest()), dtype=torch.int64, device=device)
+    return all(torch.equal(mine, other) for other in gathered(mine))
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, of one shape and dtype."""
+    everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, tensor)
+    return everyones

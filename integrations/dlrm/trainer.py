@@ -1,0 +1,262 @@
+"""Train recommenders under DeepSpeed: every configuration under every seed, in one launch.
+
+    torchrun --nproc-per-node 2 -m dct_plugin.integrations.dlrm.trainer dense.json dct.json --epochs 2
+
+A configuration is a DeepSpeed JSON, with a ``dlrm`` section that says what is trained (:mod:`.settings`) and,
+if anything is to be compressed, a ``dct`` section. Seed after seed is trained under all configurations, so
+that they are paired from the first seed on. Rank 0 appends one JSON object per line to ``--events``:
+``start``, ``initialize`` and ``run`` (before and after an engine is made for one configuration under one
+seed), ``step`` for every optimizer step, ``evaluate``, ``epoch`` (AUC and log loss on the test part),
+``trained`` (bytes and times of the run) and ``result``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from sklearn.metrics import log_loss, roc_auc_score
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from dct_plugin.config import MetricsConfig
+from dct_plugin.metrics import InterfaceCounter, Metrics
+
+from .data import ClickDataset, Rows, epoch_batches, load
+from .engine import make_engine
+from .measure import bytes_per_step, gathered, same_on_all_ranks, time_all_reduce, unrecorded
+from .runner import run_name
+
+__all__ = ["Training", "main"]
+
+Report = Callable[..., None]  # takes the name of an event, and its fields as keywords
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    configs = {run_name(file): json.loads(file.read_text("utf-8")) for file in arguments.configs}
+    # A rank that died must not keep the others waiting for the default of half an hour.
+    deepspeed.init_distributed(timeout=timedelta(minutes=5))
+    report = reporter(arguments.events if dist.get_rank() == 0 else None)
+    clicks = load(arguments.format, arguments.data, seed=arguments.split_seed, max_rows=arguments.max_rows)
+    steps = sum(clicks.num_train // global_batch(config, clicks) for config in configs.values())
+    report(
+        "start",
+        data=clicks.name,
+        rows=len(clicks),
+        training_rows=clicks.num_train,
+        fields=len(clicks.cardinalities),
+        table_rows=sum(clicks.cardinalities),
+        ranks=dist.get_world_size(),
+        runs=len(arguments.seeds) * len(configs),
+        steps=len(arguments.seeds) * arguments.epochs * steps,
+    )
+    for seed in arguments.seeds:
+        for name, config in configs.items():
+            report("initialize", config=name, seed=seed)
+            training = Training(name, config, clicks, seed=seed, epochs=arguments.epochs, report=report)
+            training.train(arguments.interface)
+            training.close()
+    report("result")
+    dist.barrier()  # a rank that tears down its connections while others still use them can abort them
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train recommenders with DeepSpeed.")
+    parser.add_argument(
+        "configs", nargs="+", type=Path, help="DeepSpeed JSON files; runs are named after them"
+    )
+    parser.add_argument("--format", default="diabetes", help="diabetes, criteo or movielens")
+    parser.add_argument("--data", help="file to read; without it the data set that ships with the package")
+    parser.add_argument("--max-rows", type=int, help="read the first rows only")
+    parser.add_argument("--split-seed", type=int, default=0, help="of the test part of diabetes")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of initial weights and batches")
+    parser.add_argument("--events", help="JSON lines file that rank 0 writes")
+    parser.add_argument("--interface", help="network interface whose bytes are counted; all if left out")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    return parser.parse_args()
+
+
+def reporter(path: str | None) -> Report:
+    """A function that appends an event and its fields to the JSON lines file ``path``, or does nothing."""
+    if path is None:
+        return lambda event, **fields: None
+    file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until the process ends
+
+    def report(event: str, **fields: Any) -> None:
+        file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    return report
+
+
+def global_batch(config: Mapping[str, Any], clicks: ClickDataset) -> int:
+    """Samples of one optimizer step, all ranks together.
+
+    Raises:
+        ValueError: There are fewer training rows.
+    """
+    size = config.get("train_batch_size")
+    if size is None:
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        size = dist.get_world_size() * config["train_micro_batch_size_per_gpu"] * accumulation
+    if size > clicks.num_train:
+        raise ValueError(f"a batch of {size} samples is more than the {clicks.num_train} training rows")
+    return size
+
+
+class Training:
+    """One configuration under one seed.
+
+    Args:
+        name: Of the configuration.
+        config: DeepSpeed JSON with a ``dct`` and a ``dlrm`` section.
+        clicks: Data.
+        seed: Of the initial weights and the batches.
+        epochs: Passes over the training part.
+        report: Takes an event and its fields.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        clicks: ClickDataset,
+        *,
+        seed: int,
+        epochs: int,
+        report: Report,
+    ) -> None:
+        self.name, self.clicks, self.seed, self.epochs, self.report = name, clicks, seed, epochs, report
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.metrics = Metrics(MetricsConfig(), rank=self.rank, world_size=self.world_size)
+        self.step_ms: list[float] = []
+        self.engine, self.choices, self.notes = make_engine(
+            name, config, clicks, seed=seed, metrics=self.metrics
+        )
+        self.shape = (
+            self.engine.gradient_accumulation_steps(),
+            self.world_size,
+            self.engine.train_micro_batch_size_per_gpu(),
+        )
+        self.batch_size = math.prod(self.shape)
+        self.steps = epochs * (clicks.num_train // self.batch_size)
+
+    def train(self, interface: str | None) -> None:
+        """All epochs, each followed by an evaluation; reports as it goes."""
+        engine = self.engine
+        weights = list(engine.module.parameters())
+        replicated = [p for p in weights if getattr(p, "allreduce", True)]
+        shared, total = (sum(p.numel() for p in some) for some in (replicated, weights))
+        self.report(
+            "run",
+            config=self.name,
+            seed=self.seed,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            exchange=[*map(str, self.choices), *self.notes],
+            parameters=[shared, total - shared],
+            all_reduce_ms=time_all_reduce(shared, engine.device),
+        )
+        counter = InterfaceCounter([interface] if interface else None)
+        on_wire, seconds = 0, 0.0
+        to_tensors = tensors_of(self.clicks.train, engine)
+        for epoch in range(self.epochs):
+            dist.barrier()
+            counter.start()
+            begin = time.perf_counter()
+            for batch in epoch_batches(self.clicks.num_train, self.batch_size, seed=self.seed, epoch=epoch):
+                started = time.perf_counter()
+                loss = self._step(batch, to_tensors)
+                self.metrics.step(len(self.step_ms) + 1)
+                self.step_ms.append(1e3 * (time.perf_counter() - started))
+                self.report("step", step=len(self.step_ms), loss=loss, ms=round(self.step_ms[-1], 3))
+            dist.barrier()
+            seconds += time.perf_counter() - begin
+            on_wire += counter.stop().tx
+            self.report("evaluate")
+            with unrecorded(engine.module, self.metrics):
+                probability = self.predict(self.clicks.test)
+            label = self.clicks.test.label
+            self.report(
+                "epoch",
+                config=self.name,
+                seed=self.seed,
+                epoch=epoch,
+                auc=float(roc_auc_score(label, probability)),
+                log_loss=float(log_loss(label, probability.clip(1e-7, 1 - 1e-7))),
+            )
+        self.report(
+            "trained",
+            config=self.name,
+            seed=self.seed,
+            step_ms=statistics.median(self.step_ms),
+            seconds=seconds,
+            interface_bytes=on_wire / self.steps if counter.available else None,
+            bytes=bytes_per_step(engine, self.metrics, self.steps),
+            ranks_in_step=same_on_all_ranks(replicated, engine.device),
+        )
+
+    def _step(self, batch: np.ndarray, to_tensors: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> float:
+        """One optimizer step; returns this rank's loss."""
+        losses = []
+        for part in batch.reshape(self.shape)[:, self.rank]:
+            dense, categorical, label = to_tensors(part)
+            loss = binary_cross_entropy_with_logits(self.engine(dense, categorical).float(), label)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.item())
+        return statistics.fmean(losses)
+
+    @torch.no_grad()
+    def predict(self, rows: Rows, batch: int = 2048) -> np.ndarray:
+        """Probability of label 1 for every row, float32 [rows], on every rank: each one evaluates its
+        share.
+        """
+        self.engine.eval()
+        to_tensors = tensors_of(rows, self.engine)
+        count = len(rows.label)
+        share = math.ceil(count / self.world_size)
+        # Ranks evaluate equally many rows, since every batch is exchanged; the last ones more than once.
+        mine = np.arange(self.rank * share, (self.rank + 1) * share).clip(max=count - 1)
+        parts = []
+        for start in range(0, share, batch):
+            dense, categorical, _ = to_tensors(mine[start : start + batch])
+            parts.append(self.engine(dense, categorical).float().sigmoid())
+        self.engine.train()
+        return torch.cat(gathered(torch.cat(parts)))[:count].cpu().numpy()
+
+    def close(self) -> None:
+        """Free the engine before the next run."""
+        self.engine.destroy()
+        self.metrics.close()
+        del self.engine
+        gc.collect()
+
+
+def tensors_of(rows: Rows, engine: Any) -> Callable[[Any], tuple[Tensor, Tensor, Tensor]]:
+    """A function from row numbers (or a slice) to (dense, categorical, label) on the engine's device."""
+    dtype = next(engine.module.parameters()).dtype
+
+    def to_tensors(at: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dense, categorical, label = (torch.from_numpy(column[at]).to(engine.device) for column in rows)
+        return dense.to(dtype), categorical, label
+
+    return to_tensors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Residuals, thresholds and counters in Megatron's checkpoints: one file per rank in the iteration's folder.
+
+``megatron.training`` saves and loads them with its own checkpoints, in every ``--ckpt-format``: they are
+complete before ``latest_checkpointed_iteration.txt`` names the checkpoint. Who trains with megatron.core
+alone calls :func:`.hooks.save_checkpoint` and :func:`.hooks.load_checkpoint` beside
+``dist_checkpointing.save`` and ``load``.
+
+With another number of data-parallel ranks residuals are spread anew
+(:func:`dct_plugin.checkpoint.reshard`). With other tensor, pipeline or expert parallelism the ranks hold
+other parts of the parameters: the residuals are left, and a message says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from dct_plugin import checkpoint
+from dct_plugin.errors import DCTError, VersionError
+
+from ..host import rank_files
+from ..host.post_import import when_imported
+from ..host.rank_files import NoState
+from .session import Hook, Session
+
+__all__ = ["CheckpointHook", "RankCoordinates", "load", "save"]
+
+logger = logging.getLogger("dct_plugin")
+
+State = dict[str, Any]
+_MODULE = "megatron.training.checkpointing"
+_WRAPPED = ("save_checkpoint", "load_checkpoint", "get_checkpoint_name", "_load_base_checkpoint")
+
+
+class RankCoordinates(NamedTuple):
+    """Which part of the model a rank holds: sizes of what cuts the parameters, and its rank in each.
+
+    ``data`` and ``replicas`` are rank and size among those that hold the same parameters.
+    """
+
+    layout: dict[str, int]
+    tensor: int
+    pipeline: int
+    expert: int
+    data: int
+    replicas: int
+
+    @classmethod
+    def of_this_rank(cls) -> RankCoordinates:
+        """This process's; a plain process group counts as data-parallel ranks."""
+        from megatron.core import parallel_state as ps
+
+        if not ps.model_parallel_is_initialized():
+            return cls({}, 0, 0, 0, dist.get_rank(), dist.get_world_size())
+        layout = {
+            "tensor": ps.get_tensor_model_parallel_world_size(),
+            "pipeline": ps.get_pipeline_model_parallel_world_size(),
+            "virtual pipeline": ps.get_virtual_pipeline_model_parallel_world_size() or 1,
+            "expert": ps.get_expert_model_parallel_world_size(),
+            "expert tensor": ps.get_expert_tensor_parallel_world_size(),
+        }
+        return cls(
+            layout,
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_pipeline_model_parallel_rank(),
+            ps.get_expert_model_parallel_rank(),
+            ps.get_data_parallel_rank(with_context_parallel=True),
+            ps.get_data_parallel_world_size(with_context_parallel=True),
+        )
+
+    def file(self, folder: str | os.PathLike[str], data: int | None = None) -> Path:
+        """State of this rank, or of the one with the same parameters and data-parallel rank ``data``."""
+        number = self.data if data is None else data
+        return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{number:05d}.pt"
+
+    def described(self, data: int | None = None) -> dict[str, int]:
+        """What its file says about the rank that wrote it."""
+        number = self.data if data is None else data
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": number}
+
+
+def save(session: Session, folder: str | os.PathLike[str]) -> None:
+    """Write every rank's state; a collective over all ranks.
+
+    Raises:
+        DCTError: On every rank, if one cannot write; names the ranks and the files.
+    """
+    own = RankCoordinates.of_this_rank()
+
+    def content() -> State:
+        return {
+            "layout": own.layout,
+            "place": own.described(),
+            "expert": own.expert,
+            "world_size": own.replicas,
+            "state": session.state_dict(),
+        }
+
+    rank_files.save(own.file(folder), content)
+
+
+def load(session: Session, folder: str | os.PathLike[str]) -> bool:
+    """Restore every rank's state; a collective over all ranks.
+
+    Returns:
+        Whether there was one. Otherwise the log says why, and residuals are zero from here on.
+
+    Raises:
+        DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
+    """
+    own = RankCoordinates.of_this_rank()
+    state = rank_files.load(lambda: _read(own, Path(folder)), folder)
+    session.load_state_dict(state)
+    if state is not None and dist.get_rank() == 0:
+        print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
+    return state is not None
+
+
+def _read(rank: RankCoordinates, folder: Path) -> State:
+    """The state for a rank.
+
+    Raises:
+        NoState: There is none.
+        DCTError: A file is damaged or belongs elsewhere.
+    """
+    own, first = rank.file(folder), rank.file(folder, 0)
+    known = own if own.exists() else first  # on node-local storage only the own file is here
+    if not known.exists():
+        other = next(folder.glob("dct_tp*_pp*_dp*.pt"), None) if folder.is_dir() else None
+        if other is None:
+            raise NoState("the checkpoint holds no dct_tp*_pp*_dp*.pt files")
+        _check_layout(checkpoint.read(other), rank)
+        raise NoState(f"{known.name} is missing")
+    content = checkpoint.read(known)
+    _check_layout(content, rank)
+    saved = int(content["world_size"])
+    numbers = [rank.data] if saved == rank.replicas else range(saved)
+    for number in numbers:
+        if not rank.file(folder, number).exists():
+            raise NoState(f"{rank.file(folder, number).name} is missing")
+    if saved == rank.replicas:
+        _check_writer(own, content, rank, rank.data)
+        state: State = content["state"]
+        return state
+
+    def contents() -> Iterator[State]:
+        for number in numbers:
+            file = rank.file(folder, number)
+            part = checkpoint.read(file, saved)
+            _check_writer(file, part, rank, number)
+            yield part
+
+    return _resharded(contents, content["state"], rank)
+
+
+def _check_layout(content: State, rank: RankCoordinates) -> None:
+    saved, layout = content["layout"], rank.layout
+    if saved != layout:
+        sizes = ", ".join(
+            f"{name} {saved.get(name)} -> {layout[name]}"
+            for name in layout
+            if saved.get(name) != layout[name]
+        )
+        raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")
+
+
+def _check_writer(file: Path, content: State, rank: RankCoordinates, data: int) -> None:
+    expected = rank.described(data)
+    if content["place"] != expected:
+        raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {expected}")
+
+
+def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: RankCoordinates) -> State:
+    """For another number of replicas: the mean of the residuals; activations' thresholds are measured anew.
+
+    ``contents`` reads the files one by one; every kind of gradient takes its own pass over them.
+    """
+    reducers = {}
+    for name, part in first["reducers"].items():
+        expert = name.startswith("expert")
+        reducers[name] = {
+            "unit": part["unit"],
+            "state": checkpoint.reshard(
+                (
+                    content["state"]["reducers"][name]
+                    for content in contents()
+                    # Replicas of an expert layer are the ranks with the same experts.
+                    if not expert or content["expert"] == rank.expert
+                ),
+                unit=part["unit"],
+            ),
+        }
+    return {"step": first["step"], "streams": {}, "reducers": reducers}
+
+
+class CheckpointHook(Hook):
+    """Wraps ``save_checkpoint`` and ``load_checkpoint`` of ``megatron.training`` once it is imported."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._saving: int | None = None
+        """The thread that is inside save_checkpoint: another one deletes old checkpoints meanwhile."""
+        self._folder: str | None = None
+        self._written = False
+        self._loaded: tuple[str | None, bool] | None = None
+        when_imported(_MODULE, self._patch)
+
+    # -- wrappers -------------------------------------------------------------------------------------------
+
+    def _patch(self, module: ModuleType) -> None:
+        if self.session.closed:
+            return
+        if missing := [name for name in _WRAPPED if not hasattr(module, name)]:
+            raise VersionError(
+                f"{_MODULE} ({module.__file__}) has no {', '.join(missing)}: residuals could not be saved; "
+                "nothing of it was patched"
+            )
+        from megatron.core import dist_checkpointing
+
+        patches = self.session.patches
+        patches.wrap(dist_checkpointing, "save", self._make_dist_save)
+        for name in _WRAPPED:
+            original = getattr(module, name)
+            patches.wrap(module, name, getattr(self, f"_make_{name.lstrip('_')}"))
+            patches.rebind("megatron.training", name, original, getattr(module, name))
+
+    def _make_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def save_checkpoint(*arguments: Any, **keywords: Any) -> Any:
+            given = signature.bind(*arguments, **keywords).arguments
+            args = self.session.megatron_args
+            local = given.get("non_persistent_ckpt") and args.non_persistent_ckpt_type == "local"
+            self._saving, self._folder, self._written = threading.get_ident(), None, bool(local)
+            try:
+                result = original(*arguments, **keywords)
+                self._write()
+            finally:
+                self._saving = None
+            return result
+
+        return save_checkpoint
+
+    def _make_get_checkpoint_name(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_checkpoint_name(
+            checkpoints_path: Any, iteration: Any, release: bool = False, *arguments: Any, **keywords: Any
+        ) -> Any:
+            name = original(checkpoints_path, iteration, release, *arguments, **keywords)
+            if self._saving == threading.get_ident() and self._folder is None:
+                self._folder = original(checkpoints_path, iteration, release, return_base_dir=True)
+                if name != self._folder:  # --ckpt-format torch, where nobody minds other files in the folder
+                    self._write()
+            return name
+
+        return get_checkpoint_name
+
+    def _make_dist_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(*arguments: Any, **keywords: Any) -> Any:
+            result = original(*arguments, **keywords)  # complains about folders that are not empty
+            if self._saving == threading.get_ident():
+                self._write()
+            return result
+
+        return save
+
+    def _write(self) -> None:
+        if self._folder is not None and not self._written:
+            self._written = True
+            save(self.session, self._folder)
+
+    def _make_load_base_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_base_checkpoint(*arguments: Any, **keywords: Any) -> Any:
+            found = original(*arguments, **keywords)
+            state, name, release, kind = found
+            if state is not None:
+                path = Path(str(name))
+                folder = path if path.is_dir() else path.parent.parent
+                local = getattr(kind, "name", "") == "LOCAL"
+                self._loaded = (None if local else str(folder), bool(release))
+            return found
+
+        return load_base_checkpoint
+
+    def _make_load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
+            given = signature.bind(*arguments, **keywords).arguments
+            self._loaded = None
+            result = original(*arguments, **keywords)
+            found, self._loaded = self._loaded, None
+            # Without optimizer other weights are loaded beside the training, e.g. a reference model's.
+            if found is None or given.get("optimizer") is None or given.get("load_arg", "load") != "load":
+                return result
+            folder, release = found
+            args = self.session.megatron_args
+            if folder is None or release or args.finetune or args.no_load_optim:
+                self.session.load_state_dict(None)
+                if dist.get_rank() == 0:
+                    reason = "it is a local one" if folder is None else "the optimizer starts afresh"
+                    logger.warning("dct: no residuals taken from the checkpoint: %s", reason)
+            else:
+                load(self.session, folder)
+            return result
+
+        return load_checkpoint

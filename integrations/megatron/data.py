@@ -1,0 +1,304 @@
+"""Data parallelism: gradient buckets at ``_ParamAndGradBucketGroup.start_grad_sync``.
+
+Without the distributed optimizer a bucket's gradients are summed on all ranks, with it every rank gets
+the sum of the shard it owns (:class:`~dct_plugin.data_parallel.GradientReducer`). Scaling, NaN checks
+and the order of calls are those of Megatron.
+
+With ``overlap_grad_reduce`` a bucket's reduction starts where Megatron would start it, inside the backward
+pass. On CPU it runs beside that pass: one thread per group works on the buckets in the order in which they
+became ready, which is the same on all ranks, over a process group that nothing else uses. On CUDA it is
+finished when the call returns: a second thread would launch NCCL kernels in between those of tensor and
+pipeline parallelism, in an order that differs from rank to rank, and kernels of several communicators that
+wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron
+asks for, they are in one queue).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin import checkpoint
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.errors import DCTError
+
+from ..host.post_import import when_imported
+from .session import Hook, Session
+from .worker import ReductionHandle, ReductionWorker
+
+_NAME = "_dct_name"
+#: Wrappers of fully sharded models, by module.
+_SHARDING = (
+    ("megatron.core.distributed.torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),
+    ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
+)
+
+
+@dataclass
+class _Reduction:
+    """How the gradients of one process group are reduced."""
+
+    name: str
+    """``dense`` or ``expert``; that of a second group of one kind is ``dense 1`` and so on."""
+    unit: float
+    reducer: GradientReducer
+    worker: ReductionWorker | None
+    scale_known: bool
+    """Whether the reducer has been given the loss scale of the gradients that come to it."""
+
+
+class DataParallelHook(Hook):
+    """Replaces ``start_grad_sync`` for buckets that are shared by more than one rank."""
+
+    def __init__(self, session: Session) -> None:
+        from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+        from megatron.core.optimizer import optimizer
+
+        self.session = session
+        self.config = session.config.data_parallel
+        self.experts = session.config.model_parallel.expert_gradients
+        # By the groups themselves: the id of one that was destroyed may be given to another.
+        self._reductions: dict[dist.ProcessGroup, _Reduction] = {}
+        self._loaded: dict[str, Any] = {}
+        self._transactional = False
+        self._models = 0
+        self._unnamed = 0
+        self._scale: tuple[float, float] | None = None
+        """Loss scale of this iteration's gradients, and of the next's."""
+        self._overflow = False
+        patches = session.patches
+        patches.wrap(
+            param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._make_start_grad_sync
+        )
+        patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
+        patches.wrap(optimizer.MixedPrecisionOptimizer, "prepare_grads", self._make_prepare_grads)
+        for module, name in _SHARDING:
+            when_imported(module, functools.partial(self._refuse, name))
+
+    def _refuse(self, name: str, module: ModuleType) -> None:
+        """Stop at wrappers whose gradients do not pass by here, instead of leaving them dense silently."""
+        wrapper = getattr(module, name, None)
+        if wrapper is None or self.session.closed:
+            return
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(*arguments: Any, **keywords: Any) -> None:
+                raise DCTError(
+                    f"dct.data_parallel does not work with Megatron's {name} ({module.__name__}), which "
+                    "reduces gradients by itself: switch one of them off"
+                )
+
+            return init
+
+        self.session.patches.wrap(wrapper, "__init__", make)
+
+    # -- iterations -----------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        used, coming = self._scale or (None, None)
+        for each in self._reductions.values():
+            late = None if each.scale_known else used
+            each.reducer.end_step(skipped=self._overflow, loss_scale=coming, reduced_at=late)
+            each.scale_known |= used is not None
+        self._overflow = False
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {
+            each.name: {"unit": each.unit, "state": each.reducer.state_dict()}
+            for each in self._reductions.values()
+        }
+        return {"reducers": {**self._loaded, **own}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.close()  # reducers are made again at their next reduction, when their units are known
+        self._loaded = dict(state["reducers"]) if state is not None else {}
+        self._scale, self._overflow = None, False
+
+    def close(self) -> None:
+        for each in self._reductions.values():
+            if each.worker is not None:
+                each.worker.stop()
+        self._reductions.clear()
+
+    # -- wrappers -------------------------------------------------------------------------------------------
+
+    def _make_ddp_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(ddp: Any, config: Any, *arguments: Any, **keywords: Any) -> None:
+            original(ddp, config, *arguments, **keywords)
+            self._transactional |= bool(getattr(config, "fp16", False))
+            for name, parameter in ddp.module.named_parameters():
+                setattr(parameter, _NAME, f"{self._models}.{name}")
+            self._models += 1
+
+        return init
+
+    def _make_prepare_grads(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_grads(optimizer: Any) -> bool:
+            scaled = getattr(optimizer, "grad_scaler", None) is not None
+            scale = float(optimizer.get_loss_scale()) if scaled else 1.0
+            overflow = bool(original(optimizer))
+            self._overflow |= overflow
+            if scaled:
+                self._scale = (scale, float(optimizer.get_loss_scale()))
+            return overflow
+
+        return prepare_grads
+
+    def _make_start_grad_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start_grad_sync(group: Any, *arguments: Any, **keywords: Any) -> None:
+            all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
+            sharded = group.ddp_config.use_distributed_optimizer and not all_reduce
+            ranks = (
+                group.intra_distributed_optimizer_instance_group
+                if group.ddp_config.use_distributed_optimizer
+                else group.data_parallel_group
+            )
+            if self._left_alone(group, ranks):
+                original(group, *arguments, **keywords)
+                return
+            if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
+                return  # already done: Megatron calls again at the end of the first batch
+            if group.grad_reduce_handle is not None:
+                raise DCTError("gradient reductions of one bucket group overlap each other")
+            previous = getattr(group, "previous_grad_reduce_bucket_group", None)  # from 0.19
+            if previous is not None and previous.grad_reduce_handle is not None:
+                previous.finish_grad_sync(force_all_reduce=all_reduce)
+            _fill_buffers(group)
+            ddp = group.ddp_config
+            if ddp.check_for_nan_in_grad or getattr(ddp, "check_for_large_grads", False):
+                group.check_grads(
+                    check_for_nan_or_inf=ddp.check_for_nan_in_grad,
+                    check_for_large=getattr(ddp, "check_for_large_grads", False),
+                )
+            for bucket in group.buckets:
+                if bucket.gradient_scaling_factor != 1.0:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
+            group.grad_reduce_handle = self._reduce(group, ranks, sharded)
+
+        return start_grad_sync
+
+    def _left_alone(self, group: Any, ranks: dist.ProcessGroup) -> bool:
+        if ranks.size() == 1 or self.session.step < self.config.warmup_steps:
+            return True
+        if self.config.sparsity == 0 and self.session.pass_through:
+            return True
+        if getattr(group.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+            raise DCTError(
+                "dct.data_parallel does not work with Megatron's num_distributed_optimizer_instances > 1: "
+                "gradients are reduced over two groups in turn"
+            )
+        return _is_expert(group) and not self.experts
+
+    # -- reduction ------------------------------------------------------------------------------------------
+
+    def _reduce(self, group: Any, ranks: dist.ProcessGroup, sharded: bool) -> ReductionHandle | None:
+        """Reduce a bucket group; what Megatron is to wait for, if it asked for overlap."""
+        reduction = self._reduction(group, ranks)
+        reducer = reduction.reducer
+        scale = 1.0 / ranks.size() if group.ddp_config.average_in_collective else 1.0
+        views = [
+            (key, start, view, bucket) for bucket in group.buckets for key, start, view in self._views(bucket)
+        ]
+
+        def work() -> None:
+            if not sharded:
+                reducer.all_reduce([(key, view) for key, _, view, _ in views], scale=scale)
+                return
+            reducer.reduce_scatter(
+                [
+                    (key, view, _shards(start, view.numel(), bucket.grad_data.numel() // ranks.size()))
+                    for key, start, view, bucket in views
+                ],
+                scale=scale,
+            )
+
+        if reduction.worker is not None:
+            return reduction.worker.submit(work)
+        work()
+        return ReductionHandle() if group.ddp_config.overlap_grad_reduce else None
+
+    def _reduction(self, group: Any, ranks: dist.ProcessGroup) -> _Reduction:
+        """That of a bucket group; it is made at the first use, by all ranks of the group."""
+        if (known := self._reductions.get(ranks)) is not None:
+            return known
+        kind = "expert" if _is_expert(group) else "dense"
+        same = sum(other.name.split()[0] == kind for other in self._reductions.values())
+        name = f"{kind} {same}" if same else kind
+        device = group.buckets[0].grad_data.device
+        exchange_over, worker = ranks, None
+        if group.ddp_config.overlap_grad_reduce and device.type == "cpu":
+            members = dist.get_process_group_ranks(ranks)
+            exchange_over = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            worker = ReductionWorker(f"dct gradients {name}")
+        reducer = GradientReducer(
+            self.session.config.data_parallel,
+            exchange_over,
+            metrics=self.session.metrics,
+            device=device,
+            kernels=self.session.config.kernels,
+            transactional=self._transactional,
+            step=self.session.step,
+        )
+        unit, saved = _unit(group, ranks), self._loaded.pop(name, None)
+        if saved is not None:
+            reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
+        made = _Reduction(name, unit, reducer, worker, scale_known=saved is not None)
+        self._reductions[ranks] = made
+        return made
+
+    def _views(self, bucket: Any) -> list[tuple[str, int, Tensor]]:
+        """``(name, first entry in the bucket, 1-D view)`` of the bucket's gradients, without padding."""
+        data = bucket.grad_data
+        found = []
+        for parameter in bucket.params_list:
+            gradient = getattr(parameter, "main_grad_copy_in_grad_buffer", None)  # from 0.17
+            if gradient is None:
+                gradient = parameter.main_grad
+            start = (gradient.data_ptr() - data.data_ptr()) // data.element_size()
+            stop = start + parameter.numel()
+            if not 0 <= start <= stop <= data.numel():
+                raise DCTError(f"gradient of shape {tuple(parameter.shape)} does not lie in its bucket")
+            if not hasattr(parameter, _NAME):  # wrapped before the hooks were installed
+                setattr(parameter, _NAME, f"parameter {self._unnamed}")
+                self._unnamed += 1
+            found.append((getattr(parameter, _NAME), start, data[start:stop]))
+        return found
+
+
+def _is_expert(group: Any) -> bool:
+    return any(not getattr(p, "allreduce", True) for bucket in group.buckets for p in bucket.params_list)
+
+
+def _unit(group: Any, ranks: dist.ProcessGroup) -> float:
+    """Factor on the gradients that reach the reducer, for residuals that go on with other ranks.
+
+    Losses per token are divided by the tokens of all ranks later on: like one over the number of ranks.
+    """
+    factor = float(group.buckets[0].gradient_scaling_factor)
+    return factor if group.ddp_config.average_in_collective or factor != 1.0 else 1.0 / ranks.size()
+
+
+def _shards(start: int, numel: int, each: int) -> list[Shard]:
+    """Parts of a gradient by owner: rank ``r`` owns entries ``[r * each, (r + 1) * each)`` of the bucket."""
+    return [
+        Shard(owner, max(start, owner * each) - start, min(start + numel, (owner + 1) * each) - start)
+        for owner in range(start // each, (start + numel - 1) // each + 1)
+    ]
+
+
+def _fill_buffers(group: Any) -> None:
+    """What Megatron does before it looks at the buckets: from 0.17 on gradients may lie elsewhere."""
+    for bucket in group.buckets:
+        for parameter in bucket.params_list:  # gradients of replayed CUDA graphs (0.19)
+            if (event := getattr(parameter, "_cudagraph_wgrad_ready_event", None)) is not None:
+                torch.cuda.current_stream().wait_event(event)
+        for parameter in getattr(bucket, "params_with_extra_main_grads", ()):
+            if (copy := getattr(parameter, "main_grad_copy_in_grad_buffer", None)) is not None:
+                copy.copy_(parameter.main_grad)

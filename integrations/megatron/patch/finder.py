@@ -1,0 +1,321 @@
+"""Find the launches in a shell script: in its commands, arrays, quoted strings, variables and here-documents.
+
+Every word and every variable is looked at a bounded number of times: time is linear in the script's size.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dct_plugin.errors import DCTError
+
+from . import launchers
+from .launchers import HARMLESS, KEYWORDS, TORCHRUN_MODULES, TRAINING, Kind
+from .shell import ASSIGNMENT, Command, ShellError, Text, Word
+from .variables import Variables, variable_name
+
+__all__ = ["MODULE", "Launch", "LaunchError", "Plan", "plan"]
+
+#: What a patched command runs.
+MODULE = "dct_plugin.megatron"
+
+_EXPANSION = re.compile(r"\$[@*]|\$\{[^}]*\}|\$\(.*\)|`.*`", re.DOTALL)
+_TORCHRUN_FLAG = re.compile(r"-[a-zA-Z]*m")
+
+
+class LaunchError(DCTError):
+    """A script holds a launch that is not understood, or a file is not fit for it; the message names the
+    line.
+    """
+
+
+class Launch(NamedTuple):
+    """A command that starts Python on a script.
+
+    ``place`` is the offset of the insertion, before the script (or the module), and ``line`` its line, from
+    1. ``removal`` is the span to take out when the command starts the plugin already, else ``None``,
+    ``present`` the text there and ``config`` the path of its ``--dct-config``. ``trains`` is False for
+    scripts that are none of the wanted ones.
+    """
+
+    kind: Kind
+    script: str
+    is_module: bool
+    place: int
+    line: int
+    in_string: bool
+    trains: bool
+    removal: tuple[int, int] | None = None
+    present: str = ""
+    config: str | None = None
+
+
+class Plan(NamedTuple):
+    """What was found in a script.
+
+    ``notes`` are remarks for the user, ``faults`` forbid an edit, and ``hands_on`` are the shell scripts that
+    it mentions.
+    """
+
+    launches: list[Launch]
+    notes: list[str]
+    faults: list[str]
+    hands_on: list[str]
+
+    @property
+    def training(self) -> list[Launch]:
+        """Launches of training scripts."""
+        return [launch for launch in self.launches if launch.trains]
+
+
+def plan(text: str, scripts: Sequence[str] = TRAINING) -> Plan:
+    """Find every launch in a script; changes nothing.
+
+    Args:
+        text: a shell script.
+        scripts: file name patterns of training scripts.
+
+    Raises:
+        LaunchError: the text does not follow the shell's grammar, or nests too deep.
+    """
+    return _Finder(text, scripts).run()
+
+
+class _Found(NamedTuple):
+    """A launcher's target: the word, and the flag before it where it is a module."""
+
+    position: int
+    is_module: bool
+    flag: int | None
+
+
+class _Search:
+    """Where the launchers in one command find their script."""
+
+    def __init__(self, words: Sequence[Word], variables: Variables) -> None:
+        self.words = words
+        self.variables = variables
+        self._outcomes: dict[tuple[Kind, int], _Found | str] = {}
+        self._first = next((at for at, word in enumerate(words) if not _before_command(word)), len(words))
+        self._pythons = [at for at, word in enumerate(words) if launchers.launcher(word.text) == "python"]
+
+    def kind(self, position: int) -> Kind | None:
+        """What kind of launcher stands here, also behind a variable in the place of a command."""
+        text = self.words[position].text
+        kind = launchers.launcher(text)
+        if text == "-m" and position + 1 < len(self.words):
+            if self.words[position + 1].text in TORCHRUN_MODULES:
+                return "torchrun"  # behind a tool that runs modules, e.g. a debugger
+        elif kind is None and position <= self._first and (name := variable_name(text)):
+            kind = self.variables.launcher(name)
+            if kind is None and name not in self.variables.values and launchers.sounds_like_launcher(name):
+                kind = "variable"
+        if kind in ("python", "variable") and self._torchrun_at(position) is not None:
+            return "torchrun"
+        return kind
+
+    def target(self, kind: Kind, position: int) -> _Found | str:
+        """The script or module that a launcher starts, else what is wrong; "" if it is none of ours."""
+        place = position + 1
+        if kind == "torchrun":
+            module = position + 1 if self.words[position].text == "-m" else self._torchrun_at(position)
+            place = place if module is None else module + 1
+        return self._walk(kind, place, self.words[place - 1].text)
+
+    def _walk(self, kind: Kind, place: int, spelled: str) -> _Found | str:
+        seen: list[int] = []
+        outcome = self._look_from(kind, place, spelled, seen)
+        self._outcomes.update(dict.fromkeys(((kind, at) for at in seen), outcome))
+        return outcome
+
+    def _look_from(self, kind: Kind, place: int, spelled: str, seen: list[int]) -> _Found | str:
+        """Go through a launcher's options from ``place`` on; ``seen`` becomes the positions on the way."""
+        skipped: dict[str, None] = {}  # the launcher's own arguments, in variables
+        while place < len(self.words):
+            if (kind, place) in self._outcomes:
+                return self._outcomes[kind, place]
+            seen.append(place)
+            text = self.words[place].text
+            if launchers.without_python(kind, text):
+                after = bisect_left(self._pythons, place)
+                if after == len(self._pythons):
+                    return f"{spelled} with {text}, but no python behind it"
+                python = self._pythons[after]
+                return self._walk("python", python + 1, self.words[python].text)
+            if launchers.takes_module(kind, text):
+                if place + 1 < len(self.words):
+                    return _Found(place + 1, True, place)
+                return f"{spelled} with {text}, but no module"
+            if kind == "python" and text.startswith("-c"):
+                return ""
+            if text.startswith("-"):
+                width = launchers.option_width(kind, text)
+                if width is not None:
+                    place += width
+                    continue
+                behind = f" (behind {', '.join(skipped)})" if skipped else ""
+                return "" if kind == "variable" else f"{spelled}: no script found before {text}{behind}"
+            if self.variables.is_script(text):
+                return _Found(place, False, None)
+            if not variable_name(text) and not _EXPANSION.fullmatch(text):
+                if kind in ("python", "variable"):
+                    return ""
+                return f"{spelled}: {text} is neither an option nor a Python script"
+            skipped[text] = None
+            place += 1
+        if kind in ("python", "variable"):
+            return ""
+        return f"{spelled}: no script found" + (f" (is it in {' or '.join(skipped)}?)" if skipped else "")
+
+    def _torchrun_at(self, position: int) -> int | None:
+        """Position of the module if the Python here runs torch's launcher."""
+        for place in range(position + 1, len(self.words)):
+            text = self.words[place].text
+            if text in TORCHRUN_MODULES and _TORCHRUN_FLAG.fullmatch(self.words[place - 1].text):
+                return place
+            if not text.startswith("-"):
+                return None
+        return None
+
+
+class _Finder:
+    def __init__(self, text: str, scripts: Sequence[str]) -> None:
+        self.text = text
+        self.shell = Text(text)
+        self.variables = Variables(scripts)
+        self.launches: dict[int, Launch] = {}
+        self.notes: list[str] = []
+        self.faults: list[str] = []
+        self._line_ends = [match.start() for match in re.finditer("\n", text)]
+
+    def run(self) -> Plan:
+        try:
+            outer = self.shell.commands()
+        except ShellError as error:
+            raise LaunchError(f"line {self._line(error.offset)}: {error}") from error
+        found: list[Command] = []
+        for command in outer:
+            found.append(command)
+            if not _is_harmless(command):
+                found += self._in_strings(command)
+        for command in found:
+            self.variables.remember(command)
+        for command in found:
+            self._look_at(command)
+        launches = [self.launches[place] for place in sorted(self.launches)]
+        for launch in launches:
+            if not launch.trains:
+                self._note(
+                    launch.line, f"{launch.script} is not a training script: left alone (--script adds names)"
+                )
+        notes, faults = (list(dict.fromkeys(lines)) for lines in (self.notes, self.faults))
+        return Plan(launches, notes, faults, list(dict.fromkeys(_shell_scripts(outer))))
+
+    def _in_strings(self, command: Command) -> Iterator[Command]:
+        for word in command.words:
+            if not any(self.text.find(" ", start, end) >= 0 for start, end in word.quoted):
+                continue
+            try:
+                yield from self.shell.inside(command, word)
+            except ShellError as error:
+                parts = word.text.split()
+                if any(map(launchers.launcher, parts)) and any(map(self.variables.trains, parts)):
+                    self._fault(error.offset, f"a quoted command that is not understood ({error})")
+
+    def _look_at(self, command: Command) -> None:
+        words = [word for word in command.words if not word.is_target]
+        if not words or _is_harmless(command):
+            return
+        search = _Search(words, self.variables)
+        complaint: tuple[int, str] | None = None
+        for position, word in enumerate(words):
+            kind = search.kind(position)
+            if kind is None:
+                continue
+            outcome = search.target(kind, position)
+            if isinstance(outcome, _Found):
+                self._add(kind, words, outcome, command)
+                return
+            if outcome and complaint is None and not self.variables.is_complete(variable_name(word.text)):
+                complaint = (word.start, outcome)
+        if command.name is not None or ASSIGNMENT.match(words[0].text):
+            return  # may be completed where the variable is used
+        if complaint:
+            self._fault(*complaint)
+        elif not command.in_string:
+            for word in words[1:]:
+                if self.variables.trains(word.text) and not ASSIGNMENT.match(word.text):
+                    self._fault(
+                        word.start,
+                        f"{word.text} is given to {words[0].text}, which is no launcher known here",
+                    )
+                    return
+
+    def _add(self, kind: Kind, words: Sequence[Word], found: _Found, command: Command) -> None:
+        target = script = words[found.position]
+        is_module = found.is_module
+        removal: tuple[int, int] | None = None
+        config: str | None = None
+        if is_module and target.text == MODULE:
+            place = found.position + 1
+            while place + 1 < len(words) and words[place].text.startswith("--dct-"):
+                option, equals, value = words[place].text.partition("=")
+                if option == "--dct-config":
+                    config = value if equals else words[place + 1].text
+                place += 1 if equals else 2
+            if place >= len(words):
+                self._fault(target.start, f"{MODULE} without a script behind it")
+                return
+            script = words[place]
+            is_module = script.text in ("-m", "--module")
+            if is_module and place + 1 < len(words):
+                script = words[place + 1]
+            assert found.flag is not None
+            removal = (target.start if is_module else words[found.flag].start, script.start)
+        name = script.text.strip("\"'")
+        line = self._line(script.start)
+        if is_module and not removal:
+            parts = name.split(".")[-2:]
+            trains = self.variables.wanted(name) or any(
+                part.startswith("$") or self.variables.wanted(f"{part}.py") for part in parts
+            )
+        else:
+            trains = removal is not None or self.variables.trains(name)
+        if kind == "python" and not trains:
+            return  # preprocessing and the like
+        if kind == "variable" and trains and removal is None:
+            self._note(
+                line,
+                f"{words[0].text} is set elsewhere: -m is right if it is python or torchrun, not for "
+                "deepspeed",
+            )
+        place, present = (removal[0], self.text[slice(*removal)]) if removal else (script.start, "")
+        self.launches[place] = Launch(
+            kind, name, is_module, place, line, command.in_string, trains, removal, present, config
+        )
+
+    def _line(self, offset: int) -> int:
+        return bisect_left(self._line_ends, offset) + 1
+
+    def _note(self, line: int, what: str) -> None:
+        self.notes.append(f"line {line}: {what}")
+
+    def _fault(self, offset: int, what: str) -> None:
+        self.faults.append(f"line {self._line(offset)}: {what}")
+
+
+def _before_command(word: Word) -> bool:
+    return word.text in KEYWORDS or ASSIGNMENT.match(word.text) is not None
+
+
+def _is_harmless(command: Command) -> bool:
+    return next((word.text in HARMLESS for word in command.words if word.text not in KEYWORDS), False)
+
+
+def _shell_scripts(commands: Sequence[Command]) -> Iterator[str]:
+    for command in commands:
+        if not command.words[0].text.startswith(("rm", "echo", "chmod")):
+            yield from (word.text for word in command.words if word.text.endswith(".sh"))

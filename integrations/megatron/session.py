@@ -1,0 +1,183 @@
+"""What the hooks in megatron-core share: configuration, metrics, and the rhythm of iterations.
+
+An iteration is one call of Megatron's forward-backward function. Thresholds and residuals move on at the
+start of the next training iteration, when it is known whether the optimizer took the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.metrics import Event, Metrics
+
+from ..host.patches import Patches
+from ..host.reporting import Reporting
+
+__all__ = ["Active", "Hook", "Session"]
+
+
+class Active(NamedTuple):
+    """A hook that was put in place."""
+
+    name: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})"
+
+
+class Hook:
+    """What the session asks of a hook; nothing by default."""
+
+    def begin(self, training: bool) -> None:
+        """An iteration starts (``training``: with a backward pass)."""
+
+    def end_step(self) -> None:
+        """The last training iteration is over, its optimizer step taken or skipped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Part of :meth:`Session.state_dict`, by its keys."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore :meth:`Session.state_dict`; None starts afresh."""
+
+    def close(self) -> None:
+        """The hooks are taken out."""
+
+
+class Session:
+    """State that the hooks share, from their installation until they are taken out.
+
+    Attributes:
+        config: The whole configuration.
+        pass_through: Whether what has sparsity 0 is left to Megatron.
+        training: Whether the current iteration has a backward pass.
+        step: Completed training iterations.
+        patches: What was replaced in megatron-core.
+        closed: Whether the hooks were taken out.
+    """
+
+    def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
+        self.config = config
+        self.pass_through = pass_through
+        self.training = True
+        self.step = 0
+        self.patches = Patches()
+        self.hooks: list[Hook] = []
+        self.active: list[Active] = []
+        self.closed = False
+        self._open = False
+        self._reporting: Reporting | None = None
+        self._monitor: Any = None
+
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        """Made at first use, when the process group exists."""
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        config = self.config.metrics
+        interval = getattr(self.megatron_args, "log_interval", None)
+        if interval and "every" not in config.model_fields_set:  # one beside each of Megatron's
+            config = config.model_copy(update={"every": int(interval)})
+        metrics = Metrics(config, rank=rank, world_size=size)
+        if rank == size - 1:  # the rank that writes Megatron's own log lines
+            metrics.add_sink(_print_line)
+        self._reporting = Reporting(metrics, before_finish=self.end_step)
+        return metrics
+
+    def add(self, hook: Hook, active: Active | None = None) -> None:
+        """Take part in iterations and checkpoints; ``active`` describes the hook to the user."""
+        self.hooks.append(hook)
+        if active is not None:
+            self.active.append(active)
+
+    def begin(self, training: bool) -> None:
+        """An iteration starts."""
+        if training:
+            self.end_step()
+            self._open = True
+        self.training = training
+        self._look_for_monitor()
+        for hook in self.hooks:
+            hook.begin(training)
+
+    def end_step(self) -> None:
+        """Close the last training iteration, if that has not been done yet."""
+        if not self._open:
+            return
+        self._open = False
+        self.step += 1
+        for hook in self.hooks:
+            hook.end_step()
+        self.metrics.step(self.step)  # once for all hooks, and all reducers of one
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, thresholds and counters; call it between iterations.
+
+        Keys: ``step``, ``streams`` (activations' thresholds by layer or boundary) and ``reducers``
+        (gradients' residuals by kind, see :meth:`~dct_plugin.data_parallel.GradientReducer.state_dict`).
+        """
+        self.end_step()
+        state: dict[str, Any] = {"step": self.step, "streams": {}, "reducers": {}}
+        for hook in self.hooks:
+            for key, part in hook.state_dict().items():
+                state[key].update(part)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore :meth:`state_dict` of the same rank; None forgets everything, as at the start."""
+        self._open = False
+        self.step = 0 if state is None else int(state["step"])
+        for hook in self.hooks:
+            hook.load_state_dict(state)
+
+    @property
+    def megatron_args(self) -> Any:
+        """Megatron-LM's arguments; None without Megatron-LM."""
+        return _megatron_global("_GLOBAL_ARGS")
+
+    def close(self) -> None:
+        """Report what is left, and put megatron-core back as it was."""
+        if self._reporting is not None:
+            self._reporting.finish()
+        self.closed = True
+        self.patches.undo()
+        for hook in self.hooks:
+            hook.close()
+
+    def _look_for_monitor(self) -> None:
+        """Megatron-LM's TensorBoard writer as one more sink, once there is one (on its last rank)."""
+        if self._monitor is None:
+            self._monitor = _megatron_global("_GLOBAL_TENSORBOARD_WRITER")
+            if self._monitor is not None:
+                self.metrics.add_sink(functools.partial(_write_scalars, self._monitor))
+
+
+def _print_line(events: list[Event]) -> None:
+    """One line beside Megatron-LM's own for every report."""
+    values = {name.removeprefix("dct/"): value for name, value, _ in events}
+    classes = dict.fromkeys(name.rpartition("/")[0] for name in values)
+    parts = [
+        f"{cls}: {values[f'{cls}/sent_bytes'] / 1e6:.3f} MB/step"
+        + (f" ({values[f'{cls}/ratio']:.1f}x)" if f"{cls}/ratio" in values else "")
+        + f" density {values.get(f'{cls}/density', 1.0):.3f}"
+        for cls in classes
+        if values.get(f"{cls}/dense_bytes")
+    ]
+    if parts and "megatron.training" in sys.modules:
+        print(f" dct iteration {events[0][2]:8d} | " + " | ".join(parts), flush=True)
+
+
+def _write_scalars(writer: Any, events: list[Event]) -> None:
+    for name, value, step in events:
+        writer.add_scalar(name, value, step)
+
+
+def _megatron_global(name: str) -> Any:
+    """One of Megatron-LM's global variables; None without Megatron-LM, or before it has set it."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

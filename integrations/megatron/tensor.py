@@ -1,0 +1,183 @@
+"""Tensor parallelism: partial sums of row-parallel layers and, by option, inputs of column-parallel ones.
+
+With sequence parallelism the reduce-scatter of a row-parallel layer's partial sums becomes an all-to-all
+of sparse chunks, whose gradients return as values; without it the all-reduce becomes an all-gather of
+sparse contributions, and backward needs no communication, as in Megatron. ``gather`` adds the all-gather
+in front of column-parallel layers. Every layer has a threshold of its own, which changes between
+iterations only, so that recomputation finds the same masks. Embeddings, output layers and experts are
+left to Megatron.
+
+Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and density
+``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-reduce, so it
+wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel form shrink for any
+``t``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.errors import DCTError
+from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
+
+from .session import Session
+from .streams import ActivationHook
+
+_SITE = "_dct_site"
+_PREFIX = "layer "
+
+
+class _Site(NamedTuple):
+    """One parallel linear layer inside a transformer layer."""
+
+    name: str
+    dense: bool
+
+
+class TensorHook(ActivationHook):
+    """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use."""
+
+    def __init__(self, session: Session) -> None:
+        from megatron.core.tensor_parallel import layers, mappings
+        from megatron.core.transformer import transformer_layer
+
+        self.config = session.config.model_parallel.tensor
+        super().__init__(session, self.config, _PREFIX)
+        self._sites: list[_Site] = []
+        self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
+        self._current: _Site | None = None
+        self._collectives: dict[dist.ProcessGroup, MaskedCollectives] = {}
+        # The layers themselves: the id of one that is gone may be given to another.
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        patches = session.patches
+        patches.wrap(transformer_layer.TransformerLayer, "forward", self._make_layer_forward)
+        patches.wrap(layers.RowParallelLinear, "forward", self._make_linear_forward)
+        for name, kind in (
+            ("_ReduceFromModelParallelRegion", "all_reduce"),
+            ("_ReduceScatterToSequenceParallelRegion", "reduce_scatter"),
+        ):
+            # The functions of mappings look the class up when they are called, so all importers are reached.
+            patches.replace(mappings, name, self._subclass(getattr(mappings, name), kind))
+        if self.config.gather:
+            patches.wrap(layers.ColumnParallelLinear, "forward", self._make_linear_forward)
+            patches.wrap(layers, "linear_with_grad_accumulation_and_async_allreduce", self._make_linear)
+
+    # -- layers --------------------------------------------------------------------------------------------
+
+    def _make_layer_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+            if layer not in self._seen:
+                self._seen.add(layer)
+                self._register(layer)
+            return original(layer, *arguments, **keywords)
+
+        return forward
+
+    def _register(self, layer: Any) -> None:
+        """Number the parallel linears of a transformer layer; once, before its first forward pass."""
+        _check(layer)
+        number, count = int(layer.layer_number), int(layer.config.num_layers)
+        outside = number <= self.config.skip_first_layers or number > count - self.config.skip_last_layers
+        for name, module in layer.named_modules():
+            if isinstance(module, self._linears) and not getattr(module, "is_expert", False):
+                label = f"{_PREFIX}{number} {name}"
+                if same := sum(site.name.split(" #")[0] == label for site in self._sites):
+                    label += f" #{same}"  # layers for multi-token prediction count from 1 again
+                site = _Site(label, outside)
+                setattr(module, _SITE, site)
+                self._sites.append(site)
+
+    def _make_linear_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(linear: Any, *arguments: Any, **keywords: Any) -> Any:
+            previous, self._current = self._current, getattr(linear, _SITE, None)
+            try:
+                return original(linear, *arguments, **keywords)
+            finally:
+                self._current = previous
+
+        return forward
+
+    def _running(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
+        """Stream of the layer that is running, None where it is left to Megatron."""
+        site = self._current
+        if site is None or site.dense or ranks.size() == 1:
+            return None
+        if self.session.pass_through and (
+            self.config.sparsity == 0 or self.session.step < self.config.warmup_steps
+        ):
+            return None
+        return self.stream(site.name)
+
+    def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> MaskedCollectives:
+        collectives = self._collectives.get(ranks)
+        if collectives is None:
+            collectives = MaskedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
+            self._collectives[ranks] = collectives
+        return collectives
+
+    # -- collectives ----------------------------------------------------------------------------------------
+
+    def _subclass(self, original: Any, kind: str) -> Any:
+        hook = self
+
+        class Masked(original):
+            @classmethod
+            def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
+                stream = hook._running(group)
+                # Given split sizes belong to dispatching tokens to experts.
+                if stream is None or any(item is not None and item is not False for item in arguments):
+                    return original.apply(input_, group, *arguments, **keywords)
+                return getattr(hook._group(group, input_.device), kind)(input_, stream)
+
+        Masked.__name__, Masked.__qualname__ = original.__name__, original.__qualname__
+        Masked.__module__, Masked.__doc__ = original.__module__, original.__doc__
+        return Masked
+
+    def _make_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def linear(input: Tensor, *arguments: Any, **keywords: Any) -> Any:
+            ranks = keywords.get("tp_group")
+            stream = None
+            if keywords.get("sequence_parallel") and ranks is not None:
+                stream = self._running(ranks)
+            if ranks is not None and stream is not None:
+                input = self._group(ranks, input.device).all_gather(input, stream)
+                keywords["sequence_parallel"] = False
+            return original(input, *arguments, **keywords)
+
+        return linear
+
+
+def _check(layer: Any) -> None:
+    """Refuse layers that communicate out of reach, and modes that need fixed sizes."""
+    where = f"dct.model_parallel.tensor, layer {layer.layer_number}"
+    for name, module in layer.named_modules():
+        kind = type(module)
+        if (
+            any("transformer_engine" in base.__module__ for base in kind.__mro__)
+            and "Linear" in kind.__name__
+        ):
+            raise DCTError(
+                f"{where}: {name} is Transformer Engine's {kind.__name__}, which communicates inside "
+                "Transformer Engine; use --transformer-impl local, or switch dct.model_parallel.tensor off"
+            )
+    config = layer.config
+    refused = {
+        "fp8": "fp8",
+        "fp4": "fp4",
+        "tp_comm_overlap": "overlapped tensor-parallel communication",
+        "enable_cuda_graph": "CUDA graphs (the number of entries that cross depends on the data)",
+        "external_cuda_graph": "CUDA graphs (the number of entries that cross depends on the data)",
+    }
+    for key, words in refused.items():
+        if getattr(config, key, None):
+            raise DCTError(f"{where}: does not work with {words} (Megatron's {key} = {getattr(config, key)})")
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        raise DCTError(
+            f"{where}: does not work with CUDA graphs (the number of entries that cross depends on the data)"
+        )

@@ -1,0 +1,331 @@
+"""``dct patch-launch`` on scripts that nobody writes: how long it takes, how deep they nest, which files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch.files import BACKUP, LARGEST
+from dct_plugin.integrations.megatron.patch.shell import DEEPEST
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dct_plugin import cli
+
+LAUNCH = "torchrun train.py\n"
+PATCHED = f"torchrun -m {MODULE} train.py\n"
+
+# -- time -------------------------------------------------------------------------------------------------
+
+#: Scripts of ``count`` pieces, each with something that invites a second look at what was read before.
+GROWING: dict[str, Callable[[int], str]] = {
+    "lines": lambda count: 'echo a b "$C d" ${E} # f\n' * count + LAUNCH,
+    "launches": lambda count: "torchrun $A train.py --b $C\n" * count,
+    "launches that are in place": lambda count: PATCHED * count,
+    "launches of something else": lambda count: "torchrun tools/x.py\n" * count,
+    "launches not understood": lambda count: "flux run train.py\n" * count,
+    "words": lambda count: "torchrun " + "--nnodes 2 $A " * count + "train.py",
+    "words of a variable": lambda count: "$A " * count + LAUNCH,
+    "assignments": lambda count: "A=train.py\n" * count + "torchrun $A\n" * count,
+    "assignments of launchers": lambda count: "A=torchrun\n" * count + "$A train.py\n" * count,
+    "assignments of scripts, used as launchers": lambda count: "A='x train.py'\n" * count + "$A\n" * count,
+    "assignments by assignments": lambda count: (
+        "".join(f"{a}=${b}\n" * count for a, b in zip("ABCDE", "BCDEF", strict=True))
+        + "".join(f"F={number}.py\n" for number in range(count))
+        + "torchrun $A\n" * count
+    ),
+    "assignments before a command": lambda count: "A=1 " * count + "$B " * count + LAUNCH,
+    "launchers that take each other as a value": lambda count: "torchrun -t " * count,
+    "launchers without Python": lambda count: "torchrun --no-python " * count,
+    "launchers of one Python": lambda count: "torchrun --no-python " * count + "python " + "-u " * count,
+    "options of Python": lambda count: "python " + "-u " * count + "train.py",
+    "strings": lambda count: "sh -c \"cd a; torchrun train.py --b 'c d'\"\n" * count,
+    "strings in a string": lambda count: 'sh -c "' + r"torchrun train.py \"a b\"; " * count + '"',
+    "words after an open bracket": lambda count: 'a[1 "b c"\n' * count + LAUNCH,
+    "open brackets": lambda count: "torchrun '" + "${a[" * count + "'",
+    "open assignments": lambda count: "a" * count + "[" + "b" * count + "\n" + LAUNCH,
+    "substitutions": lambda count: 'A=$(b $(c `d` ${E:-"$(f)"}) "$(g "$(h)")")\n' * count + LAUNCH,
+    "substitutions in one word": lambda count: "echo " + "$(a)${B}`c`" * count + "\n" + LAUNCH,
+    "parentheses": lambda count: "(" * 2 + "a " + "( " * count + ") " * count + "))\n" + LAUNCH,
+    "arrays": lambda count: "A=(torchrun train.py)\n" * count,
+    "here-documents": lambda count: ("bash <<EOF\n" + LAUNCH + "EOF\n") * count,
+    "here-documents of one line": lambda count: "bash " + "<<A " * count + "\n" + "A\n" * count + LAUNCH,
+    "here-documents without an end": lambda count: LAUNCH + ("cat <<A <<B\n" + "C\n" * 20) * (count // 20),
+    "other scripts": lambda count: "".join(f"bash {number}.sh\n" for number in range(count)),
+}
+
+
+def seconds(text: str) -> float:
+    """Of the processor, for one script: patched and reverted, or refused."""
+    started = time.process_time()
+    with contextlib.suppress(LaunchError):
+        revert(patch(text)[0])
+    return time.process_time() - started
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", GROWING)
+def test_time_grows_as_the_script_does(name: str) -> None:
+    text = GROWING[name]
+    count = 400
+    while len(text(count)) < 20_000:
+        count *= 2
+    # 4 where time is linear, 16 where it is quadratic. Others work on this machine, too: the best of some.
+    ratios = []
+    for _ in range(6):
+        short = min(seconds(text(count)) for _ in range(2))
+        ratios.append(seconds(text(4 * count)) / short)
+        if ratios[-1] < 6:
+            break
+    assert min(ratios) < 8, ratios
+
+
+NESTED: dict[str, tuple[str, str]] = {
+    "$( )": ("$(a ", ")"),
+    "quoted $( )": ('"$(a ', ')"'),
+    "$( ) in a string": ('sh -c "$(a ', ')"'),
+    "${ }": ("${A:-", "}"),
+    "quoted ${ }": ('"${A:-', '}"'),
+    "$( ) and ${ }": ("$(a ${A:-", "})"),
+    "array": ("$(A=(", "))"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", NESTED)
+def test_time_grows_with_depth_not_with_its_power(name: str) -> None:
+    opening, closing = NESTED[name]
+    short, long = (seconds(("echo " + opening * d + closing * d + "\n") * 200 + LAUNCH) for d in (3, 12))
+    assert long < 12 * short
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_depth_up_to_the_limit_is_read_and_more_is_refused(name: str) -> None:
+    opening, closing = NESTED[name]
+    levels = sum(opening.count(mark) for mark in ("$(", "${"))
+    depth = DEEPEST // levels
+    text = f"echo\n: {opening * depth}{closing * depth}\n{LAUNCH}"
+    patched, found = patch(text)
+    assert patched == text.replace(LAUNCH, PATCHED)
+    assert revert(patched)[0] == text
+    assert [launch.line for launch in found.training] == [3]
+    for depth in (DEEPEST // levels + 1, 400, 50_000):
+        text = f"echo\n: {opening * depth}{closing * depth}\n{LAUNCH}"
+        with pytest.raises(LaunchError, match=rf"^line 2: .* nested more than {DEEPEST} deep"):
+            patch(text)
+
+
+def test_a_launch_at_the_bottom_is_found() -> None:
+    text = "x=$(" * DEEPEST + "torchrun train.py" + ")" * DEEPEST
+    assert patch(text)[0] == text.replace("train.py", f"-m {MODULE} train.py")
+
+
+def test_here_documents_in_here_documents_have_a_limit() -> None:
+    def nested(depth: int) -> str:
+        marks = [f"M{number}\n" for number in range(depth)]
+        return "".join(f"bash <<{mark}" for mark in marks) + LAUNCH + "".join(reversed(marks))
+
+    text = nested(DEEPEST)
+    assert patch(text)[0] == text.replace(LAUNCH, PATCHED)
+    with pytest.raises(LaunchError, match=f"line {DEEPEST + 1}: << nested more than {DEEPEST} deep"):
+        patch(nested(DEEPEST + 1))
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "$(",
+            ")",
+            "${A:-",
+            "}",
+            "`",
+            '"',
+            "'",
+            "((",
+            "))",
+            "$((",
+            "<<E\n",
+            "E\n",
+            "A=(",
+            "\\",
+            "#",
+            "a[",
+            "]",
+        ),
+        *(
+            "\n",
+            "\n",
+            " ",
+            " ",
+            ";",
+            "torchrun ",
+            "train.py ",
+            "--no-python ",
+            "-t ",
+            "A=",
+            "$A ",
+            "sh -c ",
+            "é",
+        ),
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(PIECES, max_size=12), st.integers(1, 150), st.lists(PIECES, max_size=12))
+def test_repeated_pieces_are_refused_or_come_back(head: list[str], times: int, tail: list[str]) -> None:
+    text = "".join(head) * times + "".join(tail)
+    started = time.process_time()
+    try:
+        patched, _ = patch(text, partial=True)
+    except LaunchError:
+        pass
+    else:
+        assert all(launch.removal for launch in plan(patched).training)
+        assert revert(patched)[0] == text
+    assert time.process_time() - started < 0.5 + 2e-4 * len(text)
+
+
+# -- files ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(LAUNCH)
+    return path
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, output and errors of ``dct patch-launch``; a call that blocks is interrupted."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError("blocked")
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(20)
+    try:
+        result = CliRunner().invoke(cli.app, ["patch-launch", *map(str, arguments)])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def directory(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def listening(path: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as server:
+        folder = os.getcwd()
+        os.chdir(path.parent)  # a socket's name may have no more than 107 bytes
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(folder)
+    return path
+
+
+IRREGULAR = {
+    "a FIFO": fifo,
+    "a folder": directory,
+    "a socket": listening,
+    "a character device": lambda path: Path(os.devnull),
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("linked", [False, True])
+def test_only_regular_files_are_read(kind: str, linked: bool, tmp_path: Path) -> None:
+    path = IRREGULAR[kind](tmp_path / "x.sh")
+    if linked:
+        path = tmp_path / "link.sh"
+        path.symlink_to(IRREGULAR[kind](tmp_path / "y.sh"))
+    for options in ([], ["--check"], ["--in-place"], ["--revert"]):
+        code, out, err = command(path, *options)
+        assert (code, out) == (2, "")
+        assert f"{path}: cannot be read: it is {kind}, not a regular file" in err
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_only_regular_files_are_written_and_taken_as_backup(kind: str, script: Path) -> None:
+    target = IRREGULAR[kind](script.with_name("out"))
+    code, _, err = command(script, "--output", target)
+    assert code == 2
+    assert f"{target}: cannot be written: it is {kind}, not a regular file" in err
+    backup = script.with_name(script.name + BACKUP)
+    backup.symlink_to(target)
+    code, _, err = command(script, "--in-place")
+    assert code == 2
+    assert f"{backup}: cannot be read: it is {kind}" in err
+    assert script.read_text() == LAUNCH
+
+
+def test_a_configuration_is_a_regular_file(script: Path) -> None:
+    code, _, err = command(script, "--config", fifo(script.with_name("dct.json")))
+    assert code == 2
+    assert "dct.json: cannot be read: it is a FIFO, not a regular file" in err
+
+
+def test_a_file_too_large_for_a_script_is_refused(script: Path) -> None:
+    os.truncate(script, LARGEST + 1)
+    code, _, err = command(script)
+    assert code == 2
+    assert f"{script}: cannot be read: more than {LARGEST // 2**20} MiB" in err
+
+
+def test_depth_error_names_file_line_and_limit(script: Path) -> None:
+    script.write_text(f"echo\necho {'$(a ' * 400}{')' * 400}\n{LAUNCH}")
+    code, out, err = command(script, "--in-place")
+    assert (code, out) == (2, "")
+    assert f"{script}: line 2: $( nested more than {DEEPEST} deep" in err
+    assert MODULE not in script.read_text()
+
+
+@pytest.mark.parametrize("how", ["the same", "relative", "another spelling", "symbolic link", "hard link"])
+def test_output_onto_the_script_is_refused(how: str, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = script.parent
+    target: Path | str = folder / "other.sh"
+    if how == "the same":
+        target = script
+    elif how == "relative":
+        monkeypatch.chdir(folder)
+        target = script.name
+    elif how == "another spelling":
+        (folder / "sub").mkdir()
+        target = f"{folder}/./sub/../{script.name}"
+    elif how == "symbolic link":
+        Path(target).symlink_to(script)
+    else:
+        Path(target).hardlink_to(script)
+    for options in ([], ["--revert"]):
+        code, _, err = command(script, "--output", target, *options)
+        assert code == 2
+        assert "--output names the script itself; --in-place changes it and keeps a copy" in err
+        assert script.read_text() == LAUNCH
+
+
+def test_output_onto_the_backup_is_refused(script: Path) -> None:
+    command(script, "--in-place")
+    backup = script.with_name(script.name + BACKUP)
+    code, _, err = command(script, "--revert", "--output", backup)
+    assert code == 2
+    assert "--output names the backup" in err
+    assert backup.read_text() == LAUNCH

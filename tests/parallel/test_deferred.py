@@ -1,0 +1,130 @@
+"""A backend whose figures stay on its device: the same bits, and one read per message round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.deferred_backend import DeferredBackend, OnDevice
+from support.processes import run
+
+from dct_plugin import Compressor
+from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, PipelineConfig, TensorConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.kernels import register_backend
+from dct_plugin.metrics import Metrics
+from dct_plugin.model_parallel import ActivationStream, FixedMessages, MaskedCollectives
+
+SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
+#: Message rounds in which this rank writes something.
+ROUNDS = {"direct": 1, "two_phase": 2, "reduce_scatter": 1}
+
+
+def tensor(size: int, seed: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def kernels(name: str) -> KernelConfig:
+    register_backend("deferred", DeferredBackend)
+    return KernelConfig(backend=name)
+
+
+def same(mine: Any, other: Any) -> bool:
+    if isinstance(mine, dict):
+        return mine.keys() == other.keys() and all(same(mine[key], other[key]) for key in mine)
+    return torch.equal(mine, other) if isinstance(mine, torch.Tensor) else bool(mine == other)
+
+
+def _reduce(rank: int, world_size: int, backend: str, exchange: str) -> dict[str, Any]:
+    """Six steps with a poisoned one that is skipped, and a changed loss scale."""
+    config = DataParallelConfig(
+        sparsity=0.95, exchange="auto" if exchange == "reduce_scatter" else exchange, density_band=(0.9, 1.1)
+    )
+    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+    reducer = GradientReducer(config, kernels=kernels(backend), transactional=True, metrics=metrics)
+    arrived, reads = {}, []
+    for step in range(6):
+        entries = {name: tensor(size, 100 * rank + step) for name, size in SIZES.items()}
+        if step == 3 and rank == 1:
+            entries["layer"][7] = float("nan")
+        before = OnDevice.reads
+        if exchange == "reduce_scatter":
+            halves = {n: [Shard(0, 0, size // 2), Shard(1, size // 2, size)] for n, size in SIZES.items()}
+            reducer.reduce_scatter([(name, t, halves[name]) for name, t in entries.items()])
+        else:
+            reducer.all_reduce(list(entries.items()))
+        reducer.end_step(skipped=step == 3, loss_scale=2.0 if step == 4 else None)
+        reads.append(OnDevice.reads - before)
+        arrived |= {f"{name} {step}": t.nan_to_num(nan=-1.0) for name, t in entries.items()}
+    total = metrics.summary()
+    sent = {name: (c.sent_bytes, c.density, c.tau, c.refreshes) for name, c in total.classes.items()}
+    return {"arrived": arrived, "state": reducer.state_dict(), "sent": sent, "reads": reads}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", sorted(ROUNDS))
+def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -> None:
+    expected = run(2, _reduce, "reference", exchange)
+    found = run(2, _reduce, "deferred", exchange)
+    for mine, other in zip(found, expected, strict=True):
+        assert same(mine["arrived"], other["arrived"])
+        assert same(mine["state"], other["state"])
+        assert mine["sent"] == other["sent"]
+        assert mine["reads"] == [ROUNDS[exchange]] * 6
+        assert other["reads"] == [0] * 6
+
+
+def _activations(rank: int, world_size: int, backend: str) -> dict[str, Any]:
+    comm = MaskedCollectives()
+    found: dict[str, Any] = {}
+    for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
+        stream = ActivationStream(TensorConfig(sparsity=0.8), name=kind, rank=rank, kernels=kernels(backend))
+        for step in range(3):
+            x = tensor(4096, 10 * rank + step).view(8, 512).requires_grad_()
+            before = OnDevice.reads
+            out = getattr(comm, kind)(x, stream)
+            forward = OnDevice.reads - before
+            out.square().sum().backward()
+            stream.end_step()
+            found |= {f"{kind} {step}": out.detach(), f"{kind} {step} gradient": x.grad}
+            assert (forward, OnDevice.reads - before) == ((1, 2) if backend == "deferred" else (0, 0)) or (
+                kind == "all_reduce" and OnDevice.reads - before <= 1  # whose backward sends nothing
+            )
+        found[f"{kind} state"] = stream.state_dict()
+    return found
+
+
+@pytest.mark.slow
+def test_activations_are_read_once_per_round_and_have_the_same_bits() -> None:
+    for mine, other in zip(run(2, _activations, "deferred"), run(2, _activations, "reference"), strict=True):
+        assert same(mine, other)
+
+
+def test_messages_of_known_size_are_read_once() -> None:
+    found = []
+    for name in ("deferred", "reference"):
+        stream = ActivationStream(PipelineConfig(sparsity=0.9, threshold="exact"), kernels=kernels(name))
+        messages = FixedMessages(stream)
+        before = OnDevice.reads
+        _, mask, encoded = messages.encode(tensor(5000, 1), 0)
+        assert OnDevice.reads - before == (name == "deferred")
+        stream.end_step()
+        found.append((mask.payload, encoded.nnz, encoded.tau, stream.state_dict()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_compressor_reads_once_per_tensor(momentum: float) -> None:
+    deferred, reference = (
+        Compressor(sparsity=0.9, momentum_correction=momentum, kernels=kernels(name))
+        for name in ("deferred", "reference")
+    )
+    for step in range(5):
+        gradient = tensor(20_000, step)
+        before = OnDevice.reads
+        payload = deferred.compress(gradient)
+        assert OnDevice.reads - before == 1
+        assert payload.to_bytes() == reference.compress(gradient).to_bytes()
+    assert same(deferred.state_dict(), reference.state_dict())
