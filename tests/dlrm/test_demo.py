@@ -76,6 +76,8 @@ def test_options_override_the_file_and_nothing_else_does(tmp_path: Path) -> None
         ("[]", "must hold a JSON object"),
         ('{"dct": {"data_parallel": {"sparsitty": 0.9}}}', "did you mean dct.data_parallel.sparsity"),
         ('{"dct": 3}', "dct"),
+        ('{"optimizer": "Adam"}', 'optimizer = "Adam": must be a JSON object'),
+        ('{"train_batch_size": "auto"}', 'train_batch_size = "auto": must be an integer'),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:

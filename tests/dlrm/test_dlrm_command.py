@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dct_plugin.integrations.dlrm.commands.dlrm import complete, configurations
+from dct_plugin.integrations.dlrm.commands.dlrm import configuration, configurations
 from dct_plugin.integrations.dlrm.figures import BASELINE, read_runs
 from dct_plugin.integrations.dlrm.intervals import paired
 from dct_plugin.integrations.dlrm.report import markdown, run_tables
@@ -198,9 +198,9 @@ def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
         ({"dlrm": {"tables": "replicated", "model": "dcn"}}, "is for model 'dlrm', not 'dcn'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            complete(content, ranks=2)
+            configuration(content, ranks=2)
     with pytest.raises(ConfigError, match="train_batch_size = 7: must be a multiple of 2 ranks"):
-        complete({"train_batch_size": 7}, ranks=2)
+        configuration({"train_batch_size": 7}, ranks=2)
 
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)

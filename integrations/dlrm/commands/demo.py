@@ -19,7 +19,7 @@ import typer
 from dct_plugin.errors import DCTError
 
 from ..settings import MODEL_SECTION
-from .shared import Job, check_batch, chosen_format, command, launch, read_json, versions, write
+from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
 
 __all__ = ["deepspeed_config", "demo"]
 
@@ -130,7 +130,7 @@ def demo(
             f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 set, or the plugin not installed for {sys.executable}?"
         )
     runs = read_runs(done.events)
-    stage, method = with_dct["zero_optimization"]["stage"], with_dct["optimizer"]
+    stage, method = with_dct["zero_optimization"].get("stage", 0), with_dct["optimizer"]
     comparison = Comparison(
         dense=runs[0],
         dct=runs[1],
@@ -197,15 +197,17 @@ def deepspeed_config(
     from dct_plugin.config import DCTConfig
 
     content: dict[str, Any] = {} if file is None else read_json(file)
+    source = "--batch-size" if batch_size is not None else "the configuration" if file is None else str(file)
     if batch_size is not None:
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             content.pop(key, None)
         content["train_batch_size"] = batch_size
-    source = "--batch-size" if batch_size is not None else "the configuration" if file is None else str(file)
-    check_batch(content, preset.batch_size, ranks=ranks, source=source)
     ours = optimizer is not None or "optimizer" not in content
-    if ours:
-        content["optimizer"] = {"type": optimizer or OPTIMIZER}
+    if optimizer is not None:
+        content["optimizer"] = {"type": optimizer}
+    content = complete(
+        content, optimizer={"type": OPTIMIZER}, batch_size=preset.batch_size, ranks=ranks, source=source
+    )
     section = content["optimizer"]
     kind = str(section.get("type")).lower()
     parameters = section.setdefault("params", {})
@@ -219,11 +221,8 @@ def deepspeed_config(
         # Adagrad's first steps are as long as the learning rate: without this they throw the model far off.
         warmup = {"warmup_min_lr": 0, "warmup_max_lr": parameters["lr"], "warmup_num_steps": WARMUP_STEPS}
         content["scheduler"] = {"type": "WarmupLR", "params": {**warmup, "warmup_type": "linear"}}
-    zero = content.setdefault("zero_optimization", {"stage": 0})
     if zero_stage is not None:
-        zero["stage"] = zero_stage
-    content.setdefault("zero_allow_untested_optimizer", True)
-    content.setdefault("steps_per_print", 1_000_000)
+        content["zero_optimization"]["stage"] = zero_stage
     content[MODEL_SECTION] = copy.deepcopy(MODEL)
 
     dct = DCTConfig.parse(content.get("dct", {})).updated({"enabled": True})

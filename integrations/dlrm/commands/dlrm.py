@@ -5,10 +5,10 @@ layer.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,18 +18,13 @@ from dct_plugin.errors import ConfigError
 
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
-from .shared import Job, check_batch, chosen_format, command, launch, read_json, versions, write
+from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
 
-__all__ = ["complete", "configurations", "dlrm"]
+__all__ = ["configuration", "configurations", "dlrm"]
 
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
-_DEFAULTS: dict[str, Any] = {
-    "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 0},
-    "zero_allow_untested_optimizer": True,
-    "steps_per_print": 1_000_000,
-}
+_OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
 _BATCH_SIZE = 256
 
 
@@ -125,6 +120,7 @@ def configurations(
     """
     from dct_plugin.config import DCTConfig
 
+    make = partial(configuration, model=model, exchange=exchange, ranks=ranks)
     configs: dict[str, dict[str, Any]] = {}
     for file in files:
         content = read_json(file)
@@ -133,10 +129,10 @@ def configurations(
         if file.stem in configs or file.stem == BASELINE:
             taken = "is used twice" if file.stem in configs else "is that of the uncompressed run"
             raise ConfigError(f"{file}: the name {file.stem!r} {taken}; runs are named after their files")
-        configs[file.stem] = complete(content, model=model, exchange=exchange, ranks=ranks, source=str(file))
+        configs[file.stem] = make(content, source=str(file))
     first = next(iter(configs.values()), None)
     if baseline or first is None:
-        dense = copy.deepcopy(first) if first else complete({}, model=model, exchange=exchange, ranks=ranks)
+        dense = copy.deepcopy(first) if first else make({})
         dense.pop("dct", None)
         # Its all-to-all is what savings are measured by, those of DES too.
         dense[MODEL_SECTION]["exchange"] = "all_to_all"
@@ -144,7 +140,7 @@ def configurations(
     return configs
 
 
-def complete(
+def configuration(
     content: dict[str, Any],
     *,
     model: str | None = None,
@@ -153,11 +149,7 @@ def complete(
     source: str = "the configuration",
 ) -> dict[str, Any]:
     """A configuration with the defaults of this command and the options that were given."""
-    made = {**copy.deepcopy(_DEFAULTS), **copy.deepcopy(content)}
-    for key in ("optimizer", "zero_optimization"):
-        if not isinstance(made[key], dict):
-            raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
-    check_batch(made, _BATCH_SIZE, ranks=ranks, source=source)
+    made = complete(content, optimizer=_OPTIMIZER, batch_size=_BATCH_SIZE, ranks=ranks, source=source)
     section = made.setdefault(MODEL_SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import shlex
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "Launch",
-    "check_batch",
     "chosen_format",
     "command",
+    "complete",
     "launch",
     "read_json",
     "versions",
@@ -113,24 +114,44 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_batch(config: dict[str, Any], default: int, *, ranks: int, source: str) -> None:
-    """Check the batch keys of a DeepSpeed JSON; without any, a batch is ``default`` samples per micro-step.
+def complete(
+    content: dict[str, Any], *, optimizer: dict[str, Any], batch_size: int, ranks: int, source: str
+) -> dict[str, Any]:
+    """A DeepSpeed JSON with what DeepSpeed needs and the file leaves out.
+
+    Args:
+        content: As read; stays as it is.
+        optimizer, batch_size: For a file without; the batch is that of one micro-step of all ranks.
+        ranks: Of the launch.
+        source: For errors.
 
     Raises:
-        ConfigError: A key is no integer of at least 1, or the batch cannot be split over the ranks.
+        ConfigError: A section is no JSON object, a batch key no integer of at least 1, or the batch cannot be
+            split over the ranks.
     """
+    defaults = {
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }
+    made = copy.deepcopy({**defaults, **content})
+    for key in ("optimizer", "zero_optimization"):
+        if not isinstance(made[key], dict):
+            raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
     accumulation = "gradient_accumulation_steps"
     for key in (*BATCH_KEYS, accumulation):
-        value = config.get(key, 1)
+        value = made.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{source}: {key} = {json.dumps(value)}: must be an integer >= 1")
-    parts = config.get(accumulation, 1)
-    if not any(key in config for key in BATCH_KEYS):
-        config["train_batch_size"] = default * parts
-    size = config.get("train_batch_size")
+    parts = made.get(accumulation, 1)
+    if not any(key in made for key in BATCH_KEYS):
+        made["train_batch_size"] = batch_size * parts
+    size = made.get("train_batch_size")
     if size is not None and size % (ranks * parts):
         steps = "" if parts == 1 else f" times {parts} accumulation steps"
         raise ConfigError(f"{source}: train_batch_size = {size}: must be a multiple of {ranks} ranks{steps}")
+    return made
 
 
 def launch(name: str, job: Job, *, ranks: int, folder: Path, console: Console) -> Launch:
