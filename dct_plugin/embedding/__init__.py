@@ -6,7 +6,7 @@ from .channel import EmbeddingChannel, Route
 from .choice import Choice, Part, choose
 from .des import ColumnShards, Embeddings, FieldShards, LocalEmbeddings
 from .placement import Table, place_tables
-from .requests import Bags
+from .request_message import Bags
 from .tables import ShardedTables, TableShard, load_tables
 
 __all__ = [

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
-from dct_plugin.embedding.requests import Answer, Request, Requests
+from dct_plugin.embedding.request_message import Answer
+from dct_plugin.embedding.requests import Request, Requests
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 
