@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.step_ahead import units_of
 from dct_plugin.metrics import Metrics
 
 from .host import reducer_files, startup
@@ -91,6 +92,19 @@ class DCTState:
             self.steps.members = [self._reducer]
             self._restore(self._reducer)
         return self._reducer
+
+    def step_ahead(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """For ``error_feedback: "step_ahead"``: ``model``, which DDP wraps, is trained at displaced
+        weights, with the settings of ``optimizer`` as they are at every step.
+
+        Raises:
+            ConfigError: The step of this optimizer is not known.
+        """
+        named = list(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in named}
+        self.reducer(named[0][1].device).step_ahead(named, units_of(optimizer)).attach(model)
+        # With a scaler it is known only now what became of the last step.
+        model.register_forward_pre_hook(lambda *_: self._end_step(), prepend=True)
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of the parameter's stream."""

@@ -1,10 +1,10 @@
 """What thresholded gradients cost under Adam, through the real DeepSpeed engine: a character-level GPT.
 
-Starts local ranks that train the same small GPT (350,976 parameters at the defaults) from the same weights on
-the same batches, once for every setting and seed; the settings differ in the ``dct`` section of the JSON alone.
-AdamW with weight decay, gradient clipping, learning-rate warm-up and cosine, for all settings alike. Held-out
-loss in nats per character, paired with the dense run of the seed; bytes are what the loopback interface carried
-in the second half of the run, all headers included.
+Starts local ranks that train the same small GPT (350,976 parameters) from the same weights on the same
+batches, once for every setting and seed; the settings differ in the ``dct`` section of the JSON alone. AdamW
+with weight decay, gradient clipping, learning-rate warm-up and cosine, for all settings alike. Held-out loss
+in nats per character, paired with the dense run of the seed; bytes are what the loopback interface carried in
+the second half of the run, all headers included.
 
     python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz
     python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz --ranks 4 --settings dense ahead-0.99

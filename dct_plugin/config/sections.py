@@ -120,8 +120,8 @@ class DataParallelConfig(Section):
         default=None,
         gt=0,
         le=1,
-        description="With step_ahead: share of the own residual by which weights are displaced; null measures, "
-        "for every tensor, how much of it the other ranks share.",
+        description="With step_ahead: share of the own residual by which weights are displaced; null "
+        "measures, for every tensor, how much of it the other ranks share.",
     )
     momentum_correction: float = Field(
         default=0.0,

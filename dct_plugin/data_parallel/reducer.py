@@ -97,7 +97,7 @@ class GradientReducer:
 
         Args:
             parameters: ``(name in the entries, parameter)``.
-            unit_of: The optimizer's settings for a parameter as they are now; None for those it does not have.
+            unit_of: The optimizer's settings for a parameter as they are now; None for others.
             unit: Factor that the host multiplies into gradients besides the loss scale, see
                 :func:`dct_plugin.checkpoint.save`.
 
@@ -261,8 +261,8 @@ class GradientReducer:
                     self._ahead.observe(name, tensor)
         elif self.config.error_feedback == "step_ahead":
             raise ConfigError(
-                "dct.data_parallel.error_feedback = 'step_ahead': this host has not said which parameters and "
-                "which optimizer are meant (GradientReducer.step_ahead); set it to 'local'"
+                "dct.data_parallel.error_feedback = 'step_ahead': this host has not said which parameters "
+                "and which optimizer are meant (GradientReducer.step_ahead); set it to 'local'"
             )
 
     def _measure_coefficients(self, plan: Plan) -> None:

@@ -8,9 +8,9 @@ steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So forward 
 
 while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units: for the
 Adam family ``lr * E / (sqrt(D) + eps)`` with D the second moment of this rank's *dense* gradients, kept as
-row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD it is ``lr * E / (1 -
-momentum)``. D must not come from the optimizer's own state: that one sees thresholded gradients, and with it training
-diverged.
+row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD ``lr * E / (1 - mu)`` with
+momentum mu. D must not come from the optimizer's own state: that one sees thresholded gradients, and with it
+training diverged.
 
 Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of
 ranks), so that their ratio has none.
@@ -175,6 +175,32 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], StepUnit]] = {
     "adagrad": _adagrad,
     "sgd": _sgd,
 }
+
+
+def units_of(
+    optimizer: Any, parameters: Sequence[Sequence[torch.nn.Parameter]] | None = None
+) -> Callable[[torch.nn.Parameter], StepUnit | None]:
+    """A look-up of a parameter's unit, which reads the settings of its group anew at every call.
+
+    Args:
+        optimizer: With ``param_groups`` as in torch; a wrapper has the optimizer proper as its ``optimizer``.
+        parameters: Of each group, where the groups hold something else (flat or sharded master weights).
+
+    Raises:
+        ConfigError: The unit of this optimizer's steps is not known.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for group in optimizer.param_groups:  # refused now rather than in a forward pass
+        StepUnit.of(inner, group)
+    if parameters is None:
+        parameters = [group["params"] for group in optimizer.param_groups]
+    group_of = {id(parameter): i for i, group in enumerate(parameters) for parameter in group}
+
+    def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
+        index = group_of.get(id(parameter))
+        return None if index is None else StepUnit.of(inner, optimizer.param_groups[index])
+
+    return unit_of
 
 
 def displaced(

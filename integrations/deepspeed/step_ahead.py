@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_ahead import StepUnit
+from dct_plugin.data_parallel.step_ahead import units_of
 
 #: Where DeepSpeed's wrappers keep the model's parameters, one list for each parameter group of the optimizer.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
@@ -25,19 +25,9 @@ def install(engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any],
         ConfigError: The step of the engine's optimizer is not known.
     """
     optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
     groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
+    unit_of = units_of(optimizer, groups)
     if groups is None:
         groups = [group["params"] for group in optimizer.param_groups]
-    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-
-    def unit_of(parameter: Any) -> StepUnit | None:
-        index = group_of.get(id(parameter))
-        return None if index is None else StepUnit.of(inner, optimizer.param_groups[index])
-
-    for group in optimizer.param_groups:  # refused now rather than at the first step
-        StepUnit.of(inner, group)
-    parameters = [
-        (name_of(index, parameter), parameter) for index, group in enumerate(groups) for parameter in group
-    ]
+    parameters = [(name_of(i, parameter), parameter) for i, group in enumerate(groups) for parameter in group]
     reducer.step_ahead(parameters, unit_of, unit=unit).attach(engine.module)
