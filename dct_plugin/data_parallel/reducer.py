@@ -130,7 +130,7 @@ class GradientReducer:
             DesyncError: A rank failed or reduces other tensors.
             PayloadError: A message arrived damaged.
         """
-        self._look(entries)
+        self.look(entries)
         if self._reduced_dense([tensor for _, tensor in entries], scale):
             return
         with self._reduction() as whole:
@@ -157,7 +157,7 @@ class GradientReducer:
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        self._look([(name, tensor) for name, tensor, _ in entries])
+        self.look([(name, tensor) for name, tensor, _ in entries])
         if self._reduced_dense([tensor for _, tensor, _ in entries], scale):
             return
         with self._reduction() as whole:
@@ -250,11 +250,17 @@ class GradientReducer:
     # -- looking ahead ---
 
     def _residual_of(self, name: str) -> Tensor | None:
-        stream = self.streams.get(name)
-        return None if stream is None or stream.residual is None else stream.residual.current
+        if (stream := self.streams.get(name)) is not None:
+            return None if stream.residual is None else stream.residual.current
+        saved = self._loaded.get(name, {}).get("residual")  # of a stream that is not in use yet
+        return None if saved is None else saved.to(self.device)
 
-    def _look(self, entries: Sequence[tuple[str, Tensor]]) -> None:
-        """Show dense gradients to step-ahead."""
+    def look(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """Show step-ahead gradients (see :meth:`all_reduce`) that the host reduces by itself.
+
+        Raises:
+            ConfigError: The configuration asks for step-ahead, and :meth:`step_ahead` was not called.
+        """
         if self._ahead is not None:
             for name, tensor in entries:
                 if not self._small(tensor):

@@ -319,8 +319,12 @@ class StepAhead:
         self._fresh = True
         self._displaced.clear()
         for name, parameter in self._parameters.items():
-            residual, moments = self._residual_of(name), self._moments.get(name)
-            if residual is None or moments is None or not parameter.requires_grad:
+            residual = self._residual_of(name)
+            if residual is None or not parameter.requires_grad:
+                continue
+            if (moments := self._moments.get(name)) is None and name in self._loaded:
+                moments = self._moments_of(name, residual.device)
+            if moments is None:
                 continue
             weight = parameter.data
             buffer = self._buffers.get(name)
@@ -337,15 +341,17 @@ class StepAhead:
 
     def observe(self, name: str, gradient: Tensor) -> None:
         """A gradient of this rank is about to be reduced (1-D, in the stream's unit)."""
-        parameter = self._parameters.get(name)
-        if parameter is None:
-            return
+        if name in self._parameters:
+            self._moments_of(name, gradient.device).add(gradient)
+
+    def _moments_of(self, name: str, device: torch.device) -> Moments:
+        """Made at their first use, with what was loaded for them."""
         moments = self._moments.get(name)
         if moments is None:
-            moments = self._moments[name] = Moments(parameter.shape, gradient.device)
+            moments = self._moments[name] = Moments(self._parameters[name].shape, device)
             if name in self._loaded:
                 moments.load_state_dict(self._loaded.pop(name))
-        moments.add(gradient)
+        return moments
 
     def end_step(self, *, skipped: bool) -> None:
         """An optimizer step is over."""

@@ -11,12 +11,17 @@ finished when the call returns: a second thread would launch NCCL kernels in bet
 pipeline parallelism, in an order that differs from rank to rank, and kernels of several communicators that
 wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron
 asks for, they are in one queue).
+
+With ``error_feedback: "step_ahead"`` reducers exist from the first iteration on, since warm-up gradients,
+which Megatron reduces, are shown to them: a bucket's thread and the main thread never work on them at the
+same time, for Megatron waits for all reductions before the iteration ends.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,9 +32,11 @@ from torch import Tensor
 
 from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.errors import DCTError
+from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.errors import ConfigError, DCTError
 
 from ..host.post_import import when_imported
+from . import step_ahead
 from .session import Hook, Session
 from .worker import ReductionHandle, ReductionWorker
 
@@ -52,6 +59,7 @@ class _Reduction:
     worker: ReductionWorker | None
     scale_known: bool
     """Whether the reducer has been given the loss scale of the gradients that come to it."""
+    ahead: StepAhead | None = None
 
 
 class DataParallelHook(Hook):
@@ -74,6 +82,10 @@ class DataParallelHook(Hook):
         """Loss scale of this iteration's gradients, and of the next's."""
         self._overflow = False
         patches = session.patches
+        self._optimizers: step_ahead.Optimizers | None = None
+        if self.config.error_feedback == "step_ahead":
+            self._optimizers = step_ahead.Optimizers(patches)
+        self._ddp: list[weakref.ref[Any]] = []
         patches.wrap(
             param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._make_start_grad_sync
         )
@@ -100,6 +112,24 @@ class DataParallelHook(Hook):
         self.session.patches.wrap(wrapper, "__init__", make)
 
     # -- iterations -----------------------------------------------------------------------------------------
+
+    def begin(self, training: bool) -> None:
+        if self._optimizers is None or not training:
+            return
+        for model in self._alive():
+            if self.session.step >= self.config.warmup_steps:
+                step_ahead.finish_gathers(model)
+            for group in step_ahead.groups_of(model):
+                if not self._never_ours(group, ranks := _ranks_of(group)):
+                    self._reduction(group, ranks)
+        for each in self._reductions.values():
+            if each.ahead is not None:
+                each.ahead.displace()
+
+    def end_iteration(self) -> None:
+        for each in self._reductions.values():
+            if each.ahead is not None:
+                each.ahead.restore()
 
     def end_step(self) -> None:
         used, coming = self._scale or (None, None)
@@ -136,6 +166,7 @@ class DataParallelHook(Hook):
             for name, parameter in ddp.module.named_parameters():
                 setattr(parameter, _NAME, f"{self._models}.{name}")
             self._models += 1
+            self._ddp.append(weakref.ref(ddp))
 
         return init
 
@@ -155,16 +186,17 @@ class DataParallelHook(Hook):
         def start_grad_sync(group: Any, *arguments: Any, **keywords: Any) -> None:
             all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
             sharded = group.ddp_config.use_distributed_optimizer and not all_reduce
-            ranks = (
-                group.intra_distributed_optimizer_instance_group
-                if group.ddp_config.use_distributed_optimizer
-                else group.data_parallel_group
-            )
-            if self._left_alone(group, ranks):
+            ranks = _ranks_of(group)
+            if self._never_ours(group, ranks):
                 original(group, *arguments, **keywords)
                 return
             if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
                 return  # already done: Megatron calls again at the end of the first batch
+            if self.session.step < self.config.warmup_steps:
+                if self._optimizers is not None:
+                    self._show(group, ranks)
+                original(group, *arguments, **keywords)
+                return
             if group.grad_reduce_handle is not None:
                 raise DCTError("gradient reductions of one bucket group overlap each other")
             previous = getattr(group, "previous_grad_reduce_bucket_group", None)  # from 0.19
@@ -184,10 +216,8 @@ class DataParallelHook(Hook):
 
         return start_grad_sync
 
-    def _left_alone(self, group: Any, ranks: dist.ProcessGroup) -> bool:
-        if ranks.size() == 1 or self.session.step < self.config.warmup_steps:
-            return True
-        if self.config.sparsity == 0 and self.session.pass_through:
+    def _never_ours(self, group: Any, ranks: dist.ProcessGroup) -> bool:
+        if ranks.size() == 1 or (self.config.sparsity == 0 and self.session.pass_through):
             return True
         if getattr(group.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
             raise DCTError(
@@ -195,6 +225,54 @@ class DataParallelHook(Hook):
                 "gradients are reduced over two groups in turn"
             )
         return _is_expert(group) and not self.experts
+
+    # -- step-ahead -----------------------------------------------------------------------------------------
+
+    def _alive(self) -> Iterator[Any]:
+        """Megatron's models that are still in use."""
+        self._ddp = [reference for reference in self._ddp if reference() is not None]
+        return (model for reference in self._ddp if (model := reference()) is not None)
+
+    def _show(self, group: Any, ranks: dist.ProcessGroup) -> None:
+        """Gradients that Megatron is about to reduce, to step-ahead."""
+        _fill_buffers(group)
+        reducer = self._reduction(group, ranks).reducer
+        for bucket in group.buckets:
+            factor = bucket.gradient_scaling_factor
+            for key, _, view in self._views(bucket):
+                reducer.look([(key, view if factor == 1.0 else view * factor)])
+
+    def _look_ahead(self, reducer: GradientReducer, group: Any, ranks: dist.ProcessGroup) -> StepAhead:
+        """Step-ahead for all parameters whose gradients a process group reduces."""
+        assert self._optimizers is not None
+        unit_of, per_token, parameters = self._optimizers.unit_of, False, []
+        key = "dct.data_parallel.error_feedback = 'step_ahead'"
+        for model in self._alive():
+            same = [other for other in step_ahead.groups_of(model) if _ranks_of(other) == ranks]
+            if same:
+                step_ahead.refuse(model)
+                per_token |= bool(getattr(model.config, "calculate_per_token_loss", False))
+            parameters += [
+                (getattr(parameter, _NAME), parameter)
+                for other in same
+                for bucket in other.buckets
+                for parameter in bucket.params_list
+                # Gradients of these are summed over the tensor-parallel ranks later on.
+                if not getattr(parameter, "sequence_parallel", False)
+            ]
+        units = [unit for _, parameter in parameters if (unit := unit_of(parameter)) is not None]
+        if not units:
+            raise ConfigError(
+                f"{key}: no optimizer of Megatron's holds the model's parameters; make model and optimizer "
+                "after the hooks were installed, or set it to 'local'"
+            )
+        if per_token and not all(unit.preconditioned for unit in units):
+            raise ConfigError(
+                f"{key}: with calculate_per_token_loss the optimizer must be Adam: the unit of gradients "
+                "is known after the step only; set it to 'local'"
+            )
+        summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
+        return reducer.step_ahead(parameters, unit_of, unit=summed)
 
     # -- reduction ------------------------------------------------------------------------------------------
 
@@ -250,6 +328,8 @@ class DataParallelHook(Hook):
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
         made = _Reduction(name, unit, reducer, worker, scale_known=saved is not None)
+        if self._optimizers is not None:
+            made.ahead = self._look_ahead(reducer, group, ranks)
         self._reductions[ranks] = made
         return made
 
@@ -270,6 +350,13 @@ class DataParallelHook(Hook):
                 self._unnamed += 1
             found.append((getattr(parameter, _NAME), start, data[start:stop]))
         return found
+
+
+def _ranks_of(group: Any) -> dist.ProcessGroup:
+    """The ranks over which a bucket group is reduced."""
+    if group.ddp_config.use_distributed_optimizer:
+        return group.intra_distributed_optimizer_instance_group
+    return group.data_parallel_group
 
 
 def _is_expert(group: Any) -> bool:

@@ -158,8 +158,11 @@ def _watch_iterations(session: Session) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def iteration(*arguments: Any, **keywords: Any) -> Any:
-            session.begin(training=not keywords.get("forward_only", False))
-            return original(*arguments, **keywords)
+            try:
+                session.begin(training=not keywords.get("forward_only", False))
+                return original(*arguments, **keywords)
+            finally:
+                session.end_iteration()
 
         return iteration
 

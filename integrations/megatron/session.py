@@ -37,6 +37,9 @@ class Hook:
     def begin(self, training: bool) -> None:
         """An iteration starts (``training``: with a backward pass)."""
 
+    def end_iteration(self) -> None:
+        """Megatron's forward-backward function returns or raises; the optimizer has not stepped yet."""
+
     def end_step(self) -> None:
         """The last training iteration is over, its optimizer step taken or skipped."""
 
@@ -105,6 +108,11 @@ class Session:
         self._look_for_monitor()
         for hook in self.hooks:
             hook.begin(training)
+
+    def end_iteration(self) -> None:
+        """An iteration's forward-backward function returns or raises."""
+        for hook in self.hooks:
+            hook.end_iteration()
 
     def end_step(self) -> None:
         """Close the last training iteration, if that has not been done yet."""

@@ -94,6 +94,9 @@ TARGETS = (
     Target(
         "megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer.prepare_grads", ("self",), part=_DATA
     ),
+    Target(
+        "megatron.core.optimizer.optimizer", "MegatronOptimizer.__init__", ("self", "optimizer"), part=_DATA
+    ),
 )
 
 

@@ -54,7 +54,10 @@ class Job:
     watch: bool = False
     """Keep the plugin's state after every step."""
     evaluate: bool = False
+    evaluate_between: bool = False
+    """Evaluate after every step, too."""
     evaluation_rounds: int = 1
+    optimizer: str = "adam"
     through_codec: bool = False
     dct: dict[str, Any] | None = field(default=None)
 
@@ -178,10 +181,10 @@ def train(
             model.broadcast_params()
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=job.lr, weight_decay=0.0, clip_grad=1.0, bf16=job.bf16, fp16=job.fp16,
-                params_dtype=dtype, use_distributed_optimizer=job.distributed_optimizer,
-                overlap_param_gather=overlap_params, initial_loss_scale=job.loss_scale, hysteresis=1,
-                loss_scale_window=job.loss_scale_window,
+                optimizer=job.optimizer, lr=job.lr, weight_decay=0.0, clip_grad=1.0,
+                bf16=job.bf16, fp16=job.fp16, params_dtype=dtype,
+                use_distributed_optimizer=job.distributed_optimizer, overlap_param_gather=overlap_params,
+                initial_loss_scale=job.loss_scale, hysteresis=1, loss_scale_window=job.loss_scale_window,
             ),
             models,
         )  # fmt: skip
@@ -251,12 +254,15 @@ def _run(
             hooks.save_checkpoint(folder)
         if on_step is not None:
             on_step(step)
+        if job.evaluate_between:
+            with torch.no_grad():
+                evaluations.append(run(streams(held_out or batches), forward_only=True))
     if job.evaluate or held_out is not None:
         for model in models:
             model.eval()
         test = streams(held_out or batches)
         with torch.no_grad():
-            evaluations = [run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
+            evaluations += [run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
     parameters = b"".join(p.detach().float().numpy().tobytes() for m in models for p in m.parameters())
     classes: dict[str, dict[str, float]] = {}
     session = hooks.current()

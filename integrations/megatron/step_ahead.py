@@ -1,0 +1,105 @@
+"""Step-ahead error feedback: Megatron's models, optimizers, and when which of them sees displaced weights.
+
+Weights are displaced for the whole of a training iteration: all micro-batches and model chunks of a
+schedule, and recomputed activations, see the same ones. The optimizer, parameter gathers, forward-only
+iterations and checkpoints see the weights themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dct_plugin.data_parallel.step_ahead import StepUnit, units_of
+from dct_plugin.errors import ConfigError
+
+from ..host.patches import Patches
+
+__all__ = ["Optimizers", "finish_gathers", "groups_of", "refuse"]
+
+_GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
+_KEY = "dct.data_parallel.error_feedback = 'step_ahead'"
+
+
+class Optimizers:
+    """The units of Megatron's optimizers, which replace the parameters in their groups by main parameters
+    or by the shards that a rank owns; which ones were there is noted before.
+    """
+
+    def __init__(self, patches: Patches) -> None:
+        from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+        self._optimizers: list[weakref.ref[Any]] = []
+        patches.wrap(MegatronOptimizer, "__init__", self._make_init)
+
+    def unit_of(self, parameter: torch.nn.Parameter) -> StepUnit | None:
+        """The settings of the parameter's group as they are now; None: no optimizer has it.
+
+        Raises:
+            ConfigError: The unit of an optimizer's steps is not known.
+        """
+        for optimizer in self._alive():
+            if not hasattr(optimizer, _LOOK_UP):
+                setattr(optimizer, _LOOK_UP, units_of(optimizer, getattr(optimizer, _GROUPS)))
+            unit: StepUnit | None = getattr(optimizer, _LOOK_UP)(parameter)
+            if unit is not None:
+                return unit
+        return None
+
+    def _alive(self) -> Iterator[Any]:
+        self._optimizers = [reference for reference in self._optimizers if reference() is not None]
+        return (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
+
+    def _make_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(wrapper: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
+            if optimizer is not None:  # None: this rank has nothing to train
+                groups = [list(group["params"]) for group in optimizer.param_groups]
+                setattr(wrapper, _GROUPS, groups)
+                self._optimizers.append(weakref.ref(wrapper))
+            original(wrapper, optimizer, *arguments, **keywords)
+
+        return init
+
+
+def groups_of(model: Any) -> list[Any]:
+    """The bucket groups of a ``DistributedDataParallel``."""
+    return [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+
+
+def finish_gathers(model: Any) -> None:
+    """Let a model's parameters arrive that ``overlap_param_gather`` would gather during the forward pass."""
+    # Without the hooks nothing is gathered there: Megatron-LM takes them off around evaluation and saving.
+    if not model.ddp_config.overlap_param_gather or not model.remove_forward_pre_hook_handles:
+        return
+    for group in groups_of(model):
+        if group.param_gather_handle is not None or not group.param_gather_dispatched:
+            group.start_param_sync(force_sync=True)
+
+
+def refuse(model: Any) -> None:
+    """Stop at models whose weights are read where they cannot be exchanged.
+
+    Raises:
+        ConfigError: Names Megatron's setting.
+    """
+    config = model.config
+    graphs = [key for key in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, key, False)]
+    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
+        graphs.append("cuda_graph_impl")
+    if graphs:
+        raise ConfigError(
+            f"{_KEY}: does not work with CUDA graphs (Megatron's {graphs[0]}), which keep the addresses of "
+            "weights; set error_feedback to 'local'"
+        )
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and (
+            parameter.dtype not in kinds or type(parameter.data) is not torch.Tensor
+        ):
+            raise ConfigError(
+                f"{_KEY}: {name} is a {type(parameter.data).__name__} of {parameter.dtype}; weights must be "
+                "fp32, bf16 or fp16 (no fp8_param_gather); set error_feedback to 'local'"
+            )

@@ -1,0 +1,217 @@
+"""Step-ahead error feedback in the real megatron-core, on CPU with gloo: who sees displaced weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from support.megatron_gpt import Job, Outcome, counting, train, train_all
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+
+def section(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
+    """A ``dct`` section with step-ahead; lossless values at sparsity 0."""
+    off = {"enabled": False}
+    data = {"sparsity": sparsity, "min_numel": 256, "error_feedback": "step_ahead"}
+    if not sparsity:
+        data["value_dtype"] = "fp32"
+    return {"model_parallel": {"pipeline": off, "tensor": off}, "data_parallel": {**data, **options}}
+
+
+def run(world_size: int, *jobs: Job) -> list[list[Outcome]]:
+    """Outcomes by job, then rank."""
+    by_rank = processes.run(world_size, train_all, list(jobs))
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def losses(outcomes: list[Outcome]) -> list[float]:
+    return next(outcome.losses for outcome in outcomes if outcome.losses)
+
+
+def parameters(outcomes: list[Outcome]) -> list[str]:
+    return [outcome.parameters for outcome in outcomes]
+
+
+def assert_same(plain: list[Outcome], hooked: list[Outcome]) -> None:
+    assert losses(plain) == losses(hooked)
+    assert parameters(plain) == parameters(hooked)
+    assert all("data_parallel" in outcome.active for outcome in hooked)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "distributed-optimizer"])
+def test_two_data_parallel_ranks(sharded: bool) -> None:
+    # The evaluation lets parameters arrive that overlap_param_gather would gather in the next iteration.
+    job = Job(distributed_optimizer=sharded, steps=6, evaluate=True)
+    ahead = section()
+    plain, same, sparse, between, overlapped, local = run(
+        2,
+        job,
+        job.with_dct(section(0.0), through_codec=True),
+        job.with_dct(ahead),
+        job.with_dct(ahead, evaluate_between=True),
+        job.with_dct(ahead, overlap_grad_reduce=True),  # and overlap_param_gather
+        job.with_dct(section(error_feedback="local")),
+    )
+    assert_same(plain, same)
+    assert parameters(sparse) != parameters(local)
+    assert losses(sparse)[0] == losses(local)[0]  # nothing is owed yet
+    assert losses(sparse)[1] != losses(local)[1]
+    for outcomes in (sparse, between, overlapped):
+        assert outcomes[0].parameters == outcomes[1].parameters
+        if outcomes is not overlapped or not sharded:  # other buckets: the norm is summed in another order
+            assert losses(outcomes) == losses(sparse)
+            assert parameters(outcomes) == parameters(sparse)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_warm_up_is_megatrons_own(kind: str) -> None:
+    """Its reductions are, bitwise; second moments have seen its gradients when residuals begin."""
+    base = Job(**{kind: True}, loss_scale=2.0**10, distributed_optimizer=True, overlap_grad_reduce=True)
+    plain, warm, ramp = run(
+        2,
+        replace(base, steps=4),
+        base.with_dct(section(warmup_steps=3), steps=4, watch=True),
+        base.with_dct(section(0.9, sparsity_warmup_steps=3), steps=10, evaluate=True),
+    )
+    assert losses(warm) == losses(plain)
+    for outcome in warm:
+        reducer = outcome.history[2][2]["reducers"]["dense"]["state"]
+        assert reducer["streams"] == {}
+        steps = {part["steps"] for part in reducer["ahead"]["moments"].values()}
+        assert steps == {3}
+    assert ramp[0].parameters == ramp[1].parameters
+    assert losses(ramp)[-1] < losses(ramp)[0] - 0.3
+
+
+def test_fp16_overflow_is_rolled_back() -> None:
+    """Second moments, too, are what they were before a step that is skipped, in the new unit."""
+    job = Job(fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=22, watch=True)
+    (outcomes,) = run(2, job.with_dct(section(0.9)))
+    assert outcomes[0].parameters == outcomes[1].parameters
+    assert torch.tensor(losses(outcomes)).isfinite().all()
+    overflows = 0
+    for (_, scale, before), (success, new_scale, after) in itertools.pairwise(outcomes[0].history):
+        old, new = (state["reducers"]["dense"]["state"]["ahead"]["moments"] for state in (before, after))
+        if success or not any(part["rows"].any() for part in old.values()):
+            continue
+        overflows += 1
+        factor = (new_scale / scale) ** 2
+        for name, part in old.items():
+            assert torch.equal(new[name]["rows"], part["rows"] * factor), name
+            assert new[name]["steps"] == part["steps"]
+    assert overflows
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "distributed-optimizer"])
+def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> None:
+    """From the first iteration on: it runs at displaced weights, whose residuals come from the files."""
+    job = Job(distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(section())
+    where = (str(tmp_path), 3)
+    (whole,) = run(2, replace(job, save=where))
+    processes._stop()
+    (resumed,) = run(2, replace(job, load=where))
+    assert losses(whole)[3:] == losses(resumed)
+    assert parameters(whole) == parameters(resumed)
+
+
+def test_two_stages_of_two_ranks() -> None:
+    """Tied embeddings have a copy on both stages; recomputed activations see the weights of the iteration."""
+    job = Job(pp=2, steps=5)
+    interleaved = Job(pp=2, vpp=2, bf16=True, distributed_optimizer=True, overlap_grad_reduce=True, steps=5)
+    interleaved = replace(interleaved, evaluate=True)
+    plain, same, sparse, recomputed, chunks = run(
+        4,
+        job,
+        job.with_dct(section(0.0), through_codec=True),
+        job.with_dct(section()),
+        job.with_dct(section(), recompute="full"),
+        interleaved.with_dct(section()),
+    )
+    assert_same(plain, same)
+    assert losses(recomputed) == losses(sparse)
+    assert parameters(recomputed) == parameters(sparse)
+    for outcomes in (sparse, chunks):
+        first, second, third, fourth = parameters(outcomes)  # ranks 0 and 1 are the first stage
+        assert first == second
+        assert third == fourth
+
+
+def test_tensor_parallel_and_experts() -> None:
+    tensor = Job(tp=2, sequence_parallel=True, steps=4)
+    experts = Job(layers=2, experts=2, ep=2, steps=4, distributed_optimizer=True)
+    asked = section()
+    asked["model_parallel"]["expert_gradients"] = True
+    cut, left, routed = run(
+        4, tensor.with_dct(section()), experts.with_dct(section()), experts.with_dct(asked, watch=True)
+    )
+    for outcomes in (cut, left, routed):
+        numbers = parameters(outcomes)
+        assert numbers[0] == numbers[2]
+        assert numbers[1] == numbers[3]
+    assert parameters(left) != parameters(routed)
+    moments = routed[0].history[-1][2]["reducers"]["expert"]["state"]["ahead"]["moments"]
+    assert moments
+    assert all("experts" in name for name in moments)
+
+
+def _evaluated(rank: int, world_size: int, job: Job) -> list[float]:
+    """Losses on data that is the same on all ranks."""
+    torch.set_num_threads(1)
+    return train(job, held_out=lambda job, _: counting(job, 7)).evaluations
+
+
+def test_evaluation_sees_the_weights_themselves() -> None:
+    first, second = processes.run(2, _evaluated, Job(steps=3, evaluate_between=True).with_dct(section()))
+    assert len(first) == 4
+    assert first == second
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    """Messages of what stops in the first training iteration."""
+    from dct_plugin.integrations.megatron import step_ahead as host
+
+    from dct_plugin.data_parallel import step_ahead
+
+    def message(job: Job) -> str:
+        try:
+            train(job.with_dct(section()))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    torch.set_num_threads(1)
+    found, rules, init = {}, dict(step_ahead._RULES), host.Optimizers._make_init
+    step_ahead._RULES.clear()
+    found["unknown"] = message(Job(steps=1))
+    step_ahead._RULES.update(rules)
+    host.Optimizers._make_init = lambda self, original: original  # as if made before the hooks
+    found["before"] = message(Job(steps=1))
+    host.Optimizers._make_init = init
+    return found
+
+
+def test_sgd_has_a_unit_of_its_own() -> None:
+    sparse, local = run(
+        2,
+        Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9)),
+        Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9, error_feedback="local")),
+    )
+    assert sparse[0].parameters == sparse[1].parameters
+    assert parameters(sparse) != parameters(local)
+    assert losses(sparse)[-1] < losses(sparse)[0]
+
+
+def test_optimizers_that_are_not_known_are_refused() -> None:
+    found = processes.run(2, _refused)[0]
+    assert "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': the step of" in found["unknown"]
+    assert "make model and optimizer after the hooks were installed" in found["before"]
