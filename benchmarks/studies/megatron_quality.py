@@ -1,8 +1,9 @@
 """Validation loss and bytes of a character-level GPT in megatron-core, with and without thresholds.
 
 Two ranks on the CPU (gloo): two pipeline stages, dense and at several sparsities, and two data-parallel
-ranks, dense and at 0.99. Run as root, the ranks live in two network namespaces joined by one link, and the
-bytes are what that link's interface counters saw, in each direction; else bytes are not reported.
+ranks, dense, with plain error feedback and with step-ahead, without and with the distributed optimizer. Run
+as root, the ranks live in two network namespaces joined by one link, and the bytes are what that link's
+interface counters saw, in each direction; else bytes are not reported.
 
     python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --output table.md
 """
@@ -38,9 +39,9 @@ DEVICE = "dct0"
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
 
-def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | None, dict[str, int]]]:
+def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | None, dict[str, Any]]]:
     """Name -> (``dct`` section, changes of the topology)."""
-    result: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {"PP 2, dense": (None, {"pp": 2})}
+    result: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {"PP 2, dense": (None, {"pp": 2})}
     pipelines = {f"{sparsity:g}": {"sparsity": sparsity} for sparsity in arguments.pipeline}
     for sparsity in arguments.pipeline_int8:
         int8 = {"value_dtype": "int8", "gradient_value_dtype": "int8"}
@@ -58,6 +59,19 @@ def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | 
         ramp = {"warmup_steps": tenth, "sparsity_warmup_steps": tenth}
         dct = {"data_parallel": {"sparsity": sparsity, **ramp}}
         result[f"DP 2, sparsity {sparsity:g}, 10 % dense + 10 % ramp"] = (dct, {"pp": 1})
+    sharded: dict[str, Any] = {"distributed_optimizer": True}
+    if arguments.data_ahead:
+        result["DP 2 with the distributed optimizer, dense"] = (None, sharded)
+    for where, topology in (("DP 2", {}), ("DP 2 with the distributed optimizer", sharded)):
+        for sparsity in arguments.data_ahead:
+            for ramp in arguments.ahead_ramp:
+                ahead = {"sparsity": sparsity, "error_feedback": "step_ahead"}
+                ahead |= {"warmup_steps": arguments.ahead_warmup, "sparsity_warmup_steps": ramp}
+                start = f"{arguments.ahead_warmup} dense + ramp {ramp}"
+                name = f"{where}, sparsity {sparsity:g}, step-ahead, {start}"
+                result[name] = ({"data_parallel": ahead}, topology)
+    if arguments.settings:
+        result = {name: found for name, found in result.items() if name in arguments.settings}
     return result
 
 
@@ -251,6 +265,14 @@ def main() -> None:
     parser.add_argument("--pipeline-int8", type=float, nargs="*", default=[0.9], metavar="SPARSITY")
     parser.add_argument("--data-ramp", type=float, nargs="*", default=[0.99], metavar="SPARSITY")
     parser.add_argument("--data", type=float, nargs="*", default=[0.9, 0.99], metavar="SPARSITY")
+    parser.add_argument("--data-ahead", type=float, nargs="*", default=[0.9, 0.99], metavar="SPARSITY")
+    parser.add_argument(
+        "--ahead-warmup", type=int, default=60, metavar="STEPS", help="dense, with step-ahead"
+    )
+    parser.add_argument("--ahead-ramp", type=int, nargs="+", default=[60, 180], metavar="STEPS")
+    parser.add_argument(
+        "--settings", nargs="+", metavar="NAME", help="rows of the table, by name; all without"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seq", type=int, default=64)

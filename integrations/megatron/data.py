@@ -120,7 +120,7 @@ class DataParallelHook(Hook):
             if self.session.step >= self.config.warmup_steps:
                 step_ahead.finish_gathers(model)
             for group in step_ahead.groups_of(model):
-                if not self._never_ours(group, ranks := _ranks_of(group)):
+                if not self._left_alone(group, ranks := _ranks_of(group)):
                     self._reduction(group, ranks)
         for each in self._reductions.values():
             if each.ahead is not None:
@@ -187,7 +187,7 @@ class DataParallelHook(Hook):
             all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
             sharded = group.ddp_config.use_distributed_optimizer and not all_reduce
             ranks = _ranks_of(group)
-            if self._never_ours(group, ranks):
+            if self._left_alone(group, ranks):
                 original(group, *arguments, **keywords)
                 return
             if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
@@ -216,7 +216,7 @@ class DataParallelHook(Hook):
 
         return start_grad_sync
 
-    def _never_ours(self, group: Any, ranks: dist.ProcessGroup) -> bool:
+    def _left_alone(self, group: Any, ranks: dist.ProcessGroup) -> bool:
         if ranks.size() == 1 or (self.config.sparsity == 0 and self.session.pass_through):
             return True
         if getattr(group.ddp_config, "num_distributed_optimizer_instances", 1) > 1:

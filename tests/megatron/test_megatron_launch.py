@@ -70,6 +70,16 @@ def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
     assert found.config.model_parallel.pipeline.sparsity == 0.9
 
 
+def test_step_ahead_from_the_launch_line() -> None:
+    options = ["--dct-data-parallel-sparsity=0.99", "--dct-data-parallel-error-feedback", "step_ahead"]
+    config = parse([*options, "--dct-step-ahead-coefficient=0.5", "x.py"], {}).config.data_parallel
+    assert (config.sparsity, config.error_feedback, config.step_ahead_coefficient) == (
+        0.99,
+        "step_ahead",
+        0.5,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "rest"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,36 @@ def test_evaluation_sees_the_weights_themselves() -> None:
     first, second = processes.run(2, _evaluated, Job(steps=3, evaluate_between=True).with_dct(section()))
     assert len(first) == 4
     assert first == second
+
+
+def _interrupted(rank: int, world_size: int) -> list[list[int]]:
+    """Where the weights lie in the first iteration, in the third, and after that one has failed."""
+    from dct_plugin.integrations.megatron import hooks
+    from dct_plugin.integrations.megatron.data import DataParallelHook
+
+    weights: list[torch.nn.Parameter] = []
+    found: list[list[int]] = []
+
+    def batches(job: Job, rank: int) -> Iterator[Any]:
+        (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, DataParallelHook))
+        for number, batch in enumerate(counting(job, rank)):
+            if number in (0, 2 * job.micro_batches):
+                weights[:] = [parameter for model in hook._alive() for parameter in model.parameters()]
+                found.append([weight.data_ptr() for weight in weights])
+            if number == 2 * job.micro_batches:
+                raise RuntimeError("no more data")
+            yield batch
+
+    torch.set_num_threads(1)
+    with pytest.raises(RuntimeError, match="no more data"):
+        train(Job(steps=4).with_dct(section()), batches)
+    return [*found, [weight.data_ptr() for weight in weights]]
+
+
+def test_an_iteration_that_fails_leaves_the_weights_behind() -> None:
+    for first, third, failed in processes.run(2, _interrupted):
+        assert first != third
+        assert first == failed
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str]:
