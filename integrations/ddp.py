@@ -17,7 +17,7 @@ from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.metrics import Metrics
 
-from .host import rank_files, startup
+from .host import reducer_files, startup
 from .host.reporting import Reporting
 from .host.steps import StepHooks
 
@@ -74,7 +74,7 @@ class DCTState:
         self.steps = StepHooks([], metrics)
         self._names: dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
         self._reducer: GradientReducer | None = None
-        self._loaded = rank_files.FRESH
+        self._loaded = reducer_files.FRESH
         self._agreed = self._backward_done = False
 
     def reducer(self, device: torch.device) -> GradientReducer:
@@ -100,15 +100,16 @@ class DCTState:
 
     def begin_bucket(self, device: torch.device) -> GradientReducer:
         """A bucket is about to be reduced; see :func:`dct_hook` for the errors."""
-        reducer = self.reducer(device)
         if not self._agreed:
-            facts = startup.facts_of(self.config, {"optimizer steps so far": reducer.step})
             hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
-            startup.agree("ddp", facts, group=self.process_group, limit=self.time_limit, hint=hint)
+            agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=hint)
+            with startup.reported(agreement):
+                step = self.reducer(device).step
+            agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": step}))
             self._agreed = True
         self._end_step()
         self.steps.begin()
-        return reducer
+        return self.reducer(device)
 
     def end_bucket(self, *, last: bool) -> None:
         """A bucket was reduced, the ``last`` one of a backward pass or another."""
@@ -136,7 +137,7 @@ class DCTState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank."""
-        self._loaded = state["reducer"] or rank_files.FRESH
+        self._loaded = state["reducer"] or reducer_files.FRESH
         self._backward_done = False
         if self._reducer is not None:
             self._restore(self._reducer)
@@ -146,8 +147,8 @@ class DCTState:
         self.steps.step = reducer.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write one file per rank; a collective, see :func:`.host.rank_files.save` for the errors."""
-        rank_files.save_reducer(folder, lambda: self.state_dict()["reducer"], group=self.process_group)
+        """Write one file per rank; a collective, see :func:`.host.reducer_files.save` for the errors."""
+        reducer_files.save(folder, lambda: self.state_dict()["reducer"], group=self.process_group)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
         """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`.
@@ -155,7 +156,7 @@ class DCTState:
         Returns:
             False, and residuals are zero, if a rank has no file; the log says why.
         """
-        state = rank_files.load_reducer(folder, group=self.process_group)
+        state = reducer_files.load(folder, group=self.process_group)
         self.load_state_dict({"reducer": state})
         return state is not None
 

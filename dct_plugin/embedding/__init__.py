@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .channel import EmbeddingChannel, Route
-from .des import Choice, ColumnShards, Embeddings, FieldShards, LocalEmbeddings, Part, choose
+from .choice import Choice, Part, choose
+from .des import ColumnShards, Embeddings, FieldShards, LocalEmbeddings
 from .placement import Table, place_tables
-from .requests import Bags
+from .request_message import Bags
 from .tables import ShardedTables, TableShard, load_tables
 
 __all__ = [

@@ -28,7 +28,7 @@ from ..errors import PayloadError
 from ..kernels import Backend
 from .entropy import RAW, ZERO, choose_methods, decode_stream, encode_stream, host_bytes, to_bytes
 
-__all__ = ["Codes", "decode_bounded", "encode_bounded", "quantise", "step_width"]
+__all__ = ["Codes", "decode_bounded", "encode_bounded", "quantise", "step_width", "within"]
 
 MAGIC = 0xDC7B
 FORMAT_VERSION = 1
@@ -102,7 +102,7 @@ def encode_bounded(
         repeats: Whole vectors may occur more than once, so that ``auto`` tries deflate, too.
     """
     q, device = codes.q, codes.q.device
-    if not _within(codes.decoded, OVERFLOW_MAGNITUDE):
+    if not within(codes.decoded, OVERFLOW_MAGNITUDE):
         return _finish(q.numel(), len(lengths), to_bytes(b"", device), nonfinite=True)
     methods = choose_methods(q, codes.half_steps, lengths, entropy, repeats)
     sections = [to_bytes(bytes(methods), device), codes.half_steps.to(torch.bfloat16).view(torch.uint8)]
@@ -165,7 +165,7 @@ def decode_bounded(payload: Tensor, lengths: Sequence[int], kernels: Backend) ->
     segments = q.split(list(lengths))
     for i, part in parts.items():
         segments[i].copy_(part)
-    if not _within(q, _MAX_CODE):
+    if not within(q, _MAX_CODE):
         raise PayloadError("error-bounded payload holds a code out of range")
     counts = torch.tensor(lengths, dtype=torch.int64, device=device)
     values = (q * (2.0 * half).repeat_interleave(counts, output_size=numel)).to(torch.float32)
@@ -174,12 +174,12 @@ def decode_bounded(payload: Tensor, lengths: Sequence[int], kernels: Backend) ->
         for i, part in raw.items():
             pieces[i].copy_(part)
             segments[i].copy_(part != 0)
-    if not _within(values, math.inf):
+    if not within(values, math.inf):
         raise PayloadError("error-bounded payload holds a value that is not finite")
     return values, q
 
 
-def _within(x: Tensor, limit: float) -> bool:
+def within(x: Tensor, limit: float) -> bool:
     """Whether all magnitudes are below ``limit``; NaN is not."""
     if not x.numel():
         return True

@@ -22,7 +22,7 @@ from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
 from ..stream import as_flat, encode_all, encode_at, wire_dtype
-from .error_bounded import Codes, decode_bounded, encode_bounded, quantise
+from .error_bounded import Codes, decode_bounded, encode_bounded, quantise, within
 
 __all__ = ["Mask", "Message", "VectorMessages"]
 
@@ -267,10 +267,7 @@ class VectorMessages:
 
 def is_finite(flat: Tensor) -> bool:
     """Whether the kernels take all of ``flat`` for finite: magnitudes below 2**126."""
-    if not flat.numel():
-        return True
-    low, high = torch.aminmax(flat)
-    return float(high) < OVERFLOW_MAGNITUDE and float(low) > -OVERFLOW_MAGNITUDE
+    return within(flat, OVERFLOW_MAGNITUDE)
 
 
 def _nothing(device: torch.device) -> Tensor:

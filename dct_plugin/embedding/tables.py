@@ -23,7 +23,8 @@ from ..config import EmbeddingChannelConfig, KernelConfig
 from ..metrics import Metrics, Record
 from .channel import EmbeddingChannel, Route
 from .placement import Table, check_placement
-from .requests import Answer, Bags, Request, Requests
+from .request_message import Answer, Bags
+from .requests import Request, Requests
 
 __all__ = ["ShardedTables", "TableShard", "load_tables"]
 

@@ -50,14 +50,15 @@ class MaskedCollectives:
 
         The gradient of this rank's tensor is the sum of its own part's and of the others' at the mask.
         """
-        return _AllGather.apply(tensor, self, stream)
+        return _Exchanged.apply(tensor, self, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
 
     def reduce_scatter(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum equal chunks (along the first dimension) of the ranks' partial sums at the chunk's rank.
 
         What goes to other ranks is thresholded; its gradient comes back at the mask. The own chunk is exact.
         """
-        return _ReduceScatter.apply(tensor, self, stream)
+        leaving = _splits(tensor.shape[0], self.world_size, None, stream)
+        return _Exchanged.apply(tensor, self, stream, "reduce_scatter", leaving, None)
 
     def all_reduce(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum the ranks' thresholded partial sums, the own one too: bitwise the same result on every rank.
@@ -86,7 +87,9 @@ class MaskedCollectives:
         Raises:
             ValueError: The splits do not add up to the rows.
         """
-        return _AllToAll.apply(tensor, self, stream, input_splits, output_splits)
+        leaving = _splits(tensor.shape[0], self.world_size, input_splits, stream)
+        arriving = leaving if output_splits is None else list(output_splits)
+        return _Exchanged.apply(tensor, self, stream, "all_to_all", leaving, arriving)
 
     # -- forward and backward halves ---------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class MaskedCollectives:
             # By identity: a tensor that goes to several ranks is encoded once.
             leaving = {id(part): as_flat(part) for rank, part in enumerate(parts) if rank != self.rank}
             flats = list(leaving.values())
-            rooms = [
+            outs = [
                 torch.empty(
                     payload_bound(flat.numel(), flat.numel(), stream.value_dtype(flat.dtype)),
                     dtype=torch.uint8,
@@ -109,10 +112,10 @@ class MaskedCollectives:
                 )
                 for flat in flats
             ]
-            encoded = stream.encode(flats, rooms)
+            encoded = stream.encode(flats, outs)
             payloads = {
-                key: room[: stats.nbytes].clone()
-                for key, room, stats in zip(leaving, rooms, encoded.stats, strict=True)
+                key: out[: stats.nbytes].clone()
+                for key, out, stats in zip(leaving, outs, encoded.stats, strict=True)
             }
             empty = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
             sent = [empty if r == self.rank else payloads[id(part)] for r, part in enumerate(parts)]
@@ -167,48 +170,36 @@ def _checked(payload: Tensor, numel: int, stream: ActivationStream, sender: int)
     return payload
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
-        tensor = tensor.contiguous()
-        sent, received = comm._send_parts([tensor] * comm.world_size, stream, "all_gather")
-        out = tensor.new_zeros((comm.world_size, *tensor.shape))
-        _fill(list(out), tensor, received, comm, stream)
-        ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
-        return out.view(-1, *tensor.shape[1:])
+class _Exchanged(torch.autograd.Function):
+    """Blocks of rows to the ranks, and the others' blocks from them.
+
+    ``leaving`` are the rows for each rank; None: every rank gets all rows. ``arriving`` are those from each
+    rank, which are concatenated; None: what arrives is summed up. Backward they change places.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        comm: MaskedCollectives,
+        stream: ActivationStream,
+        kind: str,
+        leaving: list[int] | None,
+        arriving: list[int] | None,
+    ) -> Tensor:
+        parts = _parts(tensor, leaving, comm)
+        sent, received = comm._send_parts(parts, stream, kind)
+        ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
+        ctx.leaving, ctx.arriving = leaving, arriving
+        return _combined(parts[comm.rank], received, arriving, comm, stream)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         comm, stream = ctx.comm, ctx.stream
-        parts = list(gradients[0].contiguous().chunk(comm.world_size))
+        parts = _parts(gradients[0], ctx.arriving, comm)
         answers = comm._return_values(parts, ctx.received, ctx.sent, stream)
-        total = _sum(parts[comm.rank], answers, comm, stream, masks=ctx.sent)
-        return total.to(parts[comm.rank].dtype), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
-        tensor = tensor.contiguous()
-        if tensor.shape[0] % comm.world_size:
-            raise ValueError(
-                f"{stream.name}: first dimension {tensor.shape[0]} is not a multiple of {comm.world_size}"
-            )
-        parts = list(tensor.chunk(comm.world_size))
-        sent, received = comm._send_parts(parts, stream, "reduce_scatter")
-        total = _sum(parts[comm.rank], received, comm, stream)
-        ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
-        return total.to(tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        comm, stream = ctx.comm, ctx.stream
-        gradient = gradients[0].contiguous()
-        # The same gradient goes to every contributor, at that one's mask.
-        answers = comm._return_values([gradient] * comm.world_size, ctx.received, ctx.sent, stream)
-        out = gradient.new_zeros((comm.world_size, *gradient.shape))
-        _fill(list(out), gradient, answers, comm, stream, masks=ctx.sent)
-        return out.view(-1, *gradient.shape[1:]), None, None
+        out = _combined(parts[comm.rank], answers, ctx.leaving, comm, stream, masks=ctx.sent)
+        return out, None, None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -238,68 +229,36 @@ class _AllReduce(torch.autograd.Function):
         return gradient, None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        comm: MaskedCollectives,
-        stream: ActivationStream,
-        input_splits: Sequence[int] | None,
-        output_splits: Sequence[int] | None,
-    ) -> Tensor:
-        tensor = tensor.contiguous()
-        rows = _splits(tensor.shape[0], comm.world_size, input_splits, stream)
-        arriving = rows if output_splits is None else list(output_splits)
-        parts = list(tensor.split(rows))
-        sent, received = comm._send_parts(parts, stream, "all_to_all")
-        out = tensor.new_zeros((sum(arriving), *tensor.shape[1:]))
-        _fill(out.split(arriving), parts[comm.rank], received, comm, stream)
-        ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
-        ctx.rows, ctx.arriving = rows, arriving
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        comm, stream = ctx.comm, ctx.stream
-        parts = list(gradients[0].contiguous().split(ctx.arriving))
-        answers = comm._return_values(parts, ctx.received, ctx.sent, stream)
-        out = gradients[0].new_zeros((sum(ctx.rows), *gradients[0].shape[1:]))
-        _fill(out.split(ctx.rows), parts[comm.rank], answers, comm, stream, masks=ctx.sent)
-        return out, None, None, None, None
+def _parts(tensor: Tensor, rows: list[int] | None, comm: MaskedCollectives) -> list[Tensor]:
+    tensor = tensor.contiguous()
+    return [tensor] * comm.world_size if rows is None else list(tensor.split(rows))
 
 
-def _fill(
-    blocks: Sequence[Tensor],
+def _combined(
     own: Tensor,
     payloads: list[Tensor],
-    comm: MaskedCollectives,
-    stream: ActivationStream,
-    masks: list[Tensor] | None = None,
-) -> None:
-    """Each rank's payload into its block (of zeros), ``own`` into this rank's; ``masks`` if values only."""
-    for rank, (payload, block) in enumerate(zip(payloads, blocks, strict=True)):
-        if rank == comm.rank:
-            block.copy_(own)
-        else:
-            _add(payload, block, rank, stream, masks)
-
-
-def _sum(
-    own: Tensor,
-    payloads: list[Tensor],
+    rows: list[int] | None,
     comm: MaskedCollectives,
     stream: ActivationStream,
     masks: list[Tensor] | None = None,
 ) -> Tensor:
-    """``own`` plus the others' payloads, in fp32 and in rank order, whoever sums."""
-    total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
-    for rank, payload in enumerate(payloads):
-        if rank == comm.rank:
-            total.add_(own)
+    """``own`` and the others' payloads, in blocks of ``rows``, or (None) summed in fp32 and in rank order;
+    with ``masks`` the payloads hold values only.
+    """
+    if rows is None:
+        out = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+        blocks: Sequence[Tensor] = [out] * len(payloads)
+    else:
+        out = own.new_zeros((sum(rows), *own.shape[1:]))
+        blocks = out.split(rows)
+    for rank, (payload, block) in enumerate(zip(payloads, blocks, strict=True)):
+        if rank != comm.rank:
+            _add(payload, block, rank, stream, masks)
+        elif rows is None:
+            block.add_(own)
         else:
-            _add(payload, total, rank, stream, masks)
-    return total
+            block.copy_(own)
+    return out.to(own.dtype)
 
 
 def _add(
@@ -315,7 +274,7 @@ def _add(
 def _splits(rows: int, world_size: int, splits: Sequence[int] | None, stream: ActivationStream) -> list[int]:
     if splits is None:
         if rows % world_size:
-            raise ValueError(f"{stream.name}: {rows} rows are not a multiple of {world_size}; give splits")
+            raise ValueError(f"{stream.name}: {rows} rows are not a multiple of {world_size} ranks")
         return [rows // world_size] * world_size
     if sum(splits) != rows or len(splits) != world_size or min(splits) < 0:
         raise ValueError(f"{stream.name}: splits {list(splits)} do not add up to {rows} rows")

@@ -11,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin.data_parallel import GradientReducer
 
-from ..host import rank_files
+from ..host import reducer_files
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 
@@ -37,7 +37,7 @@ def install(engine: Any, reducer: GradientReducer, steps: StepHooks, unit: float
                 folder = os.path.join(
                     save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)
                 )
-                rank_files.save_reducer(folder, reducer.state_dict, group=group, unit=unit)
+                reducer_files.save(folder, reducer.state_dict, group=group, unit=unit)
             return original(save_dir, tag, *args, **keywords)
 
         return save_checkpoint
@@ -53,9 +53,9 @@ def install(engine: Any, reducer: GradientReducer, steps: StepHooks, unit: float
             state = None
             if asked["load_optimizer_states"] and not asked["load_module_only"]:
                 folder = _folder(engine, asked["load_dir"], asked["tag"])
-                state = rank_files.load_reducer(folder, group=group, unit=unit)
+                state = reducer_files.load(folder, group=group, unit=unit)
             scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
-            reducer.load_state_dict(state or rank_files.FRESH, loss_scale=scale)
+            reducer.load_state_dict(state or reducer_files.FRESH, loss_scale=scale)
             steps.step = reducer.step
             return found
 

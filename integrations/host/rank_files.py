@@ -18,15 +18,12 @@ import torch.distributed as dist
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError
 
-__all__ = ["FRESH", "NoState", "load", "load_reducer", "save", "save_reducer"]
+__all__ = ["NoState", "load", "save"]
 
 logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]
 Folder = str | os.PathLike[str]
-
-#: The state of a reducer that has not reduced anything.
-FRESH: State = {"step": 0, "loss_scale": 1.0, "streams": {}}
 
 
 class NoState(Exception):
@@ -95,39 +92,6 @@ def load(
             "; ".join(f"rank {rank}: {reason}" for reason, rank in list(reasons.items())[:3]),
         )
     return None
-
-
-def save_reducer(
-    folder: Folder, state: Callable[[], State], *, group: dist.ProcessGroup | None = None, unit: float = 1.0
-) -> None:
-    """Write a reducer's state as ``dct_rank_XXXXX.pt``, where all parallelism is data parallelism.
-
-    A collective; arguments as in :func:`dct_plugin.checkpoint.save`, errors as in :func:`save`.
-    """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-
-    def content() -> State:
-        return {"rank": rank, "world_size": world_size, "unit": unit, "state": state()}
-
-    save(checkpoint.file_of(folder, rank), content, group=group)
-
-
-def load_reducer(
-    folder: Folder, *, group: dist.ProcessGroup | None = None, unit: float = 1.0
-) -> State | None:
-    """What :func:`save_reducer` wrote, also by another number of ranks; see :func:`load`."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-
-    def read() -> State:
-        state = checkpoint.load(folder, rank=rank, world_size=world_size, unit=unit)
-        if state is None:
-            some = any(Path(folder).glob("dct_rank_*.pt"))
-            raise NoState(
-                "dct_rank_*.pt files are missing" if some else "the checkpoint holds no dct_rank_*.pt files"
-            )
-        return state
-
-    return load(read, folder, group=group)
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:

@@ -105,6 +105,7 @@ def _compare(rank: int, world_size: int) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sharded_models_equal_unsharded_ones(world_size: int) -> None:
     for result in [r for rank in run(world_size, _compare) for r in rank]:
@@ -179,6 +180,7 @@ def _more_ranks_than_tables(rank: int, world_size: int) -> tuple[list[int], floa
     )
 
 
+@pytest.mark.slow
 def test_ranks_without_tables_take_part() -> None:
     results = run(4, _more_ranks_than_tables)
     assert [fields for fields, _, _ in results] == [[0], [1], [], []]
@@ -219,6 +221,7 @@ def _bytes(rank: int, world_size: int) -> tuple[int, int, int, list[str]]:
     return sent[0], sent[1], sent[2], metrics.classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     width = DIM + 1 + 12
@@ -241,6 +244,7 @@ def _wrong_placement(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_faults_are_named() -> None:
     assert "placement [[0], [0]] does not put" in run(2, _wrong_placement)[0]
     with pytest.raises(ValueError, match="unknown model 'mlp'"):

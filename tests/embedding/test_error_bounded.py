@@ -15,7 +15,7 @@ from torch import Tensor
 from dct_plugin.embedding.entropy import MAX_RICE, _best_rice
 from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded, quantise, step_width
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import Backend, get_backend
+from dct_plugin.kernels import get_backend
 
 KERNELS = get_backend("cpu")
 REFERENCE = get_backend("cpu", "reference")
@@ -189,14 +189,21 @@ def _golden(name: str) -> tuple[Tensor, list[int], Tensor]:
         ("mixed", "auto", 826, 0x055D3BC5),
     ],
 )
-@pytest.mark.parametrize("kernels", [KERNELS, REFERENCE], ids=["cpu", "reference"])
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "auto"), ("cpu", "reference"), ("cuda", "auto")])
 def test_payloads_are_byte_for_byte_those_of_format_1(
-    name: str, entropy: str, size: int, check: int, kernels: Backend
+    name: str, entropy: str, size: int, check: int, device: str, backend: str
 ) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    kernels = get_backend(device, backend)
     x, lengths, bounds = _golden(name)
-    codes = quantise(x, torch.tensor(lengths), bounds)
+    codes = quantise(x.to(device), torch.tensor(lengths, device=device), bounds.to(device))
     payload = encode_bounded(codes, lengths, kernels, entropy=entropy)
-    assert (payload.numel(), zlib.crc32(payload.numpy())) == (size, check)
+    assert payload.device.type == device
+    assert (payload.numel(), zlib.crc32(payload.cpu().numpy())) == (size, check)
+    decoded, q = decode_bounded(payload, lengths, kernels)
+    assert torch.equal(decoded, codes.decoded)
+    assert torch.equal(q != 0, decoded != 0)
 
 
 def test_a_small_payload_is_the_documented_one() -> None:

@@ -12,6 +12,8 @@ from dct_plugin.integrations.facebook_dlrm import CompressedAllToAll
 from support.processes import run
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 DIM, BATCH = 4, 7  # samples do not divide evenly
 TABLES = [2, 1, 3]
 

@@ -10,47 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.processes import launch, run
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
-from dct_plugin.embedding import Bags, ShardedTables, Table, load_tables, place_tables
+from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfig
+from dct_plugin.embedding import Bags, ShardedTables, load_tables
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
+
+pytestmark = pytest.mark.slow
 
 CARDINALITIES = (3, 500, 40, 7, 120, 2)
 DIM = 8
 BATCH = 24
-
-
-# -- placement ---
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 64), st.floats(1, 20)), max_size=40),
-    st.integers(1, 9),
-)
-@settings(max_examples=100, deadline=None)
-def test_placement_is_complete_and_balanced(sizes: list[tuple[int, int, float]], ranks: int) -> None:
-    tables = [Table(*size) for size in sizes]
-    placed = place_tables(tables, ranks)
-    assert len(placed) == ranks
-    assert sorted(t for part in placed for t in part) == list(range(len(tables)))
-    loads = [sum(tables[t].cost for t in part) for part in placed]
-    total = sum(loads)
-    largest = max((t.cost for t in tables), default=0.0)
-    # Graham: the last table to come to the fullest rank found it the emptiest.
-    assert max(loads) <= total / ranks + largest * (1 - 1 / ranks) + 1e-6 * total
-
-
-def test_tables_are_spread_even_if_they_cost_nothing_yet() -> None:
-    assert [len(part) for part in place_tables([Table(1, 1)] * 7, 4)] == [2, 2, 2, 1]
-    with pytest.raises(ValueError, match="world_size"):
-        place_tables([], 0)
 
 
 # -- the model on one rank ---
@@ -484,6 +458,22 @@ def test_every_layer_is_reported() -> None:
         flat = [c for name, c in summary.classes.items() if "/" not in name]
         assert summary.sent_bytes == sum(c.sent_bytes for c in flat)
         assert summary.classes["embedding_ids"].sent_bytes > 0
+
+
+def _kernels(rank: int, world_size: int, section: dict[str, Any]) -> tuple[str, Tensor]:
+    config = {"error_bound": 0.01, "sparsity": 0.5}
+    module = make(world_size, config=config, kernels=KernelConfig.of(section))
+    start, stop = bounds_of_rank(rank, world_size)
+    vectors = module(part(draw("one_hot", 0), start, stop, "one_hot"))
+    return module.channel.backend(vectors.device).name, vectors.detach()
+
+
+def test_the_kernels_section_picks_the_backend() -> None:
+    reference = run(2, _kernels, {"backend": "reference"})
+    default = run(2, _kernels, {})
+    assert {name for name, _ in reference} == {"reference"}
+    for (_, expected), (_, found) in zip(reference, default, strict=True):
+        assert torch.equal(expected, found)
 
 
 def _resharded(rank: int, world_size: int, saved: Any) -> Any:

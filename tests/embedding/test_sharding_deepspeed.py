@@ -17,6 +17,8 @@ pytest.importorskip("deepspeed")
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
 from support import SUPPORT
 
+pytestmark = pytest.mark.slow
+
 WORKER = SUPPORT / "sharding_worker.py"
 
 

@@ -117,6 +117,7 @@ def _train(rank: int, world_size: int, sparsity: float) -> dict[str, float]:
     return {"first": losses[0], "last": losses[-1], "density": density}
 
 
+@pytest.mark.slow
 def test_in_torchrec() -> None:
     pytest.importorskip(
         "torchrec",

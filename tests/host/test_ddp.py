@@ -117,6 +117,8 @@ def _starts(rank: int, world_size: int, case: str) -> float:
         state = DCTState(section, time_limit=3 if case == "no hook" else 60)
         if case == "steps" and rank == 1:
             state.load_state_dict({"reducer": {"step": 7, "loss_scale": 1.0, "streams": {}}})
+        if case == "state" and rank == 1:
+            state.load_state_dict({"reducer": {"foreign": 1}})
         ddp.register_comm_hook(state, dct_hook)
     try:
         train(ddp, rank, range(1))
@@ -137,6 +139,14 @@ def test_a_rank_that_differs_stops_all(case: str, words: str) -> None:
     for rank, (kind, text) in enumerate(launch(3, _starts, case)):
         assert kind == "error"
         assert f"DesyncError: rank {rank}: {words}" in text
+
+
+def test_a_rank_that_fails_before_its_first_bucket_stops_all() -> None:
+    outcomes = launch(3, _starts, "state")
+    assert [kind for kind, _ in outcomes] == ["error"] * 3
+    assert "KeyError" in outcomes[1][1]
+    for rank in (0, 2):
+        assert f"DesyncError: rank {rank}: rank 1 failed at start-up: KeyError" in outcomes[rank][1]
 
 
 def test_a_rank_without_the_hook_is_named_within_the_limit() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.host import rank_files, startup
+from dct_plugin.integrations.host import rank_files, reducer_files, startup
 from dct_plugin.integrations.host.reporting import Reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from support.processes import launch, run
@@ -83,8 +83,8 @@ def state_of(rank: int) -> dict[str, Any]:
 
 
 def _writes_and_reads(rank: int, world_size: int, folder: str) -> bool:
-    rank_files.save_reducer(folder, lambda: state_of(rank))
-    found = rank_files.load_reducer(folder)
+    reducer_files.save(folder, lambda: state_of(rank))
+    found = reducer_files.load(folder)
     assert found is not None
     return torch.equal(found["own"], torch.full((3,), rank))
 
@@ -132,7 +132,7 @@ def _reads(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
     logger = logging.getLogger("dct_plugin")
     logger.addHandler(handler)
     try:
-        return rank_files.load_reducer(folder) is not None, handler.lines
+        return reducer_files.load(folder) is not None, handler.lines
     finally:
         logger.removeHandler(handler)
 

@@ -61,7 +61,7 @@ class DLRM(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, top: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.embedding.des.choose`."""
+        """For :func:`~dct_plugin.embedding.choice.choose`."""
         width = min(num_fields * (num_fields + 1) // 2, top[0])
         return [Part("dot interaction", width, "embedding", num_fields, dim, shipped=dim, layout="columns")]
 
