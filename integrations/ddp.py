@@ -65,11 +65,10 @@ class DCTState:
         self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
         self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
         if metrics is None:
-            ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-            metrics = Metrics(self.config.metrics, rank=ranks[0], world_size=ranks[1])
+            rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+            metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
             Reporting(metrics)
-        self.metrics = metrics
-        self.steps = StepHooks([], metrics)
+        self.metrics, self.steps = metrics, StepHooks([], metrics)
         self._names: dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
         self._reducer: GradientReducer | None = None
         self._loaded = reducer_files.FRESH
@@ -93,12 +92,10 @@ class DCTState:
     def step_ahead(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Needed by ``error_feedback: "step_ahead"``: train ``model`` (which DDP wraps) at displaced weights.
 
-        Args:
-            model: Its names are those of streams that ``named_parameters`` did not name.
-            optimizer: Its settings are read anew at every step.
+        Streams that ``named_parameters`` did not name get their names from ``model``.
 
         Raises:
-            ConfigError: The step of this optimizer is not known.
+            ConfigError: The step of this ``optimizer`` is not known.
         """
         units = units_of(optimizer)
         named = [(self._names.setdefault(id(p), name), p) for name, p in model.named_parameters()]
@@ -116,8 +113,8 @@ class DCTState:
             hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
             agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=hint)
             with startup.reported(agreement):
-                reducer = self.reducer(device)
-            facts = {"optimizer steps so far": reducer.step, "step_ahead() called": reducer.looks_ahead}
+                made = self.reducer(device)
+            facts = {"optimizer steps so far": made.step, "step_ahead() called": made.looks_ahead}
             agreement.confirm(startup.facts_of(self.config, facts))
             self._agreed = True
         self._end_step()
@@ -162,10 +159,8 @@ class DCTState:
         reducer_files.save(folder, lambda: self.state_dict()["reducer"], group=self.process_group)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`.
-
-        Returns:
-            False, and residuals are zero, if a rank has no file; the log says why.
+        """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Returns
+        False, and residuals are zero, if a rank has no file; the log says why.
         """
         state = reducer_files.load(folder, group=self.process_group)
         self.load_state_dict({"reducer": state})
@@ -192,15 +187,13 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
     reducer = state.begin_bucket(buffer.device)
     views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
-    entries = [(state.name_of(p), view) for p, view in zip(bucket.parameters(), views, strict=True)]
-    reducer.all_reduce(entries, scale=1.0 / reducer.world_size)
+    names = [state.name_of(parameter) for parameter in bucket.parameters()]
+    reducer.all_reduce(list(zip(names, views, strict=True)), scale=1.0 / reducer.world_size)
     state.end_bucket(last=bucket.is_last())
-    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
 
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.
-dct_hook.__annotations__.update(bucket=dist.GradBucket)
-dct_hook.__annotations__["return"] = torch.futures.Future[Tensor]
+dct_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
