@@ -371,7 +371,10 @@ def _forgets(rank: int, world_size: int, case: str) -> None:
     [
         ("no rank", "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': this host has not said"),
         ("one rank", "step_ahead() called differs: true on rank 0; false on rank 1"),
-        ("unknown optimizer", "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': the step of ASGD"),
+        (
+            "unknown optimizer",
+            "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': the step of ASGD",
+        ),
     ],
 )
 def test_step_ahead_needs_the_optimizer_on_every_rank(case: str, words: str) -> None:

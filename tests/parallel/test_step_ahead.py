@@ -350,6 +350,7 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, i
     return ahead.coefficient("a"), samples, len(reducer.state_dict()["ahead"]["moments"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_coefficient_is_what_ranks_share(world_size: int) -> None:
     for coefficient, samples, moments in run(world_size, _coefficients, True):
@@ -371,10 +372,12 @@ def _out_of_step(rank: int, world_size: int) -> str:
     return "went on"
 
 
+@pytest.mark.slow
 def test_ranks_out_of_step_stop() -> None:
     assert run(2, _out_of_step) == ["DesyncError"] * 2
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_look_ahead_is_refused() -> None:
     for name in run(2, _unprepared):
         assert name == "ConfigError"
