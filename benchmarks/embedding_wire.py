@@ -269,7 +269,7 @@ def train(
         range(arguments.warmup + arguments.steps), batches(clicks, batch_size, seed), strict=False
     ):
         if step == arguments.warmup:
-            settle()
+            let_counters_rest()
             tables.metrics = tables.channel.metrics = metrics
             counter.start()
             packets = packets_sent(device)
@@ -332,7 +332,7 @@ def average(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup |
         gradient.copy_(part.view_as(gradient))
 
 
-def settle() -> None:
+def let_counters_rest() -> None:
     """All ranks are here, and nothing is under way."""
     dist.barrier()
     time.sleep(0.2)

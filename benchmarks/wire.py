@@ -2,11 +2,9 @@
 
 Starts two local ranks that train a perceptron of more than ten million parameters with an ordinary DeepSpeed
 engine, for each ZeRO stage once without and once with a ``dct`` section (the only difference), and reads what
-the loopback
-interface carried in steady state: both directions, packet headers and everything else included. ZeRO-1 and 2
-    also
-all-gather updated parameters, which stays dense (in the parameters' type), so their ratio has a ceiling of
-about 2.
+the loopback interface carried in steady state: both directions, packet headers and everything else included.
+ZeRO-1 and 2 also all-gather updated parameters, which stays dense (in the parameters' type), so their ratio
+has a ceiling of about 2.
 
     python benchmarks/wire.py
 """

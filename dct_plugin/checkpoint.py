@@ -134,8 +134,19 @@ def in_unit(state: State, ratio: float) -> State:
         }
         for name, stream in state["streams"].items()
     }
-    # Second moments of step-ahead are in the old unit squared: they are measured anew, within a few steps.
-    return {**state, "streams": streams, "ahead": None}
+    return {**state, "streams": streams, "ahead": _ahead_in_unit(state.get("ahead"), ratio * ratio)}
+
+
+def _ahead_in_unit(ahead: State | None, ratio: float) -> State | None:
+    """What step-ahead knows: second moments of gradients, and products of residuals."""
+    if ahead is None:
+        return None
+    moments = {
+        name: {**saved, "rows": saved["rows"] * ratio, "columns": saved["columns"] * ratio}
+        for name, saved in ahead["moments"].items()
+    }
+    products = {name: (own * ratio, mixed * ratio) for name, (own, mixed) in ahead["products"].items()}
+    return {"moments": moments, "products": products}
 
 
 def _unmeasured(stream: State) -> State:

@@ -438,24 +438,22 @@ class ActivationStream(Stream):
             tensor_dtype, self.config.gradient_value_dtype if gradient else self.config.value_dtype
         )
 
-    def encode(
-        self, parts: Sequence[Tensor], rooms: Sequence[Tensor], capacity: int | None = None
-    ) -> Encoded:
+    def encode(self, parts: Sequence[Tensor], outs: Sequence[Tensor], capacity: int | None = None) -> Encoded:
         """Write one payload per part, and read what was written.
 
         Args:
             parts: 1-D (:func:`as_flat`). The threshold of the step is measured on all parts together of the
                 first call in it.
-            rooms: uint8, at least ``payload_bound`` bytes each.
+            outs: uint8, at least ``payload_bound`` bytes each.
             capacity: Most entries of a payload; None: all that reach the threshold.
         """
         encoded = Encoded(numel=sum(part.numel() for part in parts), density=self.density)
         tau = self._threshold(encoded, parts)
-        for part, room in zip(parts, rooms, strict=True):
+        for part, out in zip(parts, outs, strict=True):
             self._write(
                 encoded,
                 part,
-                room,
+                out,
                 tau=tau,
                 step=self.step,
                 capacity=part.numel() if capacity is None or encoded.density >= 1.0 else capacity,

@@ -28,8 +28,7 @@ __all__ = ["DCTState", "dct_hook"]
 class DCTState:
     """State of :func:`dct_hook`: the reducer, and which stream each parameter belongs to.
 
-    Streams follow parameters, so residuals survive the bucket rebuild after DDP's first step. At the first
-    bucket all ranks of the group agree on configuration, versions and optimizer steps so far.
+    Streams follow parameters, so residuals survive the bucket rebuild after DDP's first step.
 
     Args:
         config: The configuration, its ``data_parallel`` settings, or a mapping with the keys of the ``dct``
@@ -64,15 +63,12 @@ class DCTState:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
         self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
-        self.process_group = process_group
-        self.scaler = scaler
-        self.time_limit = time_limit
+        self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
         if metrics is None:
             rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
             metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
             Reporting(metrics)
-        self.metrics = metrics
-        self.steps = StepHooks([], metrics)
+        self.metrics, self.steps = metrics, StepHooks([], metrics)
         self._names: dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
         self._reducer: GradientReducer | None = None
         self._loaded = reducer_files.FRESH
@@ -94,23 +90,22 @@ class DCTState:
         return self._reducer
 
     def step_ahead(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """For ``error_feedback: "step_ahead"``: ``model``, which DDP wraps, is trained at displaced
-        weights, with the settings of ``optimizer`` as they are at every step.
+        """Needed by ``error_feedback: "step_ahead"``: train ``model`` (which DDP wraps) at displaced weights.
+
+        Streams that ``named_parameters`` did not name get their names from ``model``.
 
         Raises:
-            ConfigError: The step of this optimizer is not known.
+            ConfigError: The step of this ``optimizer`` is not known.
         """
-        named = list(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in named}
-        self.reducer(named[0][1].device).step_ahead(named, units_of(optimizer)).attach(model)
+        units = units_of(optimizer)
+        named = [(self._names.setdefault(id(p), name), p) for name, p in model.named_parameters()]
+        self.reducer(named[0][1].device).step_ahead(named, units).attach(model, optimizer)
         # With a scaler it is known only now what became of the last step.
-        model.register_forward_pre_hook(lambda *_: self._end_step(), prepend=True)
+        model.register_forward_pre_hook(lambda m, _: self._end_step() if m.training else None, prepend=True)
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of the parameter's stream."""
         return self._names.setdefault(id(parameter), f"parameter_{len(self._names):04d}")
-
-    # -- steps ---
 
     def begin_bucket(self, device: torch.device) -> GradientReducer:
         """A bucket is about to be reduced; see :func:`dct_hook` for the errors."""
@@ -118,8 +113,9 @@ class DCTState:
             hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
             agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=hint)
             with startup.reported(agreement):
-                step = self.reducer(device).step
-            agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": step}))
+                made = self.reducer(device)
+            facts = {"optimizer steps so far": made.step, "step_ahead() called": made.looks_ahead}
+            agreement.confirm(startup.facts_of(self.config, facts))
             self._agreed = True
         self._end_step()
         self.steps.begin()
@@ -142,8 +138,6 @@ class DCTState:
     def _loss_scale(self) -> float | None:
         return None if self.scaler is None else float(self.scaler.get_scale())
 
-    # -- checkpoints ---
-
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank, between two steps; save one per rank."""
         self._end_step()
@@ -165,10 +159,8 @@ class DCTState:
         reducer_files.save(folder, lambda: self.state_dict()["reducer"], group=self.process_group)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`.
-
-        Returns:
-            False, and residuals are zero, if a rank has no file; the log says why.
+        """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Returns
+        False, and residuals are zero, if a rank has no file; the log says why.
         """
         state = reducer_files.load(folder, group=self.process_group)
         self.load_state_dict({"reducer": state})
@@ -194,17 +186,14 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     if buffer.layout is not torch.strided:
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
     reducer = state.begin_bucket(buffer.device)
-    parameters = bucket.parameters()
-    views = buffer.split([parameter.numel() for parameter in parameters])
-    entries = [(state.name_of(p), view) for p, view in zip(parameters, views, strict=True)]
-    reducer.all_reduce(entries, scale=1.0 / reducer.world_size)
+    views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
+    names = [state.name_of(parameter) for parameter in bucket.parameters()]
+    reducer.all_reduce(list(zip(names, views, strict=True)), scale=1.0 / reducer.world_size)
     state.end_bucket(last=bucket.is_last())
-    devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
 
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.
-dct_hook.__annotations__.update(bucket=dist.GradBucket)
-dct_hook.__annotations__["return"] = torch.futures.Future[Tensor]
+dct_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})

@@ -62,10 +62,13 @@ class Plan:
 
     kind: str
     items: list[Item]
+    sampled: list[str] = field(default_factory=list)
+    """Streams whose residuals are compared afterwards, see :class:`.step_ahead.StepAhead`."""
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
         text = [self.kind, *(f"{item.name}:{item.tensor.numel()}:{item.shards}" for item in self.items)]
+        text += self.sampled
         low = zlib.crc32("\n".join(text).encode())
         high = zlib.adler32("\n".join(text).encode())
         self.fingerprint = (high << 31 ^ low) & (2**63 - 1)

@@ -98,8 +98,9 @@ class GradientReducer:
         Args:
             parameters: ``(name in the entries, parameter)``.
             unit_of: The optimizer's settings for a parameter as they are now; None for others.
-            unit: Factor that the host multiplies into gradients besides the loss scale, see
-                :func:`dct_plugin.checkpoint.save`.
+            unit: Of a stream's gradients besides the loss scale, where that of the optimizer's is 1: when the
+                sum over the ranks becomes the gradient by a factor, one over that factor and over the number
+                of ranks.
 
         Returns:
             To be attached to the model, or asked to displace and restore its weights.
@@ -112,7 +113,7 @@ class GradientReducer:
             coefficient=self.config.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * self.loss_scale),
         )
-        self._ahead.load_state_dict(self._loaded_ahead)
+        self._ahead.load_state_dict(self._loaded_ahead, step=self.step)
         return self._ahead
 
     # -- collectives ---
@@ -245,14 +246,20 @@ class GradientReducer:
         self._loaded = dict(state["streams"])
         self._loaded_ahead = state.get("ahead")
         if self._ahead is not None:
-            self._ahead.load_state_dict(self._loaded_ahead)
+            self._ahead.load_state_dict(self._loaded_ahead, step=self.step)
 
     # -- looking ahead ---
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether :meth:`step_ahead` was called."""
+        return self._ahead is not None
+
     def _residual_of(self, name: str) -> Tensor | None:
-        if (stream := self.streams.get(name)) is not None:
+        stream = self.streams.get(name)
+        if stream is not None:
             return None if stream.residual is None else stream.residual.current
-        saved = self._loaded.get(name, {}).get("residual")  # of a stream that is not in use yet
+        saved: Tensor | None = self._loaded[name]["residual"] if name in self._loaded else None
         return None if saved is None else saved.to(self.device)
 
     def look(self, entries: Sequence[tuple[str, Tensor]]) -> None:
@@ -261,28 +268,26 @@ class GradientReducer:
         Raises:
             ConfigError: The configuration asks for step-ahead, and :meth:`step_ahead` was not called.
         """
-        if self._ahead is not None:
+        if self._ahead is None:
+            if self.config.error_feedback == "step_ahead":
+                raise ConfigError(
+                    "dct.data_parallel.error_feedback = 'step_ahead': this host has not said which "
+                    "parameters and which optimizer are meant (GradientReducer.step_ahead); set it to 'local'"
+                )
+        elif self.world_size > 1:
             for name, tensor in entries:
                 if not self._small(tensor):
                     self._ahead.observe(name, tensor)
-        elif self.config.error_feedback == "step_ahead":
-            raise ConfigError(
-                "dct.data_parallel.error_feedback = 'step_ahead': this host has not said which parameters "
-                "and which optimizer are meant (GradientReducer.step_ahead); set it to 'local'"
-            )
 
     def _measure_coefficients(self, plan: Plan) -> None:
-        if self._ahead is None or not self._ahead.wants_samples(self.step):
-            return
-        names = [item.name for item in plan.items if not item.small]
-        if names:
-            own = self._ahead.samples(names, self.step).to(self.device)
+        if self._ahead is not None and plan.sampled:
+            own = self._ahead.samples(plan.sampled, self.step, self.device)
             mean = own.clone()
             dist.all_reduce(mean, group=self.exchange.group)
             self.exchange.sent_bytes += round(
                 2 * (self.world_size - 1) / self.world_size * own.numel() * own.element_size()
             )
-            self._ahead.learn(names, own, mean / self.world_size)
+            self._ahead.learn(plan.sampled, own, mean / self.world_size)
 
     # -- planning ---
 
@@ -301,7 +306,10 @@ class GradientReducer:
 
     def _plan(self, kind: str, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> Plan:
         with self.exchange.abort_on_error():
-            return Plan(kind, [Item(n, t, list(shards), self._small(t)) for n, t, shards in entries])
+            items = [Item(n, t, list(shards), self._small(t)) for n, t, shards in entries]
+            ahead = self._ahead
+            sampled = ahead.sampled((i.name for i in items if not i.small), self.step) if ahead else []
+            return Plan(kind, items, sampled)
 
     # -- sending ---
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,16 +46,19 @@ class Moments:
     Args:
         shape: Of the parameter.
         device: Where its gradients live.
+        missed: Optimizer steps that were made before; a sum (Adagrad) counts them as what it has seen since.
     """
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> None:
-        self._matrix = (int(shape[0]), -1) if len(shape) > 1 else (1, -1)
-        columns = torch.Size(shape).numel() // self._matrix[0] if len(shape) > 1 else 1
-        self.rows = torch.zeros(self._matrix[0], dtype=torch.float32, device=device)
+    def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device, *, missed: int = 0) -> None:
+        rows = int(shape[0]) if len(shape) > 1 else 1
+        columns = math.prod(shape[1:]) if len(shape) > 1 else 1
+        self._matrix = (rows, columns if len(shape) > 1 else -1)
+        self.rows = torch.zeros(rows, dtype=torch.float32, device=device)
         self.columns = torch.zeros(columns, dtype=torch.float32, device=device)
         self._seen_rows, self._seen_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
         self.steps = 0
         """Optimizer steps that went into the means."""
+        self.missed = missed
 
     def add(self, gradient: Tensor) -> None:
         """A gradient of this step (1-D, any floating type); micro-batches add up as independent ones."""
@@ -83,12 +86,13 @@ class Moments:
         """``sqrt(second moment) + eps`` of every entry into ``out`` (fp32, 1-D); infinite before a step."""
         if self.steps == 0:
             return out.fill_(float("inf"))
-        correction = 1.0 if decay is None else 1.0 - decay**self.steps
+        sees = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
+        tiny = torch.finfo(torch.float32).tiny
+        eps = max(eps, tiny)  # nothing over nothing is nothing
         if self.columns.numel() == 1:
-            return out.copy_((self.rows[0] / correction).sqrt().add(eps))
-        mean = self.rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
-        rows, columns = (self.rows / (mean * correction)).sqrt(), self.columns.sqrt()
-        torch.mul(rows[:, None], columns[None, :], out=out.view(self._matrix))
+            return out.copy_((self.rows[0] / sees).sqrt().add(eps))
+        rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt()
+        torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
         return out.add_(eps)
 
     def rescale(self, factor: float) -> None:
@@ -97,8 +101,9 @@ class Moments:
             mean.mul_(factor * factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Means (fp32, CPU) and the count of steps."""
-        return {"rows": self.rows.cpu(), "columns": self.columns.cpu(), "steps": self.steps}
+        """Means (fp32, copies on the CPU) and counts of steps."""
+        means = {"rows": self.rows.to("cpu", copy=True), "columns": self.columns.to("cpu", copy=True)}
+        return {**means, "steps": self.steps, "missed": self.missed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; raises ``ValueError`` when the shape differs."""
@@ -109,7 +114,7 @@ class Moments:
                     f"{name} of the second moment: {tuple(saved.shape)}, expected {tuple(mine.shape)}"
                 )
             mine.copy_(saved)
-        self.steps = int(state["steps"])
+        self.steps, self.missed = int(state["steps"]), int(state["missed"])
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,10 @@ class StepUnit:
         if rule is None:
             raise ConfigError(
                 f"dct.data_parallel.error_feedback = 'step_ahead': the step of {name} is not known; known "
-                f"are {', '.join(KNOWN)}; set error_feedback to 'local'"
+                f"are {', '.join(KNOWN)}; give it a method step_unit(group), or set error_feedback to 'local'"
             )
-        return rule(group)
+        unit = rule(group)
+        return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
 
 
 def _adam(group: Mapping[str, Any]) -> StepUnit:
@@ -158,7 +164,9 @@ def _rmsprop(group: Mapping[str, Any]) -> StepUnit:
 
 
 def _adagrad(group: Mapping[str, Any]) -> StepUnit:
-    return StepUnit(float(group["lr"]), True, None, float(group["eps"]))
+    # What the sum starts with lies beside its root like eps, within a factor of sqrt(2).
+    start = math.sqrt(float(group.get("initial_accumulator_value", 0.0)))
+    return StepUnit(float(group["lr"]), True, None, float(group["eps"]) + start)
 
 
 def _sgd(group: Mapping[str, Any]) -> StepUnit:
@@ -204,29 +212,37 @@ def units_of(
 
 
 def displaced(
-    weight: Tensor, residual: Tensor, moments: Moments | None, unit: StepUnit, *, factor: float, out: Tensor
+    weight: Tensor,
+    residual: Tensor,
+    moments: Moments | None,
+    unit: StepUnit,
+    *,
+    coefficient: float,
+    gradient_unit: float = 1.0,
+    out: Tensor,
 ) -> Tensor:
-    """``weight - the optimizer's step with factor * residual`` into ``out``.
+    """``weight - the optimizer's step with coefficient * residual`` into ``out``; bitwise ``weight`` where
+    the residual is zero.
 
     Args:
         weight: Any shape and floating type, contiguous.
         residual: fp32 [numel], in the unit of the stream's gradients.
         moments: Of the stream's gradients; needed for preconditioned units.
         unit: Of the optimizer.
-        factor: The coefficient; for units without a second moment also from the stream's unit of gradients
-            to the optimizer's.
+        coefficient: Share of the residual.
+        gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
         out: Like ``weight``.
     """
-    flat, target = weight.reshape(-1), out.view(-1)
-    if not unit.preconditioned:
-        torch.add(flat, residual.to(flat.dtype), alpha=-unit.lr * factor, out=target)
-        return out
-    assert moments is not None
+    flat, target = weight.view(-1), out.view(-1)
+    # In fp32: scaled residuals can be too large for fp16.
     room = target if target.dtype == torch.float32 else torch.empty_like(residual)
-    moments.denominator(room, decay=unit.decay, eps=unit.eps)
-    torch.div(residual, room, out=room).mul_(-unit.lr * factor).add_(flat)
-    if room is not target:
-        target.copy_(room)
+    if unit.preconditioned:
+        assert moments is not None
+        moments.denominator(room, decay=unit.decay, eps=unit.eps / gradient_unit)
+        torch.div(residual, room, out=room).mul_(-unit.lr * coefficient)
+    else:
+        torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=room)
+    torch.add(room, flat, out=target)
     return out
 
 
@@ -249,7 +265,10 @@ class StepAhead:
         residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none.
         world_size: Ranks whose gradients are averaged.
         coefficient: Of the displacement, in (0, 1]; None: measured.
-        gradient_unit: Factor from a stream's gradients to the optimizer's, for units without second moment.
+        gradient_unit: Factor from a stream's gradients to the optimizer's.
+
+    Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
+    which they lay out their gradients.
     """
 
     def __init__(
@@ -268,24 +287,52 @@ class StepAhead:
         self._first_guess = 0.5 + 0.5 / world_size
         self._moments: dict[str, Moments] = {}
         self._products: dict[str, tuple[float, float]] = {}
+        self._measured: dict[str, tuple[float, float]] = {}  # in this step, which may yet be taken back
         self._loaded: dict[str, Any] = {}
         self._buffers: dict[str, Tensor] = {}
         self._displaced: set[str] = set()  # whose buffer holds the displaced weights of this step
         self._originals: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._fresh = False
+        self._missed = 0
+        self._handles: list[Any] = []
 
     # -- where passes run ---
 
-    def attach(self, module: torch.nn.Module) -> None:
-        """Displace in ``module``'s training forward passes, until the end of their backward passes."""
-        module.register_forward_pre_hook(self._before_forward, prepend=True)
-        module.register_forward_hook(self._after_forward)
-        module.register_state_dict_pre_hook(lambda *_: self.restore())
+    def attach(self, module: torch.nn.Module, optimizer: Any = None) -> None:
+        """Displace in ``module``'s training forward passes, until the end of their backward passes; saving,
+        loading, evaluation and the steps of ``optimizer`` see the weights.
+
+        Args:
+            module: Called for forward passes; passes of its parts alone are not displaced.
+            optimizer: Of torch; None if the host calls :meth:`restore` before its steps.
+        """
+        self._handles += [
+            module.register_forward_pre_hook(self._before_forward, prepend=True),
+            module.register_forward_hook(self._after_forward),
+        ]
+        for part in module.modules():
+            self._handles += [
+                part.register_state_dict_pre_hook(lambda *_: self.restore()),
+                part._register_load_state_dict_pre_hook(lambda *_: self.forget()),
+            ]
+        if hasattr(optimizer, "register_step_pre_hook"):
+            self._handles += [
+                optimizer.register_step_pre_hook(lambda *_: self.restore()),
+                optimizer.register_step_post_hook(lambda *_: self.forget()),
+            ]
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`; the parameters' data are the weights."""
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def displace(self) -> None:
         """Let the parameters' data be the displaced weights; computed once per optimizer step."""
-        if self._originals:
+        if self._originals and self._fresh:
             return
+        self.restore()
         if not self._fresh:
             self._compute()
         for name in self._displaced:
@@ -299,6 +346,11 @@ class StepAhead:
             parameter.data = weight
         self._originals.clear()
 
+    def forget(self) -> None:
+        """The weights change: :meth:`restore` them, and compute displaced ones anew when next asked."""
+        self.restore()
+        self._fresh = False
+
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
             self.displace()
@@ -306,11 +358,12 @@ class StepAhead:
             self.restore()
 
     def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
-        if not self._originals:
-            return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._when_backward_ends)
+        # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
+        # inside the backward pass, which must not end it.
+        if self._originals:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._when_backward_ends)
 
     def _when_backward_ends(self, _: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self.restore)
@@ -319,43 +372,54 @@ class StepAhead:
         self._fresh = True
         self._displaced.clear()
         for name, parameter in self._parameters.items():
-            residual = self._residual_of(name)
-            if residual is None or not parameter.requires_grad:
+            residual, moments = self._residual_of(name), self._moments_of(name)
+            if residual is None or moments is None or not parameter.requires_grad:
                 continue
-            if (moments := self._moments.get(name)) is None and name in self._loaded:
-                moments = self._moments_of(name, residual.device)
-            if moments is None:
+            unit, weight = self._unit_of(parameter), parameter.data
+            if unit is None or not weight.is_contiguous() or residual.numel() != weight.numel():
                 continue
-            weight = parameter.data
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
-                buffer = self._buffers[name] = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            unit = self._unit_of(parameter)
-            if unit is None:
-                continue
-            factor = self.coefficient(name) * (1.0 if unit.preconditioned else self._gradient_unit())
-            displaced(weight, residual, moments, unit, factor=factor, out=buffer)
+                buffer = self._buffers[name] = torch.empty_like(weight)
+            displaced(
+                weight,
+                residual,
+                moments,
+                unit,
+                coefficient=self.coefficient(name),
+                gradient_unit=self._gradient_unit(),
+                out=buffer,
+            )
             self._displaced.add(name)
 
     # -- what the reducer tells ---
 
     def observe(self, name: str, gradient: Tensor) -> None:
         """A gradient of this rank is about to be reduced (1-D, in the stream's unit)."""
-        if name in self._parameters:
-            self._moments_of(name, gradient.device).add(gradient)
-
-    def _moments_of(self, name: str, device: torch.device) -> Moments:
-        """Made at their first use, with what was loaded for them."""
-        moments = self._moments.get(name)
+        parameter = self._parameters.get(name)
+        if parameter is None or not parameter.numel():
+            return
+        moments = self._moments_of(name)
         if moments is None:
-            moments = self._moments[name] = Moments(self._parameters[name].shape, device)
-            if name in self._loaded:
-                moments.load_state_dict(self._loaded.pop(name))
-        return moments
+            moments = Moments(parameter.shape, gradient.device, missed=self._missed)
+            self._moments[name] = moments
+        moments.add(gradient)
+
+    def _moments_of(self, name: str) -> Moments | None:
+        if name in self._loaded:
+            parameter = self._parameters[name]
+            self._moments[name] = Moments(parameter.shape, parameter.device)
+            self._moments[name].load_state_dict(self._loaded.pop(name))
+        return self._moments.get(name)
 
     def end_step(self, *, skipped: bool) -> None:
-        """An optimizer step is over."""
+        """An optimizer step is over; a ``skipped`` one leaves no trace."""
         self._fresh = False
+        if not skipped:
+            for name, (own, mixed) in self._measured.items():
+                before = self._products.get(name, (0.0, 0.0))
+                self._products[name] = (MEMORY * before[0] + own, MEMORY * before[1] + mixed)
+        self._measured.clear()
         for name, moments in self._moments.items():
             unit = self._unit_of(self._parameters[name])
             moments.end_step(skipped=skipped, decay=None if unit is None else unit.decay)
@@ -378,31 +442,36 @@ class StepAhead:
         own, mixed = self._products.get(name, (0.0, 0.0))
         return min(max(mixed / own, 0.0), 1.0) if own > 0.0 else self._first_guess
 
-    def wants_samples(self, step: int) -> bool:
-        """Whether the coefficients are to be measured in this step; the same on all ranks."""
-        return self._fixed is None and step % INTERVAL == 0
+    def sampled(self, names: Iterable[str], step: int) -> list[str]:
+        """Those of ``names`` that are to be measured in this step and were not yet (micro-batches); the same
+        on all ranks.
+        """
+        if self._fixed is not None or step % INTERVAL:
+            return []
+        return [name for name in names if name in self._parameters and name not in self._measured]
 
-    def samples(self, names: Sequence[str], step: int) -> Tensor:
+    def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
         """Residuals at random positions, the same on all ranks: fp32 [len(names) * :data:`SAMPLES`]."""
         rows = []
         for name in names:
             residual = self._residual_of(name)
             if residual is None or not residual.numel():
-                rows.append(torch.zeros(SAMPLES))
+                rows.append(torch.zeros(SAMPLES, device=device))
                 continue
             seed = zlib.crc32(f"{name}:{step}".encode())
             where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
-            rows.append(residual[where.to(residual.device)])
+            rows.append(residual[where.to(device)])
         return torch.cat(rows)
 
     def learn(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:
-        """Take in what :meth:`samples` gave here and what it gave on average over the ranks."""
+        """Take in what :meth:`samples` gave here and what it gave on average over the ranks; it counts when
+        the step is over.
+        """
         own, mean = own.view(-1, SAMPLES).double(), mean.view(-1, SAMPLES).double()
         squares, mixed = (own * own).sum(1).tolist(), (own * mean).sum(1).tolist()
         for name, square, product in zip(names, squares, mixed, strict=True):
-            if math.isfinite(square) and math.isfinite(product):
-                before = self._products.get(name, (0.0, 0.0))
-                self._products[name] = (MEMORY * before[0] + square, MEMORY * before[1] + product)
+            finite = math.isfinite(square) and math.isfinite(product)
+            self._measured[name] = (square, product) if finite else (0.0, 0.0)
 
     # -- state ---
 
@@ -411,12 +480,21 @@ class StepAhead:
         moments = {**self._loaded, **{name: m.state_dict() for name, m in self._moments.items()}}
         return {"moments": moments, "products": dict(self._products)}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore :meth:`state_dict`; None starts afresh."""
-        self.restore()
-        self._fresh = False
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int = 0) -> None:
+        """Restore :meth:`state_dict`; None starts afresh, ``step`` optimizer steps into the training."""
+        self.forget()
         self._moments.clear()
-        self._loaded = dict(state["moments"]) if state else {}
-        self._products = (
-            {name: (own, mixed) for name, (own, mixed) in state["products"].items()} if state else {}
-        )
+        self._measured.clear()
+        saved = state or {"moments": {}, "products": {}}
+        self._loaded = {name: m for name, m in saved["moments"].items() if name in self._parameters}
+        self._products = {name: (own, mixed) for name, (own, mixed) in saved["products"].items()}
+        self._missed = step
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Tensors in what a forward pass returned: nested containers, and attributes of other objects."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not callable(leaf):
+            yield from (t for t in tree_leaves(vars(leaf)) if isinstance(t, Tensor))

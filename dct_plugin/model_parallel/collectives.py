@@ -104,7 +104,7 @@ class MaskedCollectives:
             # By identity: a tensor that goes to several ranks is encoded once.
             leaving = {id(part): as_flat(part) for rank, part in enumerate(parts) if rank != self.rank}
             flats = list(leaving.values())
-            rooms = [
+            outs = [
                 torch.empty(
                     payload_bound(flat.numel(), flat.numel(), stream.value_dtype(flat.dtype)),
                     dtype=torch.uint8,
@@ -112,10 +112,10 @@ class MaskedCollectives:
                 )
                 for flat in flats
             ]
-            encoded = stream.encode(flats, rooms)
+            encoded = stream.encode(flats, outs)
             payloads = {
-                key: room[: stats.nbytes].clone()
-                for key, room, stats in zip(leaving, rooms, encoded.stats, strict=True)
+                key: out[: stats.nbytes].clone()
+                for key, out, stats in zip(leaving, outs, encoded.stats, strict=True)
             }
             empty = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
             sent = [empty if r == self.rank else payloads[id(part)] for r, part in enumerate(parts)]

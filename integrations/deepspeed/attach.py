@@ -11,6 +11,7 @@ import torch
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
 
 from ..host import startup
@@ -36,6 +37,7 @@ class Attachment:
         reducer: Sums the gradients; holds residuals and thresholds.
         metrics: Bytes, densities and times so far.
         steps: Optimizer steps so far.
+        ahead: Displaces the weights in training passes; None without ``error_feedback: "step_ahead"``.
         description: The hooks that were chosen, in words.
     """
 
@@ -61,11 +63,15 @@ class Attachment:
         self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
         self.description = _describe(engine, kind)
         self._patches = Patches()
+        self.ahead: StepAhead | None = None
         self._hooks: BoundaryHooks | PartitionHooks
         if kind == "zero":
             self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps)
         else:
             self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
+        if config.data_parallel.error_feedback == "step_ahead":
+            unit = 1.0 / (self._hooks.scale * self.reducer.world_size)
+            self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit)
 
     def install(self, engine: Any) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
@@ -73,14 +79,17 @@ class Attachment:
         self._hooks.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
-        if self.config.data_parallel.error_feedback == "step_ahead":
-            step_ahead.install(engine, self.reducer, self._hooks.name_of, unit)
+        ahead = self.ahead
+        if ahead is not None:
+            ahead.attach(engine.module)
         checkpointing.install(engine, self.reducer, self.steps, unit, patches)
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
 
         def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
             def _take_model_step(*args: Any, **keywords: Any) -> Any:
+                if ahead is not None:
+                    ahead.restore()
                 result = original(*args, **keywords)
                 self.steps.end(
                     skipped=self._scaled and bool(getattr(optimizer, "overflow", False)),
@@ -92,6 +101,8 @@ class Attachment:
 
         def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
             def destroy(*args: Any, **keywords: Any) -> Any:
+                if ahead is not None:
+                    ahead.detach()
                 reporting.finish()
                 patches.undo()
                 return original(*args, **keywords)

@@ -61,6 +61,20 @@ class BoundaryHooks:
         patches.replace(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
         patches.replace(engine, "allreduce_and_copy", allreduce_and_copy)
 
+    @property
+    def scale(self) -> float:
+        """Factor that makes the gradient of the sum over the ranks."""
+        return self._averaging().after
+
+    def _averaging(self) -> Averaging:
+        engine = self.engine
+        return Averaging.of(
+            self.reducer.world_size,
+            average=engine.gradient_average,
+            postscale=engine.postscale_gradients(),
+            predivide=engine.gradient_predivide_factor(),
+        )
+
     def name_of(self, _: int, parameter: Any) -> str:
         """Name of a parameter's stream."""
         names = getattr(self.engine.optimizer, "param_names", None)  # of BF16_Optimizer
@@ -80,15 +94,9 @@ class BoundaryHooks:
         if len(known) < len(bucket):
             self._report_unknown(len(bucket) - len(known))
             return False
-        engine = self.engine
-        averaging = Averaging.of(
-            self.reducer.world_size,
-            average=engine.gradient_average,
-            postscale=engine.postscale_gradients(),
-            predivide=engine.gradient_predivide_factor(),
-        )
+        dtype, averaging = self.engine.communication_data_type, self._averaging()
         with torch.no_grad():
-            buffers = [CommBuffer(grad, engine.communication_data_type, averaging.before) for grad in bucket]
+            buffers = [CommBuffer(grad, dtype, averaging.before) for grad in bucket]
             entries = [
                 (piece.name, piece.of(buffer.flat))
                 for buffer, layout in zip(buffers, known, strict=True)

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_ahead import units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 
 #: Where DeepSpeed's wrappers keep the model's parameters, one list for each parameter group of the optimizer.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 
-def install(engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any], str], unit: float) -> None:
-    """Let the engine's training passes run at displaced weights.
+def prepared(
+    engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any], str], unit: float
+) -> StepAhead:
+    """What displaces the engine's weights, not attached yet.
 
     Args:
         engine: DeepSpeed's engine.
@@ -30,4 +32,4 @@ def install(engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any],
     if groups is None:
         groups = [group["params"] for group in optimizer.param_groups]
     parameters = [(name_of(i, parameter), parameter) for i, group in enumerate(groups) for parameter in group]
-    reducer.step_ahead(parameters, unit_of, unit=unit).attach(engine.module)
+    return reducer.step_ahead(parameters, unit_of, unit=unit)

@@ -56,6 +56,21 @@ class PartitionHooks:
         """Whether ``average_tensor`` divides gradients by the number of ranks before they come here."""
         return self.to_owners and self.average and bool(self.optimizer.contiguous_gradients)
 
+    @property
+    def scale(self) -> float:
+        """Factor that makes the gradient of the sum over the ranks."""
+        if not self.optimizer.contiguous_gradients:
+            return 1.0 / self.reducer.world_size if self.average else 1.0
+        return 1.0 if self.to_owners else self._averaging().after
+
+    def _averaging(self) -> Averaging:
+        return Averaging.of(
+            self.reducer.world_size,
+            average=self.average,
+            postscale=self.optimizer.postscale_gradients,
+            predivide=self.optimizer.gradient_predivide_factor,
+        )
+
     def install(self, patches: Patches) -> None:
         """Patch the optimizer instance."""
         optimizer = self.optimizer
@@ -150,13 +165,7 @@ class PartitionHooks:
 
     def _all_reduce(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Contiguous bucket, the whole result to every rank; returns it in the communication type."""
-        optimizer = self.optimizer
-        averaging = Averaging.of(
-            self.reducer.world_size,
-            average=self.average,
-            postscale=optimizer.postscale_gradients,
-            predivide=optimizer.gradient_predivide_factor,
-        )
+        averaging = self._averaging()
         buffer = CommBuffer(tensor, dtype, averaging.before)
         found = self._parameters(dtype)
         layout = pieces(
@@ -174,7 +183,6 @@ class PartitionHooks:
         """Gradients that lie apart; returns them packed, reduced, in the communication type."""
         flat = self.optimizer.flatten(bucket)
         buffer = CommBuffer(flat, dtype)
-        scale = 1.0 / self.reducer.world_size if self.average else 1.0
         parts = pieces(
             [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in layout]
         )
@@ -184,10 +192,12 @@ class PartitionHooks:
                     (piece.name, piece.of(buffer.flat), self._shards_of(group, identity, parameter))
                     for piece, (group, identity, parameter) in zip(parts, layout, strict=True)
                 ],
-                scale=scale,
+                scale=self.scale,
             )
         else:
-            self.reducer.all_reduce([(piece.name, piece.of(buffer.flat)) for piece in parts], scale=scale)
+            self.reducer.all_reduce(
+                [(piece.name, piece.of(buffer.flat)) for piece in parts], scale=self.scale
+            )
         return buffer.flat
 
     # -- where things are ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -40,31 +41,25 @@ def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[
         metrics: Of its sharded tables.
         steps: Optimizer steps that it did.
     """
-    classes: dict[str, list[float]] = {}
-
-    def add(name: str, dense: float, sent: float) -> None:
-        total = classes.setdefault(name, [0.0, 0.0])
-        total[0] += dense
-        total[1] += sent
-
     attached = engine.__dict__.get("dct")
-    for source in [metrics, *([attached.metrics] if attached is not None else [])]:
-        for name, summary in source.summary().classes.items():
-            add(name, summary.dense_bytes, summary.sent_bytes)
+    sources = [metrics] if attached is None else [metrics, attached.metrics]
+    mine = [
+        (name, summary.dense_bytes, summary.sent_bytes)
+        for source in sources
+        for name, summary in source.summary().classes.items()
+    ]
     if attached is None:
         shared = sum(p.numel() for p in engine.module.parameters() if getattr(p, "allreduce", True))
         size = steps * ring_bytes(shared, dist.get_world_size())
-        add("gradient", size, size)
+        mine.append(("gradient", size, size))
     everyones: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(everyones, classes)
-    names = sorted({name for one in everyones for name in one})
-    return {
-        name: {
-            kind: sum(one.get(name, (0.0, 0.0))[i] for one in everyones) / steps
-            for i, kind in enumerate(("dense", "sent"))
-        }
-        for name in names
-    }
+    torch.distributed.all_gather_object(everyones, mine)
+    found: dict[str, dict[str, float]] = {}
+    for name, *amounts in sorted(itertools.chain.from_iterable(everyones)):
+        total = found.setdefault(name, {"dense": 0.0, "sent": 0.0})
+        for kind, amount in zip(total, amounts, strict=True):
+            total[kind] += amount
+    return {name: {kind: sent / steps for kind, sent in total.items()} for name, total in found.items()}
 
 
 def time_all_reduce(numel: int, device: torch.device, repeats: int = 7) -> float:

@@ -9,12 +9,13 @@ so that tables have to be dense (``sparse=False``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dct_plugin.data_parallel.step_ahead import StepUnit
 from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
 
 from .settings import METHODS
@@ -72,6 +73,17 @@ class HybridOptimizer(torch.optim.Optimizer):
                         continue
                 update(parameter, gradient, self.state[parameter], group)
         return loss
+
+    def step_unit(self, group: Mapping[str, Any]) -> StepUnit:
+        """For ``error_feedback: "step_ahead"``."""
+        lr, method = float(group["lr"]), group["method"]
+        if method == "sgd":
+            return StepUnit(lr)
+        if method == "adam":
+            return StepUnit(
+                lr, True, float(group["betas"][1]), 1e-8 if group["eps"] is None else group["eps"]
+            )
+        return StepUnit(lr, True, None, 1e-10 if group["eps"] is None else group["eps"])
 
     @staticmethod
     def _sgd(parameter: Tensor, gradient: Tensor, _: dict[str, Any], group: dict[str, Any]) -> None:

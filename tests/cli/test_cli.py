@@ -45,6 +45,7 @@ def test_help_lists_the_commands() -> None:
         assert command in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -73,6 +74,7 @@ def test_check_accepts_the_ready_made_files() -> None:
     assert result.output.count(": ok (fingerprint ") == len(files)
 
 
+@pytest.mark.slow
 def test_check_reports_every_fault_of_every_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps({"dct": {"data_parallel": {"sparsity": 1, "mod[red]e": 2}}}))
@@ -102,6 +104,7 @@ def test_show_json_is_a_section_again(tmp_path: Path) -> None:
     assert runner.invoke(cli.app, ["config", "check", str(section)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_show_of_a_faulty_file_ends_with_2(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text('{"enabled": "yes"}')
@@ -159,6 +162,7 @@ def findings(*arguments: str, **environment: str) -> dict[str, Finding]:
     return found
 
 
+@pytest.mark.slow
 def test_doctor_finds_what_is_here() -> None:
     found = findings()
     import torch
@@ -173,6 +177,7 @@ def test_doctor_finds_what_is_here() -> None:
         assert finding.status == "ok" or finding.advice
 
 
+@pytest.mark.slow
 def test_doctor_sees_the_environment() -> None:
     found = findings(TORCH_DEVICE_BACKEND_AUTOLOAD="0", DCT_KERNELS="reference")
     assert found["activation"].status == "warn"
@@ -180,6 +185,7 @@ def test_doctor_sees_the_environment() -> None:
     assert found["kernels"] == Finding("ok", "kernels", "reference (DCT_KERNELS=reference)")
 
 
+@pytest.mark.slow
 def test_doctor_reports_an_unknown_kernel_backend() -> None:
     found = findings(DCT_KERNELS="nonsense")
     assert found["kernels"].status == "fail"

@@ -70,6 +70,7 @@ def python(*code: str, path: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_import_torch_loads_the_stub_and_nothing_more() -> None:
     loaded = python(
         """
@@ -80,6 +81,7 @@ def test_import_torch_loads_the_stub_and_nothing_more() -> None:
     assert json.loads(loaded) == STUB
 
 
+@pytest.mark.slow
 def test_cost_without_a_section() -> None:
     """Processor time; under 5 ms is the aim, twice that is left for odd machines."""
     code = """
@@ -94,6 +96,7 @@ def test_cost_without_a_section() -> None:
     assert min(milliseconds) < 10
 
 
+@pytest.mark.slow
 def test_switched_off() -> None:
     out = python(
         """
@@ -105,6 +108,7 @@ def test_switched_off() -> None:
     assert out.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "automatic"),
     [
@@ -130,6 +134,7 @@ def test_start_orders_with_deepspeed(order: str, automatic: str) -> None:
     assert out.strip().split("\n")[-1] == "[True, True, True]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [
@@ -168,6 +173,7 @@ def test_start_orders(package: Path, order: str) -> None:
 HOOKED = "import sys, dct_plugin.integrations.deepspeed, deepspeed.runtime.engine as engine"
 
 
+@pytest.mark.slow
 def test_the_module_keeps_its_own_loader(package: Path) -> None:
     out = python(
         HOOKED,
@@ -181,6 +187,7 @@ def test_the_module_keeps_its_own_loader(package: Path) -> None:
     assert out.split("\n")[:2] == ["SourceFileLoader SourceFileLoader", "(config=None) True"]
 
 
+@pytest.mark.slow
 def test_a_failed_import_can_be_tried_again(package: Path) -> None:
     engine = package / "deepspeed" / "runtime" / "engine.py"
     engine.write_text("import os\nif 'BROKEN' in os.environ: raise ImportError('not now')\n" + ENGINE)
@@ -202,6 +209,7 @@ def test_a_failed_import_can_be_tried_again(package: Path) -> None:
     assert out.strip() == "[('DeepSpeedEngine', None)]"
 
 
+@pytest.mark.slow
 def test_a_failing_init_is_not_attached_to(package: Path) -> None:
     out = python(
         HOOKED,
@@ -221,6 +229,7 @@ def test_a_failing_init_is_not_attached_to(package: Path) -> None:
     assert out.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_section_is_left_alone(package: Path) -> None:
     out = python(
         HOOKED,
@@ -233,6 +242,7 @@ def test_an_engine_without_a_section_is_left_alone(package: Path) -> None:
     assert out.strip() == "['_config', 'base_ready'] False"
 
 
+@pytest.mark.slow
 def test_a_section_with_an_incomplete_installation_is_an_error(package: Path) -> None:
     out = python(
         HOOKED,
@@ -249,6 +259,7 @@ def test_a_section_with_an_incomplete_installation_is_an_error(package: Path) ->
     assert "pip install 'dct-plugin[deepspeed]'" in out
 
 
+@pytest.mark.slow
 def test_never_raises_at_import(package: Path) -> None:
     """An engine module without the class: a warning, and the import goes on."""
     (package / "deepspeed" / "runtime" / "engine.py").write_text("value = 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -257,6 +258,129 @@ def _skipped(rank: int, world_size: int) -> bool:
 
 def test_a_skipped_step_is_taken_back() -> None:
     assert all(run(2, _skipped))
+
+
+# -- step-ahead ---
+
+
+def _looks_ahead(rank: int, world_size: int, case: str, folder: str) -> torch.Tensor:
+    """AdamW with a schedule, gradient accumulation and clipping; the parameters at the end."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=8) if case == "scaled" else None
+    keys: dict[str, Any] = {"sparsity": 0.99, "min_numel": 1000, "error_feedback": "step_ahead"}
+    if case in ("exact", "plain"):
+        keys.update(sparsity=0.0, value_dtype="fp32")
+
+    def made(model: nn.Module) -> tuple[Any, DCTState | None, torch.optim.Optimizer, Any]:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+        if case == "plain":
+            return ddp, None, optimizer, schedule
+        state = DCTState({"data_parallel": keys}, scaler=scaler)
+        ddp.register_comm_hook(state, dct_hook)
+        state.step_ahead(ddp.module, optimizer)
+        return ddp, state, optimizer, schedule
+
+    ddp, state, optimizer, schedule = made(network())
+    other, *_, unused = made(network())  # several models in one process
+    moved = 0
+    for step in range(24):
+        if case == "resumed" and step == 13:
+            assert state is not None
+            state.save(folder)
+            saved = [each.state_dict() for each in (ddp.module, optimizer, schedule)]
+            ddp, state, optimizer, schedule = made(nn.Sequential(*network()))
+            for each, content in zip((ddp.module, optimizer, schedule), saved, strict=True):
+                each.load_state_dict(content)
+            assert state.load(folder)
+        at = [parameter.data_ptr() for parameter in ddp.parameters()]
+        for micro in range(2):
+            x = torch.randn(16, 100, generator=torch.Generator().manual_seed(100 * rank + 10 * step + micro))
+            with ddp.no_sync() if micro == 0 else contextlib.nullcontext():
+                loss = (ddp(x).squeeze(1) - x[:, 0]).square().mean()
+                moved += sum(p.data_ptr() != a for p, a in zip(ddp.parameters(), at, strict=True))
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            assert [parameter.data_ptr() for parameter in ddp.parameters()] == at
+        if scaler is None:
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+    assert (moved > 0) == (case != "plain")
+    other(x).sum().backward()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+
+
+def test_displaced_weights_leave_ranks_in_step(tmp_path: Path) -> None:
+    whole, second = run(2, _looks_ahead, "whole", "")
+    assert torch.equal(whole, second)
+    assert torch.equal(run(2, _looks_ahead, "resumed", str(tmp_path))[0], whole)
+    assert torch.equal(run(2, _looks_ahead, "exact", "")[0], run(2, _looks_ahead, "plain", "")[0])
+    for world_size, case in ((3, "whole"), (4, "scaled")):
+        first, *others = run(world_size, _looks_ahead, case, "")
+        assert all(torch.equal(first, other) for other in others)
+
+
+def _skips_ahead(rank: int, world_size: int) -> bool:
+    """A skipped step leaves no trace in second moments, but for the scale; evaluation does not end it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    section = {"data_parallel": {**SPARSE["data_parallel"], "error_feedback": "step_ahead"}}
+    ddp, state = hooked(section, scaler=scaler)
+    optimizer = torch.optim.Adam(ddp.parameters())
+    state.step_ahead(ddp.module, optimizer)
+    x = torch.randn(8, 100)
+    states = []
+    for step in range(3):
+        loss = ddp(x).square().mean() * (float("inf") if step == 2 and rank == 0 else 1.0)
+        scaler.scale(loss).backward()
+        ddp.eval()
+        ddp(x)
+        ddp.train()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        states.append(state.state_dict()["reducer"]["ahead"]["moments"])
+    before, after = states[1:]
+    assert scaler.get_scale() == 512.0
+    return len(before) == 2 and all(
+        torch.equal(after[name][part], before[name][part] / 4) and after[name]["steps"] == 2
+        for name in before
+        for part in ("rows", "columns")
+    )
+
+
+def test_a_skipped_step_leaves_second_moments() -> None:
+    assert all(run(2, _skips_ahead))
+
+
+def _forgets(rank: int, world_size: int, case: str) -> None:
+    section = {"data_parallel": {**SPARSE["data_parallel"], "error_feedback": "step_ahead"}}
+    ddp, state = hooked(section, time_limit=30)
+    if case == "unknown optimizer":
+        state.step_ahead(ddp.module, torch.optim.ASGD(ddp.parameters()))
+    if case == "one rank" and rank == 0:
+        state.step_ahead(ddp.module, torch.optim.SGD(ddp.parameters()))
+    train(ddp, rank, range(1))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no rank", "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': this host has not said"),
+        ("one rank", "step_ahead() called differs: true on rank 0; false on rank 1"),
+        (
+            "unknown optimizer",
+            "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': the step of ASGD",
+        ),
+    ],
+)
+def test_step_ahead_needs_the_optimizer_on_every_rank(case: str, words: str) -> None:
+    for kind, text in launch(2, _forgets, case):
+        assert kind == "error"
+        assert words in text
 
 
 # -- names and reports ---

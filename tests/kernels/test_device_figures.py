@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.config import KernelConfig
 from dct_plugin.kernels import SMALLEST_TAU, Backend, Stats, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -126,9 +127,16 @@ def test_a_received_message_is_split_with_one_read() -> None:
     assert [p.header for p in payloads] == [p.header for p in Payload.split(writer.message)]
 
 
-def test_a_figure_that_is_asked_for_early_is_right_at_the_price_of_a_read() -> None:
+def test_a_figure_that_is_asked_for_early_is_right_at_the_price_of_a_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
+    monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
+    kernels.register_backend("deferred", DeferredBackend)
     source = torch.randn(20_000, generator=torch.Generator().manual_seed(5))
-    streams = [Compressor(sparsity=0.99, kernels=backend) for backend in (REFERENCE, DeferredBackend())]
+    streams = [
+        Compressor(sparsity=0.99, kernels=KernelConfig(backend=name)) for name in ("reference", "deferred")
+    ]
     before = OnDevice.reads
     for _ in range(4):
         expected, found = (stream.compress(source) for stream in streams)

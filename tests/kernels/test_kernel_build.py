@@ -72,6 +72,7 @@ def test_many_processes_fill_one_cache(warm_cache: Path) -> None:
     assert folder.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_cache_is_used_without_a_compiler(warm_cache: Path) -> None:
     library = warm_cache / "dct_plugin" / LIBRARY
     before = library.stat().st_mtime_ns
@@ -80,6 +81,7 @@ def test_cache_is_used_without_a_compiler(warm_cache: Path) -> None:
     assert library.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_no_compiler_falls_back_and_says_so_once(tmp_path: Path) -> None:
     out, err = finish(python(USE, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), PATH="", CC=None))
     assert out == "reference"
@@ -89,6 +91,7 @@ def test_no_compiler_falls_back_and_says_so_once(tmp_path: Path) -> None:
     assert "plain torch" in err
 
 
+@pytest.mark.slow
 def test_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     compiler = tmp_path / "broken-cc"
     compiler.write_text("#!/bin/sh\necho 'cannot find as' >&2\nexit 1\n")
@@ -106,6 +109,7 @@ def test_environment_chooses_the_backend(monkeypatch: pytest.MonkeyPatch, name: 
     assert get_backend("cpu", "reference").name == "reference"
 
 
+@pytest.mark.slow
 def test_backend_asked_for_by_name_does_not_fall_back(tmp_path: Path) -> None:
     code = """
         from dct_plugin.kernels import build, get_backend
@@ -143,6 +147,7 @@ def test_cpu_kernels_do_not_serve_other_devices(monkeypatch: pytest.MonkeyPatch)
     assert get_backend("meta").name == "reference"  # the variable means "where it can serve"
 
 
+@pytest.mark.slow
 def test_damaged_library_is_built_again(tmp_path: Path) -> None:
     folder = tmp_path / "dct_plugin"
     folder.mkdir(mode=0o700)
@@ -153,6 +158,7 @@ def test_damaged_library_is_built_again(tmp_path: Path) -> None:
     assert err == ""
 
 
+@pytest.mark.slow
 def test_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "dct_plugin"
     folder.mkdir(parents=True)
@@ -164,6 +170,7 @@ def test_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_prebuilt_library_is_preferred_unless_stale(tmp_path: Path, warm_cache: Path) -> None:
     prebuilt = tmp_path / "_dct_kernels.so"
     prebuilt.write_bytes((warm_cache / "dct_plugin" / LIBRARY).read_bytes())
@@ -176,6 +183,7 @@ def test_prebuilt_library_is_preferred_unless_stale(tmp_path: Path, warm_cache: 
     assert out.startswith(f"cpu {warm_cache}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", build.compilers(), ids=lambda command: Path(command[0]).name)
 def test_source_compiles_without_warnings(tmp_path: Path, compiler: list[str]) -> None:
     warnings = ["-Wall", "-Wextra", "-Wshadow", "-Werror", "-fsyntax-only"]
@@ -185,6 +193,7 @@ def test_source_compiles_without_warnings(tmp_path: Path, compiler: list[str]) -
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", build.compilers()[:1], ids=["cc"])
 def test_source_compiles_without_intrinsics(tmp_path: Path, compiler: list[str]) -> None:
     """As on any other architecture."""

@@ -187,6 +187,7 @@ def report(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "x.py", REPORT + "    import beside\n")
     write(tmp_path / "sub" / "beside.py", "")
@@ -196,6 +197,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     assert "never imported megatron.core" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
     write(tmp_path / "pkg" / "__init__.py", "")
     write(tmp_path / "pkg" / "x.py", REPORT)
@@ -234,6 +236,7 @@ def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_pa
         assert (tmp_path / str(rank)).read_text() == f"{expected}\n"
 
 
+@pytest.mark.slow
 def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
     write(tmp_path / "x.py", "import sys; sys.exit(7)")
     assert run(PIPELINE, "x.py", cwd=tmp_path).returncode == 7
@@ -244,6 +247,7 @@ def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
     assert "KeyError: 'here'" in result.stderr
 
 
+@pytest.mark.slow
 def test_errors_come_without_traceback(tmp_path: Path) -> None:
     result = run(PIPELINE, "absent.py", cwd=tmp_path, RANK="3")
     assert result.returncode == 2
@@ -259,6 +263,7 @@ def test_errors_come_without_traceback(tmp_path: Path) -> None:
     assert run("--dct-help", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.slow
 def test_switched_off_it_leaves_everything_alone(tmp_path: Path) -> None:
     config = write(tmp_path / "off.json", '{"enabled": false}')
     write(
@@ -288,6 +293,7 @@ def test_supported_versions(version: str, supported: bool) -> None:
     assert (version in versions.SUPPORTED) is supported
 
 
+@pytest.mark.slow
 def test_another_release_stops_the_run(tmp_path: Path) -> None:
     write(tmp_path / "megatron" / "core" / "__init__.py", "__version__ = '0.2.0'")
     write(tmp_path / "x.py", "import megatron.core; print('went on')")
@@ -373,6 +379,7 @@ def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
     assert found["megatron hook tensor"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_doctor_and_other_releases(tmp_path: Path) -> None:
     write(tmp_path / "megatron" / "core" / "__init__.py", "")
     write(tmp_path / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 2\nPATCH = 0\n")
@@ -506,6 +513,7 @@ def test_a_rank_that_never_comes_is_named_and_hangs_nobody() -> None:
     assert seconds < 15
 
 
+@pytest.mark.slow
 def test_the_launcher_imports_nothing_heavy() -> None:
     program = (
         "import sys, dct_plugin.integrations.megatron.launch\n"

@@ -112,6 +112,7 @@ def test_patched_and_back(path: Path, config: str | None) -> None:
     assert all(launch.removal for launch in plan(patched).training)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 @pytest.mark.parametrize("config", [None, "conf/dct.json"])
 def test_patched_scripts_hand_over_the_plugin(path: Path, config: str | None, tmp_path: Path) -> None:
@@ -338,6 +339,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_prints_a_diff_that_patch_applies(script: Path) -> None:
     before = script.read_bytes()
     code, out, _ = command(script)

@@ -160,7 +160,7 @@ def test_any_json_as_section(section: Any) -> None:
         ("min_numel", -1, "an integer >= 0"),
         ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8"'),
         ("index_encoding", "elias", 'one of "auto", "bitmap", "gaps8", "block16", "rice"'),
-        ("error_feedback", "global", 'one of "local", "none"'),
+        ("error_feedback", "global", 'one of "local", "step_ahead", "none"'),
         ("momentum_correction", 1.0, "a number in [0, 1)"),
         ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
         ("warmup_steps", "5", "an integer >= 0"),

@@ -103,9 +103,10 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     """Optimizer steps ``first`` to ``last``: losses (mean over ranks), norms, what overflow steps did."""
     accumulation = engine.gradient_accumulation_steps()
     losses, norms, scales, followed = [], [], [], []
-    kept = []
+    kept, moments_kept, looked = [], [], Look(engine)
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
+        moments = looked.moments()
         scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
         if "dct" in engine.__dict__:
             followed.append(engine.dct.reducer.loss_scale)
@@ -116,16 +117,20 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
             if step in run.get("poison", ()) and dist.get_rank() == 0:
                 y = y + float("inf")
             loss = engine(x.to(engine.device), y.to(engine.device))
+            looked.after_forward()
             # DeepSpeed 0.19.8 divides by the loss scale at stage 0, but does not multiply (its issue tracker:
             # #8393).
             unscaled = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
             engine.backward(loss * engine.optimizer.loss_scale if unscaled else loss)
+            looked.after_backward()
             engine.step()
             total += loss.detach().double() / accumulation
         if engine.skipped_steps > skipped and before:
             factor = engine.dct.reducer.loss_scale / scale_before
             after = residuals(engine)
             kept.append(all(torch.equal(after[name], before[name] * factor) for name in before))
+            after = looked.moments()
+            moments_kept.append(all(torch.equal(after[name], moments[name] * factor**2) for name in moments))
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
         norms.append(float(engine.get_global_grad_norm() or 0.0))
@@ -133,6 +138,52 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     result.update(
         losses=losses, norms=norms, scales=scales, residuals_kept=kept, scales_of_residuals=followed
     )
+    if state := looked.state():
+        moments = looked.moments()
+        result.update(
+            displaced=looked.displaced,
+            displacement=looked.displacement,
+            storages_kept=looked.kept,
+            moments_kept=moments_kept,
+            moments={name: float(moment.double().sum()) for name, moment in moments.items()},
+            moments_finite=all(bool(moment.isfinite().all()) for moment in moments.values()),
+            coefficients=state["products"],
+        )
+
+
+class Look:
+    """Where the parameters' data are, and what step-ahead knows; empty without it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.parameters = list(engine.module.parameters())
+        self.storages = [parameter.data_ptr() for parameter in self.parameters]
+        self.engine, self.kept, self.displaced, self.displacement = engine, True, 0, 0.0
+
+    def after_forward(self) -> None:
+        moved = [p for p, at in zip(self.parameters, self.storages, strict=True) if p.data_ptr() != at]
+        self.displaced += len(moved)
+        passes = [p.detach().clone() for p in moved]
+        if moved:
+            self.engine.module.state_dict()  # shows the weights, and lets the passes go on where they are
+            self.displacement = sum(
+                float((p.detach() - seen).double().norm()) for p, seen in zip(moved, passes, strict=True)
+            )
+            self.engine.dct.ahead.displace()
+
+    def after_backward(self) -> None:
+        self.kept &= [parameter.data_ptr() for parameter in self.parameters] == self.storages
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        state = self.state()
+        return {
+            f"{name} {part}": saved[part].clone()
+            for name, saved in (state["moments"].items() if state else ())
+            for part in ("rows", "columns")
+        }
+
+    def state(self) -> Any:
+        attached = self.engine.__dict__.get("dct")
+        return None if attached is None else attached.reducer.state_dict().get("ahead")
 
 
 def evaluate(engine: Any) -> float:

@@ -876,7 +876,7 @@ static int reserve(segment_t *seg, uint64_t most) {
 }
 
 /* Values a receiver will get are final (fp32, bf16, fp16): take them out of the residual while it is in the cache. */
-static void settle(const uint32_t *idx, const float *val, size_t n, int dtype, float *left) {
+static void update_residual(const uint32_t *idx, const float *val, size_t n, int dtype, float *left) {
     if (dtype == VALUE_FP32) {
         for (size_t j = 0; j < n; j++) left[idx[j]] = 0.0f;
         return;
@@ -908,7 +908,7 @@ static void select_segment(selection_t *s, segment_t *seg) {
         seg->above += found;
         if (full) continue;
         const size_t taken = found < most - seg->kept ? found : (size_t)(most - seg->kept);
-        if (a->left && a->value_dtype != VALUE_INT8) settle(idx, val, taken, a->value_dtype, a->left);
+        if (a->left && a->value_dtype != VALUE_INT8) update_residual(idx, val, taken, a->value_dtype, a->left);
         seg->kept += taken;
     }
 }
@@ -963,7 +963,7 @@ static int gather_segments(selection_t *s, uint64_t nnz) {
     return OK;
 }
 
-/* Value section of kept entries; for int8 the residual is settled here, when the groups are known. */
+/* Value section of kept entries; for int8 the residual is updated here, when the groups are known. */
 static void write_values(const dct_compress_t *a, const uint32_t *idx, const float *val, uint64_t nnz, uint8_t *out) {
     const int late = a->left && a->value_dtype == VALUE_INT8;
     const uint64_t width = a->value_dtype == VALUE_FP32 ? 4 : a->value_dtype == VALUE_INT8 ? 1 : 2;

@@ -1,0 +1,20 @@
+"""A test that starts processes is marked ``slow``: the others refuse to start any."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import subprocess
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _only_slow_tests_start_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("slow") is None:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("this test starts a process: mark it with @pytest.mark.slow")
+
+        monkeypatch.setattr(subprocess.Popen, "_execute_child", refuse)
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)

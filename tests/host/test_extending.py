@@ -1,0 +1,64 @@
+"""The worked example of docs/extending.md does what its page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ROOT
+from support.processes import run
+
+pytestmark = pytest.mark.slow
+
+EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 16}}
+SPARSE = {"data_parallel": {"sparsity": 0.9, "min_numel": 16}}
+
+
+def example() -> str:
+    """The page's only Python code."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    return str(code)
+
+
+def _train(rank: int, world_size: int, section: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(example(), names)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    host = None if section is None else names["AveragedGradients"](model, section)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(12):
+        x = torch.randn(16, 12, generator=generator)
+        loss = (model(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if host is not None:
+            host.average()
+        else:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world_size
+        optimizer.step()
+        if host is not None:
+            host.end_step()
+        losses.append(float(loss))
+    if host is not None:
+        host.save(folder)
+    return {"weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "losses": losses}
+
+
+def test_a_host_in_thirty_lines(tmp_path: Path) -> None:
+    """At sparsity 0 two ranks train bitwise as with torch's all-reduce; at 0.9 they stay equal and learn."""
+    plain = run(2, _train, None, str(tmp_path))
+    exact = run(2, _train, EXACT, str(tmp_path))
+    sparse = run(2, _train, SPARSE, str(tmp_path))
+    assert torch.equal(exact[0]["weights"], plain[0]["weights"])
+    assert torch.equal(sparse[0]["weights"], sparse[1]["weights"])
+    assert sparse[0]["losses"][-1] < sparse[0]["losses"][0]
+    assert {path.name for path in tmp_path.iterdir()} == {"dct_rank_00000.pt", "dct_rank_00001.pt"}

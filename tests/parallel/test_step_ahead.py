@@ -1,0 +1,392 @@
+"""Step-ahead error feedback without a host: second moments, units, and where passes run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.step_ahead import INTERVAL, Moments, StepAhead, StepUnit, displaced, units_of
+from dct_plugin.errors import ConfigError
+
+
+def rank_one(step: int) -> Tensor:
+    """A gradient whose square is an outer product, the same one at all steps but for a factor."""
+    rows, columns = torch.linspace(0.5, 2.0, 6), torch.linspace(1.0, 3.0, 8)
+    signs = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).sign()
+    return signs * (1.0 + 0.3 * step) * torch.outer(rows, columns)
+
+
+# -- second moments ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_are_those_of_adam(dtype: torch.dtype) -> None:
+    """Factored means are exact where the second moment has rank 1."""
+    weight = nn.Parameter(torch.zeros(6, 8))
+    adam, moments = torch.optim.Adam([weight], betas=(0.9, 0.95), eps=0.01), Moments((6, 8), weight.device)
+    assert torch.equal(
+        moments.denominator(torch.empty(48), decay=0.95, eps=1.0), torch.full((48,), torch.inf)
+    )
+    for step in range(5):
+        gradient = rank_one(step).to(dtype)
+        weight.grad = gradient.float()
+        adam.step()
+        moments.add(gradient.view(-1))
+        moments.end_step(skipped=False, decay=0.95)
+    second = adam.state[weight]["exp_avg_sq"] / (1 - 0.95**5)
+    found = moments.denominator(torch.empty(48), decay=0.95, eps=0.01).view(6, 8)
+    torch.testing.assert_close(
+        found, second.sqrt() + 0.01, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0
+    )
+
+
+def test_moments_of_a_sum_and_of_steps_that_it_has_not_seen() -> None:
+    moments = Moments((6, 8), torch.device("cpu"))
+    late = Moments((6, 8), torch.device("cpu"), missed=6)
+    for each in (moments, late):
+        for _ in range(2):
+            each.add(rank_one(0).view(-1))
+            each.end_step(skipped=False, decay=None)
+    expected = rank_one(0).abs().view(-1) * 2**0.5
+    found = moments.denominator(torch.empty(48), decay=None, eps=0.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(late.denominator(torch.empty(48), decay=None, eps=0.0), 2 * found)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (1, 9), (3, 4, 5), ()])
+def test_moments_of_any_shape(shape: tuple[int, ...]) -> None:
+    numel = torch.Size(shape).numel()
+    moments = Moments(shape, torch.device("cpu"))
+    moments.add(torch.full((numel,), 3.0))
+    moments.end_step(skipped=False, decay=0.9)
+    torch.testing.assert_close(
+        moments.denominator(torch.empty(numel), decay=0.9, eps=0.0), torch.full((numel,), 3.0)
+    )
+
+
+def test_moments_skip_rescale_restore_and_non_finite() -> None:
+    moments = Moments((6, 8), torch.device("cpu"))
+    moments.add(rank_one(0).view(-1))
+    moments.end_step(skipped=False, decay=0.9)
+    before = moments.state_dict()
+    moments.add(rank_one(1).view(-1))
+    moments.end_step(skipped=True, decay=0.9)
+    assert torch.equal(moments.rows, before["rows"])
+    assert moments.steps == 1
+    poisoned = rank_one(0)
+    poisoned[2, 3] = torch.nan
+    moments.add(poisoned.view(-1))
+    moments.end_step(skipped=False, decay=0.9)
+    moments.add(rank_one(0).view(-1))
+    moments.end_step(skipped=False, decay=0.9)
+    found = moments.denominator(torch.empty(48), decay=0.9, eps=0.0)
+    assert found.isfinite().all()
+    other = Moments((6, 8), torch.device("cpu"))
+    other.load_state_dict(moments.state_dict())
+    other.rescale(4.0)
+    assert torch.equal(other.denominator(torch.empty(48), decay=0.9, eps=0.0), 4 * found)
+    with pytest.raises(ValueError, match="second moment"):
+        Moments((5, 8), torch.device("cpu")).load_state_dict(before)
+
+
+# -- units ---
+
+
+class Lion(torch.optim.Adam):
+    """Of unknown steps."""
+
+
+class Own(Lion):
+    def step_unit(self, group: dict[str, Any]) -> StepUnit:
+        return StepUnit(7 * group["lr"])
+
+
+def unit_of(make: Callable[..., Any], **settings: Any) -> StepUnit:
+    weight = nn.Parameter(torch.zeros(3))
+    found = units_of(make([weight], **settings))(weight)
+    assert found is not None
+    return found
+
+
+def test_units_of_optimizers() -> None:
+    optim = torch.optim
+    assert unit_of(optim.AdamW, lr=0.1, betas=(0.9, 0.98), eps=1e-6) == StepUnit(0.1, True, 0.98, 1e-6)
+    assert unit_of(optim.SGD, lr=0.1) == StepUnit(0.1)
+    assert unit_of(optim.SGD, lr=0.1, momentum=0.75, dampening=0.5).lr == pytest.approx(0.2)
+    assert unit_of(optim.SGD, lr=0.1, maximize=True) == StepUnit(-0.1)
+    assert unit_of(optim.RMSprop, lr=0.1, alpha=0.9, momentum=0.5) == StepUnit(0.2, True, 0.9, 1e-8)
+    adagrad = unit_of(optim.Adagrad, lr=0.1, initial_accumulator_value=0.25)
+    assert (adagrad.decay, adagrad.eps) == (None, 0.5 + 1e-10)
+    assert unit_of(Own, lr=0.1).lr == pytest.approx(0.7)
+    with pytest.raises(
+        ConfigError, match=r"the step of Lion is not known; known are Adam, AdamW, .* step_unit"
+    ):
+        unit_of(Lion)
+    weight, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    sgd = optim.SGD([weight], lr=1.0)
+    units = units_of(sgd)
+    sgd.param_groups[0]["lr"] = 0.5  # as schedulers do
+    assert units(weight) == StepUnit(0.5)
+    assert units(other) is None
+    # As in DeepSpeed: a wrapper whose groups hold other tensors than the model's parameters.
+    wrapper = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups)
+    assert units_of(wrapper, [[other]])(other) == StepUnit(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
+def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: float) -> None:
+    """The first step of Adam with zero betas, of RMSprop and Adagrad, and steps of SGD for ever."""
+    torch.manual_seed(0)
+    weight, gradient, residual = torch.randn(6, 8).to(dtype), rank_one(0), torch.randn(48)
+    moments = Moments((6, 8), weight.device)
+    moments.add(gradient.view(-1) * loss_scale)
+    for unit, expected in (
+        (StepUnit(0.1, True, 0.9, 0.5), 0.1 * residual / (gradient.abs().view(-1) + 0.5)),
+        (StepUnit(0.1, True, None, 0.0), 0.1 * residual / gradient.abs().view(-1)),
+        (StepUnit(0.1), 0.1 * residual),
+    ):
+        other = Moments((6, 8), weight.device)
+        other.add(gradient.view(-1) * loss_scale)
+        other.end_step(skipped=False, decay=unit.decay)
+        found = displaced(
+            weight,
+            residual * loss_scale,
+            other,
+            unit,
+            coefficient=0.5,
+            gradient_unit=1 / loss_scale,
+            out=torch.empty_like(weight),
+        )
+        expected = (weight.double() - 0.5 * expected.view(6, 8)).to(dtype)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("unit", [StepUnit(0.1, True, 0.9, 0.0), StepUnit(0.1)])
+def test_without_residual_the_weights_are_bitwise_the_same(dtype: torch.dtype, unit: StepUnit) -> None:
+    weight = torch.tensor([[0.0, -0.0, 1e-40, 1.1], [3.0, -2.0, 1e-20, -1e30]], dtype=dtype)
+    moments = Moments((2, 4), weight.device)
+    for _ in range(2):  # before a step denominators are infinite; then there are some of zero
+        found = displaced(
+            weight, torch.zeros(8), moments, unit, coefficient=1.0, out=torch.empty_like(weight)
+        )
+        assert torch.equal(found, weight)
+        assert torch.equal(found.signbit(), weight.signbit())
+        moments.add(torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 0]))
+        moments.end_step(skipped=False, decay=0.9)
+
+
+# -- where passes run ---
+
+
+class Probe(nn.Module):
+    """Records the weights that its passes see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.recompute: bool | None = None
+        self.seen: list[Tensor] = []
+
+    def block(self, x: Tensor) -> Tensor:
+        self.seen.append(self.second.weight.detach().clone())
+        return torch.tanh(self.second(x))
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.first(x))
+        h = (
+            self.block(h)
+            if self.recompute is None
+            else checkpoint(self.block, h, use_reentrant=self.recompute)
+        )
+        return {"loss": self.tied(self.frozen(h)).square().sum()}
+
+
+class Opaque:
+    """Like the outputs of many libraries: no container that torch knows."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.fixture
+def probe() -> Any:
+    """A model with a residual of ones and SGD: displaced by 0.25."""
+    torch.manual_seed(0)
+    model = Probe()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
+    ahead = StepAhead(
+        model.named_parameters(),
+        units_of(optimizer),
+        lambda name: torch.ones(16) if name.endswith("weight") else None,
+        world_size=2,
+        coefficient=0.5,
+    )
+    for name, parameter in model.named_parameters():
+        if not name.startswith("unused"):
+            ahead.observe(name, torch.ones(parameter.numel()))
+    ahead.end_step(skipped=False)
+    ahead.attach(model, optimizer)
+    return SimpleNamespace(model=model, optimizer=optimizer, ahead=ahead, x=torch.randn(2, 4))
+
+
+def test_training_passes_alone_are_displaced(probe: Any) -> None:
+    model, x = probe.model, probe.x
+    weight = model.second.weight.detach().clone()
+    storages = [p.data_ptr() for p in model.parameters()]
+    loss = model(x)["loss"]
+    assert torch.equal(model.seen[-1], weight - 0.25)
+    assert model.tied.weight is model.first.weight
+    assert model.tied.weight.data_ptr() != storages[0]
+    assert model.frozen.weight.data_ptr() in storages
+    assert model.unused.weight.data_ptr() in storages
+    again = model(x)["loss"]  # two forward passes, one backward pass
+    (loss + again).backward()
+    assert [p.data_ptr() for p in model.parameters()] == storages
+    assert torch.equal(model.second.weight, weight)
+    plain = Probe()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        plain.first.weight -= 0.25
+        plain.second.weight -= 0.25
+    plain(x)["loss"].backward()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (expected.grad is None)
+        if mine.grad is not None and expected.grad is not None:
+            torch.testing.assert_close(mine.grad, 2 * expected.grad)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            model(x)
+        assert torch.equal(model.seen[-1], weight)
+    model.eval()
+    model(x)["loss"].backward()
+    assert torch.equal(model.seen[-1], weight)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_sees_the_same_weights(probe: Any, reentrant: bool) -> None:
+    probe.model.recompute = reentrant
+    weight = probe.model.second.weight.detach().clone()
+    probe.model(probe.x.requires_grad_())["loss"].backward()
+    assert len(probe.model.seen) == 2
+    assert all(torch.equal(seen, weight - 0.25) for seen in probe.model.seen)
+    assert torch.equal(probe.model.second.weight, weight)
+
+
+def test_a_forward_pass_without_backward_leaves_nothing_behind(probe: Any) -> None:
+    model, x = probe.model, probe.x
+    weight = model.second.weight.detach().clone()
+    model(x)
+    assert torch.equal(model.state_dict()["second.weight"], weight)
+    model(x)
+    assert torch.equal(model.second.state_dict()["weight"], weight)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    assert torch.equal(model.seen[-1], weight)
+    model(x)["loss"].backward()
+    model(x)
+    probe.optimizer.step()
+    assert torch.equal(model.second.weight, weight - 0.5 * model.second.weight.grad)
+    model(x)
+    assert torch.equal(model.seen[-1], model.second.weight.detach())  # still displaced
+    probe.ahead.restore()
+    assert torch.equal(model.seen[-1], model.second.weight - 0.25)
+    model(x)
+    model.load_state_dict({name: torch.ones_like(p) for name, p in model.state_dict().items()})
+    assert torch.equal(model.second.weight, torch.ones(4, 4))
+    model(x)
+    assert torch.equal(model.seen[-1], torch.full((4, 4), 0.75))
+    probe.ahead.detach()
+    assert torch.equal(model.second.weight, torch.ones(4, 4))
+    model(x)
+    assert torch.equal(model.seen[-1], torch.ones(4, 4))
+
+
+def test_outputs_that_are_no_containers(probe: Any) -> None:
+    weight = probe.model.second.weight.detach().clone()
+    probe.model.register_forward_hook(lambda _, __, output: Opaque(output["loss"]), prepend=True)
+    probe.model(probe.x).loss.backward()
+    assert torch.equal(probe.model.seen[-1], weight - 0.25)
+    assert torch.equal(probe.model.second.weight, weight)
+
+
+# -- the coefficient ---
+
+
+def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, int]:
+    """Two parameters, of which one is too small; the sizes of all-reduces go into the bytes sent."""
+    config = DataParallelConfig(sparsity=0.9, error_feedback="step_ahead", min_numel=1000)
+    reducer = GradientReducer(config)
+    weights = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(10))]
+    ahead = reducer.step_ahead(list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights)))
+    first = ahead.coefficient("a")
+    generator = torch.Generator().manual_seed(1 if same else rank)
+    samples = 0
+    for step in range(4 * INTERVAL + 1):
+        for _ in range(2):  # micro-batches
+            pending = len(ahead._measured)
+            entries = [
+                (n, torch.randn(w.numel(), generator=generator)) for n, w in zip("ab", weights, strict=True)
+            ]
+            reducer.all_reduce(entries, scale=1 / world_size)
+            samples += len(ahead._measured) - pending
+        reducer.end_step(skipped=step == 5)
+    assert first == 0.5 + 0.5 / world_size
+    return ahead.coefficient("a"), samples, len(reducer.state_dict()["ahead"]["moments"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_coefficient_is_what_ranks_share(world_size: int) -> None:
+    for coefficient, samples, moments in run(world_size, _coefficients, True):
+        assert coefficient == pytest.approx(1.0, abs=0.1)  # ranks sample their thresholds each for itself
+        assert (samples, moments) == (5, 1)
+    for coefficient, _, _ in run(world_size, _coefficients, False):
+        assert coefficient == pytest.approx(1 / world_size, abs=0.1)
+
+
+def _out_of_step(rank: int, world_size: int) -> str:
+    config = DataParallelConfig(sparsity=0.9, error_feedback="step_ahead", min_numel=10)
+    reducer = GradientReducer(config, step=INTERVAL + rank)
+    weight = nn.Parameter(torch.zeros(100))
+    reducer.step_ahead([("a", weight)], units_of(torch.optim.SGD([weight])))
+    try:
+        reducer.all_reduce([("a", torch.ones(100))])
+    except Exception as error:
+        return type(error).__name__
+    return "went on"
+
+
+@pytest.mark.slow
+def test_ranks_out_of_step_stop() -> None:
+    assert run(2, _out_of_step) == ["DesyncError"] * 2
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_look_ahead_is_refused() -> None:
+    for name in run(2, _unprepared):
+        assert name == "ConfigError"
+
+
+def _unprepared(rank: int, world_size: int) -> str:
+    reducer = GradientReducer(DataParallelConfig(error_feedback="step_ahead"))
+    try:
+        reducer.all_reduce([("a", torch.ones(100))])
+    except Exception as error:
+        return type(error).__name__
+    return "went on"
