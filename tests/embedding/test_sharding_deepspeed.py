@@ -17,6 +17,8 @@ pytest.importorskip("deepspeed")
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
 from support import SUPPORT
 
+from dct_plugin.data_parallel.step_ahead import StepUnit, units_of
+
 pytestmark = pytest.mark.slow
 
 WORKER = SUPPORT / "sharding_worker.py"
@@ -117,3 +119,13 @@ def test_faults_are_named() -> None:
     flat.grad = torch.zeros(6)
     with pytest.raises(ValueError, match="width"):
         HybridOptimizer([flat], method="rowwise_adagrad").step()
+
+
+def test_step_ahead_knows_the_unit_of_every_method() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    methods = ("sgd", "adam", "adagrad", "rowwise_adagrad")
+    groups = [{"params": [w], "method": m, "width": 2} for w, m in zip(weights, methods, strict=True)]
+    optimizer = HybridOptimizer(groups, lr=0.5, betas=(0.9, 0.98))
+    found = [units_of(optimizer)(weight) for weight in weights]
+    sums = StepUnit(0.5, True, None, 1e-10)
+    assert found == [StepUnit(0.5), StepUnit(0.5, True, 0.98, 1e-8), sums, sums]

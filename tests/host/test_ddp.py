@@ -282,7 +282,7 @@ def _looks_ahead(rank: int, world_size: int, case: str, folder: str) -> torch.Te
         return ddp, state, optimizer, schedule
 
     ddp, state, optimizer, schedule = made(network())
-    other, *_, unused = made(network())  # several models in one process
+    other, *_ = made(network())  # several models in one process
     moved = 0
     for step in range(24):
         if case == "resumed" and step == 13:
