@@ -28,9 +28,13 @@ def settings() -> dict[str, dict[str, Any]]:
     def embedding(dim: int = 16, **options: Any) -> dict[str, Any]:
         return {"dim": dim, "dct": {"embedding": options, "data_parallel": OFF}}
 
-    def data_parallel(sparsity: float, options: dict[str, Any] = PLAIN) -> dict[str, Any]:
-        return {"dim": 16, "dct": {"embedding": options, "data_parallel": {"sparsity": sparsity}}}
+    def data_parallel(sparsity: float, options: dict[str, Any] = PLAIN, **feedback: Any) -> dict[str, Any]:
+        section = {"sparsity": sparsity, **feedback}
+        return {"dim": 16, "dct": {"embedding": options, "data_parallel": section}}
 
+    ahead = {"error_feedback": "step_ahead"}
+    # An epoch of Criteo's sample is 125 steps: the start is as short as that asks for.
+    start = {"warmup_steps": 10, "sparsity_warmup_steps": 20}
     best = {"error_bound": 0.03, "gradient_bound": 0.1}
     return {
         "lossless": embedding(),
@@ -49,7 +53,12 @@ def settings() -> dict[str, dict[str, Any]]:
         "width 4, bound 0.03": embedding(4, **best),
         "DCT-DP 0.9": data_parallel(0.9),
         "DCT-DP 0.99": data_parallel(0.99),
+        "DCT-DP 0.9, step-ahead": data_parallel(0.9, **ahead),
+        "DCT-DP 0.99, step-ahead": data_parallel(0.99, **ahead),
+        "DCT-DP 0.99, 10 + 20 steps": data_parallel(0.99, **start),
+        "DCT-DP 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, **ahead, **start),
         "hybrid": data_parallel(0.9, best),
+        "hybrid 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, best, **ahead, **start),
     }
 
 
