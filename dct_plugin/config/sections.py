@@ -152,12 +152,18 @@ class DataParallelConfig(Section):
 
     @model_validator(mode="after")
     def _momentum_needs_a_residual(self) -> Self:
-        if self.momentum_correction != 0 and self.error_feedback == "none":
+        if self.momentum_correction != 0 and self.error_feedback != "local":
+            why = {
+                "none": "keeps no residual for momentum_correction = {value} to act on",
+                "step_ahead": "looks ahead by the optimizer's own momentum, which momentum_correction = "
+                "{value} takes away from it",
+            }
             raise PydanticCustomError(
                 "dct_conflict",
-                "error_feedback = 'none' keeps no residual for momentum_correction = {value} to act on; "
-                "set error_feedback to 'local', or leave it out",
-                {"value": show(self.momentum_correction)},
+                "error_feedback = '{feedback}' "
+                + why[self.error_feedback]
+                + "; set error_feedback to 'local', or leave momentum_correction out",
+                {"feedback": self.error_feedback, "value": show(self.momentum_correction)},
             )
         if self.momentum_masking and self.momentum_correction == 0:
             raise PydanticCustomError(

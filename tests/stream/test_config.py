@@ -240,9 +240,11 @@ def test_masking_without_momentum_is_refused() -> None:
     assert "needs momentum_correction above 0" in line
 
 
-def test_momentum_without_a_residual_is_refused() -> None:
-    values = {"error_feedback": "none", "momentum_correction": 0.9}
+@pytest.mark.parametrize("feedback", ["none", "step_ahead"])
+def test_momentum_correction_needs_local_error_feedback(feedback: str) -> None:
+    values = {"error_feedback": feedback, "momentum_correction": 0.9}
     (line,) = faults({"data_parallel": values})
+    assert f"error_feedback = '{feedback}'" in line
     assert "momentum_correction = 0.9" in line
     assert "set error_feedback to 'local'" in line
     assert (
