@@ -29,6 +29,7 @@ SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
 LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
 #: Dense steps and the rise of sparsity after them, for all settings but those that name others.
 START = {"warmup_steps": 60, "sparsity_warmup_steps": 60}
+SLOWER = {**START, "sparsity_warmup_steps": 180}
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "local-0.9": {"sparsity": 0.9, **LOCAL, **START},
@@ -36,7 +37,9 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "ahead-0.9": {"sparsity": 0.9, **AHEAD, **START},
     "ahead-0.97": {"sparsity": 0.97, **AHEAD, **START},
     "ahead-0.99": {"sparsity": 0.99, **AHEAD, **START},
-    "ahead-0.99-ramp180": {"sparsity": 0.99, **AHEAD, **START, "sparsity_warmup_steps": 180},
+    "ahead-0.99-ramp180": {"sparsity": 0.99, **AHEAD, **SLOWER},
+    "ahead-0.99-ramp180-direct": {"sparsity": 0.99, **AHEAD, **SLOWER, "exchange": "direct"},
+    "ahead-0.97-ramp180": {"sparsity": 0.97, **AHEAD, **SLOWER},
     "ahead-0.99-no-start": {"sparsity": 0.99, **AHEAD},
     "ahead-0.99-int8": {"sparsity": 0.99, **AHEAD, **START, "value_dtype": "int8"},
     "ahead-0.99-coefficient1": {"sparsity": 0.99, **AHEAD, **START, "step_ahead_coefficient": 1.0},
