@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "ahead-0.97": {"sparsity": 0.97, **AHEAD, **START},
     "ahead-0.99": {"sparsity": 0.99, **AHEAD, **START},
     "ahead-0.99-ramp180": {"sparsity": 0.99, **AHEAD, **SLOWER},
-    "ahead-0.99-ramp180-direct": {"sparsity": 0.99, **AHEAD, **SLOWER, "exchange": "direct"},
+    "ahead-0.99-ramp180-two-phase": {"sparsity": 0.99, **AHEAD, **SLOWER, "exchange": "two_phase"},
     "ahead-0.97-ramp180": {"sparsity": 0.97, **AHEAD, **SLOWER},
     "ahead-0.99-no-start": {"sparsity": 0.99, **AHEAD},
     "ahead-0.99-int8": {"sparsity": 0.99, **AHEAD, **START, "value_dtype": "int8"},

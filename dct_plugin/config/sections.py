@@ -141,7 +141,7 @@ class DataParallelConfig(Section):
     exchange: Literal["auto", "direct", "two_phase"] = Field(
         default="auto",
         description="All-gather of every rank's payload (direct), or reduce at owners and gather "
-        "(two_phase); auto takes the one with fewer bytes.",
+        "(two_phase); auto takes the one with fewer bytes, and with step_ahead direct up to 4 ranks.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="First optimizer steps that are sent dense.")
     sparsity_warmup_steps: int = Field(
