@@ -15,6 +15,7 @@ from typing import Any
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError, DCTError
 
+from .options import hook_states
 from .session import Active, Session
 
 __all__ = [
@@ -124,20 +125,21 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 def _add_hooks(session: Session) -> None:
     """Patch what the configuration asks for; nothing that it does not use is imported."""
-    config, through_codec = session.config, not session.pass_through
+    config = session.config
+    off = hook_states(config, pass_through=session.pass_through)
     pipeline, tensor = config.model_parallel.pipeline, config.model_parallel.tensor
     data = config.data_parallel
-    if pipeline.enabled and (pipeline.sparsity or any(pipeline.boundary_sparsity) or through_codec):
+    if not off["pipeline"]:
         from .pipeline import PipelineHook
 
         each = "".join(f", boundary {i}: {s:g}" for i, s in enumerate(pipeline.boundary_sparsity))
         session.add(PipelineHook(session), Active("pipeline", f"sparsity {pipeline.sparsity:g}{each}"))
-    if tensor.enabled and (tensor.sparsity or through_codec):
+    if not off["tensor"]:
         from .tensor import TensorHook
 
         detail = f"sparsity {tensor.sparsity:g}, {'with' if tensor.gather else 'without'} gathers"
         session.add(TensorHook(session), Active("tensor", detail))
-    if data.enabled and (data.sparsity or through_codec):
+    if not off["data_parallel"]:
         from .data import DataParallelHook
 
         if data.momentum_correction:

@@ -21,7 +21,7 @@ from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
 from ..host.patches import Patches
 from ..host.post_import import when_imported
-from .options import Launch, as_arguments, help_text, launcher_rank, parse, wants_help
+from .options import Launch, as_arguments, help_text, hook_states, launcher_rank, parse, wants_help
 
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
@@ -109,26 +109,6 @@ def _print(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def hook_states(config: DCTConfig) -> dict[str, str]:
-    """Every hook by name, and why it is not active; an empty text means that it is."""
-    if not config.enabled:
-        return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
-    pipeline, tensor = config.model_parallel.pipeline, config.model_parallel.tensor
-    sections: dict[str, tuple[str, Any, bool]] = {
-        "pipeline": (
-            "dct.model_parallel.pipeline",
-            pipeline,
-            bool(pipeline.sparsity) or any(pipeline.boundary_sparsity),
-        ),
-        "tensor": ("dct.model_parallel.tensor", tensor, bool(tensor.sparsity)),
-        "data_parallel": ("dct.data_parallel", config.data_parallel, bool(config.data_parallel.sparsity)),
-    }
-    return {
-        name: f"{path}.enabled = false" if not section.enabled else "" if some else f"{path}.sparsity = 0"
-        for name, (path, section, some) in sections.items()
-    }
 
 
 def _patch(core: ModuleType, launch: Launch, state: dict[str, Any]) -> None:

@@ -17,7 +17,16 @@ from dct_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig, OptionDoc
 
-__all__ = ["CONFIG_VARIABLE", "Launch", "as_arguments", "help_text", "launcher_rank", "parse", "wants_help"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "Launch",
+    "as_arguments",
+    "help_text",
+    "hook_states",
+    "launcher_rank",
+    "parse",
+    "wants_help",
+]
 
 #: Path of a configuration file, used where no ``--dct-config`` is given.
 CONFIG_VARIABLE = "DCT_CONFIG"
@@ -229,3 +238,31 @@ def launcher_rank(environment: Mapping[str, str] = os.environ) -> int | None:
         if environment.get(name, "").isdigit():
             return int(environment[name])
     return None
+
+
+def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, str]:
+    """Every hook by name, and why it is not active; an empty text means that it is.
+
+    Args:
+        config: The whole configuration.
+        pass_through: Whether what has sparsity 0 is left to Megatron.
+    """
+    if not config.enabled:
+        return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
+    pipeline, tensor = config.model_parallel.pipeline, config.model_parallel.tensor
+    sections: dict[str, tuple[str, Any, bool]] = {
+        "pipeline": (
+            "dct.model_parallel.pipeline",
+            pipeline,
+            bool(pipeline.sparsity) or any(pipeline.boundary_sparsity),
+        ),
+        "tensor": ("dct.model_parallel.tensor", tensor, bool(tensor.sparsity)),
+        "data_parallel": ("dct.data_parallel", config.data_parallel, bool(config.data_parallel.sparsity)),
+    }
+    states = {}
+    for name, (path, section, some) in sections.items():
+        if not section.enabled:
+            states[name] = f"{path}.enabled = false"
+        else:
+            states[name] = "" if some or not pass_through else f"{path}.sparsity = 0"
+    return states
