@@ -283,10 +283,7 @@ class GradientReducer:
         if self._ahead is not None and plan.sampled:
             own = self._ahead.samples(plan.sampled, self.step, self.device)
             mean = own.clone()
-            dist.all_reduce(mean, group=self.exchange.group)
-            self.exchange.sent_bytes += round(
-                2 * (self.world_size - 1) / self.world_size * own.numel() * own.element_size()
-            )
+            self.exchange.all_reduce(mean)
             self._ahead.learn(plan.sampled, own, mean / self.world_size)
 
     # -- planning ---
@@ -323,12 +320,7 @@ class GradientReducer:
                 if self.world_size > 1:
                     flat = torch.cat(same)
                     with whole.timed("exchange"):
-                        dist.all_reduce(flat, group=self.exchange.group)
-                    # A ring all-reduce's bytes: the transport does not tell.
-                    size = round(
-                        2 * (self.world_size - 1) / self.world_size * flat.numel() * flat.element_size()
-                    )
-                    self.exchange.sent_bytes += size
+                        size = self.exchange.all_reduce(flat)
                     self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
                     for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
                         tensor.copy_(reduced)
