@@ -175,14 +175,15 @@ def _sgd(group: Mapping[str, Any]) -> StepUnit:
     return StepUnit(float(group["lr"]) * damped / (1.0 - momentum))
 
 
-#: Optimizers whose step in units of a gradient is known, by class name.
-KNOWN = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RMSprop", "Adagrad", "SGD")
-_RULES: dict[str, Callable[[Mapping[str, Any]], StepUnit]] = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "nadam"), _adam),
-    "rmsprop": _rmsprop,
-    "adagrad": _adagrad,
-    "sgd": _sgd,
+_BY_NAME: dict[str, Callable[[Mapping[str, Any]], StepUnit]] = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam"), _adam),
+    "RMSprop": _rmsprop,
+    "Adagrad": _adagrad,
+    "SGD": _sgd,
 }
+#: Optimizers whose step in units of a gradient is known, by class name.
+KNOWN = tuple(_BY_NAME)
+_RULES = {name.lower(): rule for name, rule in _BY_NAME.items()}
 
 
 def units_of(

@@ -28,8 +28,8 @@ def prepared(
     """
     optimizer = engine.optimizer
     groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
-    unit_of = units_of(optimizer, groups)
     if groups is None:
         groups = [group["params"] for group in optimizer.param_groups]
+    unit_of = units_of(optimizer, groups)
     parameters = [(name_of(i, parameter), parameter) for i, group in enumerate(groups) for parameter in group]
     return reducer.step_ahead(parameters, unit_of, unit=unit)
