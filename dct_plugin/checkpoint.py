@@ -44,8 +44,13 @@ def save(
             example one over the number of ranks; 1 when it averages afterwards.
     """
     path = file_of(folder, rank)
-    write(path, {"rank": rank, "world_size": world_size, "unit": unit, "state": state})
+    write(path, content_of(state, rank=rank, world_size=world_size, unit=unit))
     return path
+
+
+def content_of(state: State, *, rank: int, world_size: int, unit: float) -> State:
+    """What :func:`save` writes."""
+    return {"rank": rank, "world_size": world_size, "unit": unit, "state": state}
 
 
 def write(path: Path, content: State) -> None:

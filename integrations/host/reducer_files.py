@@ -38,7 +38,7 @@ def save(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def content() -> State:
-        return {"rank": rank, "world_size": world_size, "unit": unit, "state": state()}
+        return checkpoint.content_of(state(), rank=rank, world_size=world_size, unit=unit)
 
     rank_files.save(checkpoint.file_of(folder, rank), content, group=group)
 
