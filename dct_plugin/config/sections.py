@@ -103,9 +103,10 @@ class DataParallelConfig(Section):
         ge=0,
         description="Tensors with fewer entries are sent dense, as they are: bf16 stays bf16.",
     )
-    value_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
+    value_dtype: Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"] = Field(
         default="bf16",
-        description="Type of the kept values on the wire; the rounding error stays in the residual.",
+        description="Type of the kept values on the wire; the rounding error stays in the residual. int8 has "
+        "one scale per 256 values; int4 and int2 have a sign and 8 or 2 levels between two.",
     )
     index_encoding: Literal["auto", "bitmap", "gaps8", "block16", "rice"] = Field(
         default="auto",

@@ -37,7 +37,7 @@ _MAX_THREADS = 64
 _ERRORS = {
     -2: "payload checksum is wrong: corrupted in transit or in memory",
     -3: "value section holds a non-finite value, or one that no encoder writes",
-    -4: "int8 value section holds a negative or non-finite scale",
+    -4: "value section holds scales that no encoder writes",
     -5: "index section holds an index outside the tensor",
     -6: "index section does not hold as many entries as the header says",
     -7: "block16 offsets are not ascending",

@@ -214,10 +214,11 @@ def test_values_round_trip(dtype: ValueDtype, count: int) -> None:
     assert torch.equal(decode_values(data, count, dtype), decoded)
     if dtype is ValueDtype.FP32:
         assert torch.equal(decoded, values)
-    elif dtype is ValueDtype.INT8:
+    elif dtype in (ValueDtype.INT8, ValueDtype.INT4, ValueDtype.INT2):
+        share = {ValueDtype.INT8: 1 / 127 / 2, ValueDtype.INT4: 1 / 7 / 2 + 1 / 256, ValueDtype.INT2: 0.505}
         for lo in range(0, count, 256):
             group, got = values[lo : lo + 256], decoded[lo : lo + 256]
-            assert float((group - got).abs().max()) <= float(group.abs().max()) / 127 / 2 * 1.0001
+            assert float((group - got).abs().max()) <= float(group.abs().max()) * share[dtype] * 1.0001
     else:
         torch_dtype = torch.bfloat16 if dtype is ValueDtype.BF16 else torch.float16
         assert torch.equal(decoded, values.to(torch_dtype).float())
@@ -251,6 +252,12 @@ def test_int8_scale_that_is_subnormal() -> None:
         (ValueDtype.INT8, struct.pack("<fb", -1.0, 1)),
         (ValueDtype.INT8, struct.pack("<fb", 3e38, 1)),  # 127 * scale overflows
         (ValueDtype.INT8, struct.pack("<fb", 1.0, -128)),
+        (ValueDtype.INT4, struct.pack("<HHB", 0x3F80, 0x3F00, 0)),  # the lowest level above the highest
+        (ValueDtype.INT4, struct.pack("<HHB", 0xBF80, 0x3F80, 0)),
+        (ValueDtype.INT4, struct.pack("<HHB", 0x3F80, 0x7F80, 0)),
+        (ValueDtype.INT4, struct.pack("<HHB", 0x3F80, 0x3F80, 0x10)),  # trailing bits
+        (ValueDtype.INT2, struct.pack("<HHB", 0x7FC0, 0x7FC0, 0)),
+        (ValueDtype.INT2, struct.pack("<HHB", 0x3F80, 0x3F80, 0x04)),
     ],
 )
 def test_values_no_encoder_writes(backend: Backend, dtype: ValueDtype, section: bytes) -> None:
@@ -429,7 +436,7 @@ def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
         (0, b"\x7a\xdd", "magic"),
         (2, b"\x02", "version 2"),
         (3, b"\x06", "index encoding 6"),
-        (4, b"\x04", "value dtype 4"),
+        (4, b"\x06", "value dtype 6"),
         (5, b"\x02", "flags"),
         (6, b"\x1f", "parameter 31"),
         (7, b"\x01", "reserved"),
@@ -498,7 +505,7 @@ def test_bounds_hold_for_every_choice(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", ["fp64", "BF17", 9])
 def test_unknown_names_list_the_allowed_ones(name: str | int) -> None:
-    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8"):
+    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2"):
         ValueDtype.parse(name)
     with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice, shared_mask"):
         IndexEncoding.parse(name)
@@ -530,6 +537,8 @@ def test_numbers_on_the_wire_are_stable() -> None:
         "bf16": 1,
         "fp16": 2,
         "int8": 3,
+        "int4": 4,
+        "int2": 5,
     }
 
 
@@ -552,9 +561,9 @@ def test_lossless_value_types() -> None:
         values = torch.randn(300, generator=torch.Generator().manual_seed(1)).to(dtype)
         _, decoded = encode_values(values.float(), value_dtype)
         assert torch.equal(decoded.to(dtype), values)
-        assert value_dtype.itemsize == dtype.itemsize
+        assert value_dtype.bits == 8 * dtype.itemsize
     assert ValueDtype.lossless(torch.float64) is ValueDtype.FP32
-    assert ValueDtype.INT8.itemsize == 1
+    assert ValueDtype.INT8.bits == 8
 
 
 def test_shared_mask_holds_no_positions_to_encode(backend: Backend) -> None:

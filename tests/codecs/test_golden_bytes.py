@@ -13,14 +13,56 @@ from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
 NUMEL = 70_001
-# First 16 hex digits of the payload's SHA-256, for value types fp32, bf16, fp16, int8.
+# First 16 hex digits of the payload's SHA-256, for value types fp32, bf16, fp16, int8, int4, int2.
 GOLDEN = {
-    "dense": ("c38a4647bdf75b80", "a6223fd459a1896e", "9c74f928d3bde12b", "4b1cc907b0caafcb"),
-    "bitmap": ("6890d1784c206419", "892370d9b8741dbe", "f84dc8caac7cf694", "31cffb84f3f6281d"),
-    "gaps8": ("e8c8af848d8428fa", "bdff2fabbddef356", "62c1df181bb9d768", "0b0efe96777664c4"),
-    "block16": ("adc6007825ac8c32", "29b8389c7394f039", "7adda759582bd2ba", "867fb6f840d93b14"),
-    "rice": ("d2f8c3d8abe44689", "881e6f29bcb93481", "1ef4719c02d883e3", "71c4b97a88b92edd"),
-    "shared_mask": ("0017e78fb0450faf", "e84571c2cbda8c7f", "b4e033d7e933d521", "94db6d44cbf3908f"),
+    "dense": (
+        "c38a4647bdf75b80",
+        "a6223fd459a1896e",
+        "9c74f928d3bde12b",
+        "4b1cc907b0caafcb",
+        "4947380d87eed961",
+        "b37028989fd900a0",
+    ),
+    "bitmap": (
+        "6890d1784c206419",
+        "892370d9b8741dbe",
+        "f84dc8caac7cf694",
+        "31cffb84f3f6281d",
+        "9522c23208a93be0",
+        "16c7425fb075785e",
+    ),
+    "gaps8": (
+        "e8c8af848d8428fa",
+        "bdff2fabbddef356",
+        "62c1df181bb9d768",
+        "0b0efe96777664c4",
+        "2e1e441a88558843",
+        "76a406a2dcbd73ed",
+    ),
+    "block16": (
+        "adc6007825ac8c32",
+        "29b8389c7394f039",
+        "7adda759582bd2ba",
+        "867fb6f840d93b14",
+        "ac7fb236146f6fe4",
+        "74b06bb0c492e817",
+    ),
+    "rice": (
+        "d2f8c3d8abe44689",
+        "881e6f29bcb93481",
+        "1ef4719c02d883e3",
+        "71c4b97a88b92edd",
+        "e945bcd0e7f87584",
+        "3efa4b7c80741c2f",
+    ),
+    "shared_mask": (
+        "0017e78fb0450faf",
+        "e84571c2cbda8c7f",
+        "b4e033d7e933d521",
+        "94db6d44cbf3908f",
+        "eb98b69fff7495a5",
+        "480fceca8ff588ec",
+    ),
 }
 
 

@@ -259,7 +259,10 @@ def test_sent_and_kept_add_up_exactly(
             backend, grad, left, tau, capacity=capacity, value_dtype=value_dtype, start=9000
         )
         sent = decoded(backend, payload, grad.numel())
-        assert torch.equal(sent + left, whole)
+        if value_dtype is ValueDtype.INT2:  # its levels are too far from small values to subtract exactly
+            assert torch.allclose(sent + left, whole, rtol=0, atol=2**-23)
+        else:
+            assert torch.equal(sent + left, whole)
         kept = backend.decode_mask(payload, grad.numel())
         assert int(kept.sum()) == stats.nnz
         assert same_bits(left[~kept], whole[~kept])
@@ -430,6 +433,7 @@ def test_shared_mask_sends_values_only(
     assert backend.decode_shared_add(out, forward, received) == nnz
     assert not bool(received[~mask].any())
     tolerance = {ValueDtype.FP32: 0.0, ValueDtype.BF16: 2**-8, ValueDtype.FP16: 2**-11, ValueDtype.INT8: 0.02}
+    tolerance |= {ValueDtype.INT4: 0.3, ValueDtype.INT2: 2.5}
     assert torch.allclose(
         received[mask], source.float()[mask], rtol=tolerance[value_dtype], atol=tolerance[value_dtype]
     )
@@ -530,7 +534,7 @@ def test_sample_positions_cover_the_tensor_evenly() -> None:
         ({"out": torch.zeros(payload_bound(10, None, 0) - 1, dtype=torch.uint8)}, ValueError),
         ({"out": torch.zeros(1000)}, TypeError),
         ({"capacity": -1}, ValueError),
-        ({"value_dtype": 4}, ValueError),
+        ({"value_dtype": 6}, ValueError),
         ({"encoding": 6}, ValueError),
         ({"encoding": IndexEncoding.DENSE}, ValueError),
         ({"encoding": IndexEncoding.SHARED_MASK}, ValueError),

@@ -25,7 +25,7 @@
 #define API __attribute__((visibility("default")))
 #define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
 #define SLACK 16        /* compressed vectors are stored in full; this many entries past the end may be written */
-#define GROUP 256       /* int8 values per scale */
+#define GROUP 256       /* values of 8, 4 and 2 bits that share scales */
 #define HEADER 40
 #define MAX_THREADS 64
 #define PREFETCH_AHEAD 512 /* entries */
@@ -34,7 +34,7 @@
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
 
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
-enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8 };
+enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2 };
 enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE, ENC_SHARED };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512 };
 
@@ -139,9 +139,18 @@ static uint64_t now_ns(void) {
 
 static size_t grad_size(int dtype) { return dtype == GRAD_FP32 ? 4 : 2; }
 
+static uint64_t value_bits(int dtype) {
+    static const uint8_t bits[] = {32, 16, 16, 8, 4, 2};
+    return bits[dtype];
+}
+
+/* The types whose values share scales, four bytes of them per group, which lie before all values. */
+static int is_grouped(int dtype) { return dtype >= VALUE_INT8; }
+
+static uint64_t scales_nbytes(uint64_t nnz, int dtype) { return is_grouped(dtype) ? 4 * ceil_div(nnz, GROUP) : 0; }
+
 static uint64_t values_nbytes(uint64_t nnz, int dtype) {
-    if (dtype == VALUE_INT8) return nnz + 4 * ceil_div(nnz, GROUP);
-    return nnz * (dtype == VALUE_FP32 ? 4 : 2);
+    return scales_nbytes(nnz, dtype) + ceil_div(nnz * value_bits(dtype), 8);
 }
 
 /* Run work(arg, t) once for every t in [0, threads).
@@ -434,8 +443,48 @@ API int32_t dct_isa(int32_t level) {
 
 /* ---- values ---------------------------------------------------------------------------------------------------- */
 
+/* Equally spaced levels between two bf16 numbers, and a sign: 4 and 2 bits. */
+typedef struct {
+    float start, step;
+} levels_t;
+
+static inline levels_t levels_of(const uint8_t *scales, int levels) {
+    const float low = from_bf16(load16(scales)), high = from_bf16(load16(scales + 2));
+    return (levels_t){low, (high - low) / (float)(levels - 1)};
+}
+
+static void encode_levels(const float *restrict x, size_t n, int bits, uint8_t *restrict out, uint8_t *restrict scales,
+                          float *restrict left) {
+    const int levels = 1 << (bits - 1);
+    /* 4 bits span all magnitudes; for those of 2 see codecs/values.py. */
+    const float share[2] = {bits == 2 ? 0.125f : 0.0f, bits == 2 ? 0.5f : 1.0f};
+    memset(out, 0, ceil_div(n * (size_t)bits, 8));
+    for (size_t lo = 0; lo < n; lo += GROUP) {
+        const size_t m = n - lo < GROUP ? n - lo : GROUP;
+        uint8_t *ends = scales + lo / GROUP * 4;
+        float low = FLT_MAX, high = 0.0f;
+        for (size_t j = 0; j < m; j++) {
+            const float v = magnitude(clampf(x[lo + j], 0x1p127f));
+            low = v < low ? v : low;
+            high = v > high ? v : high;
+        }
+        for (int e = 0; e < 2; e++) store16(ends + 2 * e, to_bf16(low + (high - low) * share[e]));
+        const levels_t l = levels_of(ends, levels);
+        for (size_t j = lo; j < lo + m; j++) {
+            const float v = clampf(x[j], FLT_MAX);
+            float level = l.step > 0.0f ? round_even((magnitude(clampf(v, 0x1p127f)) - l.start) / l.step) : 0.0f;
+            level = level > 0.0f ? level : 0.0f;
+            level = level < (float)(levels - 1) ? level : (float)(levels - 1);
+            const unsigned code = (unsigned)level + (v < 0.0f ? (unsigned)levels : 0u);
+            out[j * (size_t)bits / 8] |= (uint8_t)(code << (j * (size_t)bits % 8));
+            const float decoded = l.start + level * l.step;
+            if (left) left[j] = v - (v < 0.0f ? -decoded : decoded);
+        }
+    }
+}
+
 /* Value section of n accumulated values; left[j] (if any) becomes what the receiver does not get. Only the residual
- * can make a value infinite; FLT_MAX is sent then. int8 must be given whole groups (except at the end). */
+ * can make a value infinite; FLT_MAX is sent then. Grouped types must be given whole groups (except at the end). */
 static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t *restrict out, uint8_t *restrict scales,
                           float *restrict left) {
     if (dtype == VALUE_FP32) {
@@ -456,6 +505,8 @@ static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t 
             if (out) store16(out + 2 * j, h);
             if (left) left[j] = v - from_fp16(h);
         }
+    } else if (dtype != VALUE_INT8) {
+        encode_levels(x, n, (int)value_bits(dtype), out, scales, left);
     } else {
         for (size_t lo = 0; lo < n; lo += GROUP) {
             const size_t m = n - lo < GROUP ? n - lo : GROUP;
@@ -486,6 +537,13 @@ static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
     } else if (dtype == VALUE_BF16 || dtype == VALUE_FP16) {
         const uint16_t exponent = dtype == VALUE_BF16 ? 0x7F80 : 0x7C00;
         for (uint64_t j = 0; j < nnz; j++) bad |= (load16(p + 2 * j) & exponent) == exponent;
+    } else if (dtype != VALUE_INT8) {
+        for (const uint8_t *ends = p; ends < p + scales_nbytes(nnz, dtype); ends += 4) {
+            const float low = from_bf16(load16(ends)), high = from_bf16(load16(ends + 2));
+            if (!(low >= 0.0f && high >= low && high <= FLT_MAX)) return ERR_SCALE;
+        }
+        const uint64_t used = nnz * value_bits(dtype) % 8;
+        if (used) bad = p[values_nbytes(nnz, dtype) - 1] >> used;
     } else {
         const uint64_t groups = ceil_div(nnz, GROUP);
         for (uint64_t g = 0; g < groups; g++) {
@@ -502,6 +560,14 @@ static inline float value_at(const uint8_t *p, uint64_t j, int dtype, uint64_t g
     if (dtype == VALUE_FP32) return loadf(p + 4 * j);
     if (dtype == VALUE_BF16) return from_bf16(load16(p + 2 * j));
     if (dtype == VALUE_FP16) return from_fp16(load16(p + 2 * j));
+    if (dtype != VALUE_INT8) {
+        const int bits = dtype == VALUE_INT4 ? 4 : 2, levels = 1 << (bits - 1);
+        const levels_t l = levels_of(p + j / GROUP * 4, levels);
+        const uint64_t at = j * (uint64_t)bits;
+        const int code = p[4 * groups + at / 8] >> at % 8 & ((1 << bits) - 1);
+        const float v = l.start + (float)(code & (levels - 1)) * l.step;
+        return code >= levels ? -v : v;
+    }
     return (float)(int8_t)p[4 * groups + j] * loadf(p + j / GROUP * 4);
 }
 
@@ -525,7 +591,9 @@ static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64
     case VALUE_FP32: add_typed(out, idx, p, nnz, VALUE_FP32); break;
     case VALUE_BF16: add_typed(out, idx, p, nnz, VALUE_BF16); break;
     case VALUE_FP16: add_typed(out, idx, p, nnz, VALUE_FP16); break;
-    default: add_typed(out, idx, p, nnz, VALUE_INT8);
+    case VALUE_INT8: add_typed(out, idx, p, nnz, VALUE_INT8); break;
+    case VALUE_INT4: add_typed(out, idx, p, nnz, VALUE_INT4); break;
+    default: add_typed(out, idx, p, nnz, VALUE_INT2);
     }
 }
 
@@ -908,7 +976,7 @@ static void select_segment(selection_t *s, segment_t *seg) {
         seg->above += found;
         if (full) continue;
         const size_t taken = found < most - seg->kept ? found : (size_t)(most - seg->kept);
-        if (a->left && a->value_dtype != VALUE_INT8) update_residual(idx, val, taken, a->value_dtype, a->left);
+        if (a->left && !is_grouped(a->value_dtype)) update_residual(idx, val, taken, a->value_dtype, a->left);
         seg->kept += taken;
     }
 }
@@ -963,15 +1031,15 @@ static int gather_segments(selection_t *s, uint64_t nnz) {
     return OK;
 }
 
-/* Value section of kept entries; for int8 the residual is updated here, when the groups are known. */
+/* Value section of kept entries; for grouped types the residual is updated here, when the groups are known. */
 static void write_values(const dct_compress_t *a, const uint32_t *idx, const float *val, uint64_t nnz, uint8_t *out) {
-    const int late = a->left && a->value_dtype == VALUE_INT8;
-    const uint64_t width = a->value_dtype == VALUE_FP32 ? 4 : a->value_dtype == VALUE_INT8 ? 1 : 2;
-    uint8_t *body = a->value_dtype == VALUE_INT8 ? out + 4 * ceil_div(nnz, GROUP) : out;
+    const int late = a->left && is_grouped(a->value_dtype);
+    const uint64_t bits = value_bits(a->value_dtype);
+    uint8_t *body = out + scales_nbytes(nnz, a->value_dtype);
     float rest[BLOCK];
     for (uint64_t j = 0; j < nnz; j += BLOCK) {
         const size_t n = nnz - j < BLOCK ? (size_t)(nnz - j) : BLOCK;
-        encode_values(val + j, n, a->value_dtype, body + width * j, out + j / GROUP * 4, late ? rest : NULL);
+        encode_values(val + j, n, a->value_dtype, body + bits * j / 8, out + j / GROUP * 4, late ? rest : NULL);
         if (late)
             for (size_t i = 0; i < n; i++) a->left[idx[j + i]] = rest[i];
     }
@@ -979,14 +1047,13 @@ static void write_values(const dct_compress_t *a, const uint32_t *idx, const flo
 
 /* tau = 0 without a forced encoding: every entry, no positions, no scratch. */
 static void compress_dense(dct_compress_t *a) {
-    const uint64_t width = a->value_dtype == VALUE_FP32 ? 4 : a->value_dtype == VALUE_INT8 ? 1 : 2;
-    uint8_t *values = a->out + HEADER;
-    uint8_t *body = a->value_dtype == VALUE_INT8 ? values + 4 * ceil_div(a->numel, GROUP) : values;
+    const uint64_t bits = value_bits(a->value_dtype);
+    uint8_t *values = a->out + HEADER, *body = values + scales_nbytes(a->numel, a->value_dtype);
     float x[BLOCK], rest[BLOCK];
     for (uint64_t i = 0; i < a->numel; i += BLOCK) {
         const size_t n = a->numel - i < BLOCK ? (size_t)(a->numel - i) : BLOCK;
         accumulate(grad_at(a, i), a->grad_dtype, a->residual ? a->residual + i : NULL, n, x);
-        encode_values(x, n, a->value_dtype, body + width * i, values + i / GROUP * 4, a->left ? rest : NULL);
+        encode_values(x, n, a->value_dtype, body + bits * i / 8, values + i / GROUP * 4, a->left ? rest : NULL);
         if (a->left) memcpy(a->left + i, rest, 4 * n);
     }
     a->nnz = a->above = a->numel;
