@@ -4,26 +4,66 @@ A residual is a rank's own: losing it loses gradients that were computed and not
 number of ranks each one gets its file back and goes on bitwise. With another number the residuals are spread
 anew so that what is still owed to the model stays the same: every new rank gets the mean of the old
 residuals.
+
+A file that is damaged, or that is another's, would change the training without a sign of it. So every file
+holds a checksum of each of its tensors and a digest of all else, says which rank wrote it in which save, and
+is compared with that, and with the model, before anything of it is used.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
+from ._version import __version__
 from .errors import DCTError
 
-FORMAT = 1
+FORMAT = 2
+#: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may
+#: be of two steps.
+UNFINISHED = "dct_unfinished"
 
 #: Name of an owner's stream in the two-phase exchange: the parameter and the entries ``[start:stop)`` of it.
 _SERVER_STREAM = re.compile(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]\Z", re.DOTALL)
 
 State = dict[str, Any]
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint holds for a rank.
+
+    Attributes:
+        state: For ``load_state_dict``.
+        save: Identity of the save that the files are of, the same in those of all ranks.
+        origin: Of which step, version and configuration they are, in words.
+    """
+
+    state: State
+    save: str
+    origin: str
+
+    @classmethod
+    def of(cls, state: State, content: State) -> Loaded:
+        """``state``, which was made of the files of which ``content`` is one."""
+        return cls(state, str(content["save"]), origin_of(content))
+
+
+def origin_of(content: State) -> str:
+    """Of which step, version and configuration a file is, in words."""
+    configuration = content.get("configuration") or "unknown"
+    return (
+        f"step {content['state']['step']}, dct-plugin {content['version']}, configuration {configuration}, "
+        f"save {str(content['save'])[:8] or 'unknown'}"
+    )
 
 
 def file_of(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -32,7 +72,13 @@ def file_of(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def save(
-    folder: str | os.PathLike[str], state: State, *, rank: int, world_size: int, unit: float = 1.0
+    folder: str | os.PathLike[str],
+    state: State,
+    *,
+    rank: int,
+    world_size: int,
+    unit: float = 1.0,
+    identity: str = "",
 ) -> Path:
     """Write a reducer's state (``GradientReducer.state_dict()``); complete or not at all.
 
@@ -42,52 +88,130 @@ def save(
         rank, world_size: In the data-parallel group.
         unit: Factor that the host had multiplied into the gradients before they reached the reducer, for
             example one over the number of ranks; 1 when it averages afterwards.
+        identity: Of this save, the same on all ranks and another for each save.
     """
     path = file_of(folder, rank)
-    write(path, content_of(state, rank=rank, world_size=world_size, unit=unit))
+    write(path, content_of(state, rank=rank, world_size=world_size, unit=unit, identity=identity))
     return path
 
 
-def content_of(state: State, *, rank: int, world_size: int, unit: float) -> State:
-    """What :func:`save` writes."""
-    return {"rank": rank, "world_size": world_size, "unit": unit, "state": state}
+def content_of(
+    state: State, *, rank: int, world_size: int, unit: float, identity: str = "", configuration: str = ""
+) -> State:
+    """What :func:`save` writes; ``configuration`` is the fingerprint of the ``dct`` section."""
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "unit": unit,
+        "save": identity,
+        "configuration": configuration,
+        "state": state,
+    }
 
 
 def write(path: Path, content: State) -> None:
     """Write tensors, numbers and texts to a file, complete or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    content = {"format": FORMAT, "version": __version__, **content}
+    tensors, digest = _sums(content)
     try:
-        torch.save({"format": FORMAT, **content}, temporary)
+        with open(temporary, "wb") as file:
+            torch.save({**content, "tensors": tensors, "digest": digest}, file)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash may leave the new name with no content
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def load(folder: str | os.PathLike[str], *, rank: int, world_size: int, unit: float = 1.0) -> State | None:
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    rank: int,
+    world_size: int,
+    unit: float = 1.0,
+    sizes: Mapping[str, int] | None = None,
+) -> Loaded | None:
     """This rank's state from a checkpoint of the same or another number of ranks.
 
+    Args:
+        folder: Of the checkpoint.
+        rank, world_size: In the data-parallel group.
+        unit: See :func:`save`.
+        sizes: Entries of the model's parameters by name, where the host knows them.
+
     Returns:
-        A state for ``GradientReducer.load_state_dict``; None when files are missing. Another rank may miss
-        files that this one sees (node-local storage): compare over all ranks before using it, since the step
-        must agree.
+        A state for ``GradientReducer.load_state_dict`` and what it was made of; None when files are missing.
+        Another rank may miss files that this one sees (node-local storage), or see those of another save:
+        compare over all ranks before using it, since the step must agree.
 
     Raises:
-        DCTError: A file cannot be read, or was written by a later version of the plugin.
+        DCTError: A file cannot be read, is damaged, was written by another rank or version or in another save
+            than the others, or does not fit the model; names the file and what is wrong in it.
     """
     own, first = file_of(folder, rank), file_of(folder, 0)
-    if not first.exists():  # node-local storage: only the own file is here
-        first = own
-    if not first.exists():
+    known = own if own.exists() else first  # on node-local storage only the own file is here
+    if Path(folder, UNFINISHED).exists():
+        raise DCTError(
+            f"{folder}: a save over an older checkpoint did not end, so that its parts may be of two steps "
+            f"(that is what {UNFINISHED} in it says)"
+        )
+    if not known.exists():
         return None
-    saved = int(read(first)["world_size"])
+    content = read(known)
+    saved = int(content["world_size"])
     if saved == world_size:
-        content = read(own, saved) if own.exists() else None
-        return None if content is None else in_unit(content["state"], unit / float(content["unit"]))
-    files = [file_of(folder, r) for r in range(saved)]
-    if not all(file.exists() for file in files):
+        if known != own:
+            return None
+        _check(own, content, rank, sizes)
+        return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
+    if not all(file_of(folder, r).exists() for r in range(saved)):
         return None
-    return reshard((read(file, saved) for file in files), unit=unit)
+    return Loaded.of(reshard(_parts(Path(folder), content, sizes), unit=unit), content)
+
+
+def _parts(folder: Path, first: State, sizes: Mapping[str, int] | None) -> Iterator[State]:
+    """The content of all ranks' files, one by one; they must be of the save that ``first`` is of."""
+    for rank in range(int(first["world_size"])):
+        content = read(file_of(folder, rank), first)
+        _check(file_of(folder, rank), content, rank, sizes)
+        yield content
+
+
+def _check(file: Path, content: State, rank: int, sizes: Mapping[str, int] | None) -> None:
+    """Whether a reducer's file is that of ``rank`` and fits a model."""
+    if content.get("rank") != rank:
+        raise DCTError(f"{file}: written by rank {content.get('rank')}, its name says {rank}")
+    state = content["state"]
+    if not {"step", "loss_scale", "streams"} <= state.keys() or "unit" not in content:
+        raise DCTError(f"{file}: not the state of a reducer")
+    for name, stream in state["streams"].items() if sizes is not None else ():
+        assert sizes is not None
+        residual = stream["residual"]
+        expected = _entries(name, sizes)
+        if residual is not None and expected is not None and tuple(residual.shape) != (expected,):
+            raise DCTError(
+                f"{file}: the residual of {name} has shape {tuple(residual.shape)}, the model has "
+                f"{expected} entries there"
+            )
+
+
+def _entries(stream: str, sizes: Mapping[str, int]) -> int | None:
+    """Entries of the part of the model that a stream is of; None if the model does not have it."""
+    if stream in sizes:
+        return sizes[stream]
+    match = _SERVER_STREAM.match(stream)
+    if match is None or match["name"] not in sizes or int(match["stop"]) > sizes[match["name"]]:
+        return None
+    return int(match["stop"]) - int(match["start"])
+
+
+def known_to(sizes: Mapping[str, int], state: State) -> tuple[State, list[str]]:
+    """A reducer's state with the streams of a model only, and the names of the others."""
+    strange = [name for name in state["streams"] if _entries(name, sizes) is None]
+    kept = {name: stream for name, stream in state["streams"].items() if name not in strange}
+    return {**state, "streams": kept}, strange
 
 
 def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
@@ -159,22 +283,81 @@ def _unmeasured(stream: State) -> State:
     return {**stream, "threshold": {**stream["threshold"], "tau": 0.0}}
 
 
-def read(path: Path, world_size: int | None = None) -> State:
-    """Content of a file; with ``world_size``, of the checkpoint that was written by so many ranks.
+def read(path: Path, other: State | None = None) -> State:
+    """Content of a file as it was written, bit by bit.
+
+    Args:
+        path: The file.
+        other: Content of another file of the same checkpoint.
 
     Raises:
-        DCTError: The file cannot be read, or was written by a later version or by another number of ranks.
+        DCTError: The file cannot be read, is damaged, holds values that are not finite, was written in
+            another format, or in another save or by another number of ranks than ``other``.
     """
     try:
-        content: State = torch.load(path, map_location="cpu", weights_only=True)
-        found, saved = content["format"], content["world_size"]
+        with open(path, "rb") as file:
+            content: Any = torch.load(file, map_location="cpu", weights_only=True)
+        found = content["format"]
     except Exception as error:
-        raise DCTError(f"{path}: not a readable state of dct-plugin: {error}") from error
+        raise DCTError(f"{path}: not a readable state of dct-plugin: {_line(error)}") from error
     if found != FORMAT:
-        raise DCTError(f"{path}: written in format {found}, this version of dct-plugin reads {FORMAT}")
-    if world_size is not None and saved != world_size:
+        raise DCTError(f"{path}: written in format {found!r}, this version of dct-plugin reads {FORMAT}")
+    try:
+        tensors, digest = content.pop("tensors"), content.pop("digest")
+        sums, found = _sums(content)
+        wrong = [name for name in sums.keys() | tensors.keys() if sums.get(name) != tensors.get(name)]
+        missing = [key for key in ("version", "world_size", "save", "state") if key not in content]
+        step = content["state"]["step"]
+    except Exception as error:
+        raise DCTError(f"{path}: not a complete state of dct-plugin: {_line(error)}") from error
+    if wrong:
+        raise DCTError(f"{path}: damaged: {min(wrong)} does not have the checksum it was written with")
+    if digest != found or missing or isinstance(step, bool) or not isinstance(step, int):
+        raise DCTError(f"{path}: damaged: names or numbers in it are not those that were written")
+    for name, tensor in _leaves(content):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
+            raise DCTError(f"{path}: {name} holds values that are not finite")
+    if other is not None and content["save"] != other["save"]:
         raise DCTError(
-            f"{path}: written by a run of {saved} ranks, the other files of this checkpoint by one of "
-            f"{world_size}"
+            f"{path}: of another save ({origin_of(content)}) than the others of this checkpoint "
+            f"({origin_of(other)})"
         )
-    return content
+    if other is not None and content["world_size"] != other["world_size"]:
+        raise DCTError(
+            f"{path}: written by a run of {content['world_size']} ranks, the other files of this checkpoint "
+            f"by one of {other['world_size']}"
+        )
+    return cast(State, content)
+
+
+def _line(error: Exception) -> str:
+    """An error in one line: torch's explain at length how to load files without looking."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def _sums(content: State) -> tuple[dict[str, Any], str]:
+    """``[type, shape, CRC-32]`` of every tensor by name, and a digest of these and all else."""
+    tensors: dict[str, Any] = {}
+    digest = hashlib.sha256()
+    for name, leaf in _leaves(content):
+        if isinstance(leaf, Tensor):
+            data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            tensors[name] = [str(leaf.dtype), list(leaf.shape), zlib.crc32(data.data)]
+            text = json.dumps(tensors[name])
+        else:
+            text = f"{type(leaf).__name__} {leaf!r}"
+        digest.update(f"{name!r} {text}\n".encode())
+    return tensors, digest.hexdigest()
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in nested dictionaries, lists and tuples that is none of these, or is empty, by name."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{index}]")
+    else:
+        yield name, value

@@ -69,7 +69,9 @@ class DCTState:
             metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
             Reporting(metrics)
         self.metrics, self.steps = metrics, StepHooks([], metrics)
-        self._names: dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
+        named = dict(named_parameters)
+        self._names: dict[int, str] = {id(parameter): name for name, parameter in named.items()}
+        self._sizes = {name: parameter.numel() for name, parameter in named.items()} or None
         self._reducer: GradientReducer | None = None
         self._loaded = reducer_files.FRESH
         self._agreed = self._backward_done = False
@@ -156,13 +158,18 @@ class DCTState:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write one file per rank; a collective, see :func:`.host.reducer_files.save` for the errors."""
-        reducer_files.save(folder, lambda: self.state_dict()["reducer"], group=self.process_group)
+        reducer_files.save(
+            folder,
+            lambda: self.state_dict()["reducer"],
+            group=self.process_group,
+            configuration=self.config.fingerprint(),
+        )
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
         """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Returns
         False, and residuals are zero, if a rank has no file; the log says why.
         """
-        state = reducer_files.load(folder, group=self.process_group)
+        state = reducer_files.load(folder, group=self.process_group, sizes=self._sizes)
         self.load_state_dict({"reducer": state})
         return state is not None
 

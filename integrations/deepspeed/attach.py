@@ -82,7 +82,16 @@ class Attachment:
         ahead = self.ahead
         if ahead is not None:
             ahead.attach(engine.module)
-        checkpointing.install(engine, self.reducer, self.steps, unit, patches)
+        named = step_ahead.named_parameters(engine, self._hooks.name_of)
+        checkpointing.install(
+            engine,
+            self.reducer,
+            self.steps,
+            patches,
+            unit=unit,
+            sizes={name: parameter.numel() for group in named for name, parameter in group},
+            configuration=self.config.fingerprint(),
+        )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
 

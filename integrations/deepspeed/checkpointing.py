@@ -1,44 +1,75 @@
-"""Residuals beside DeepSpeed's checkpoints: one ``dct_rank_XXXXX.pt`` per rank in the tag's folder."""
+"""Residuals beside DeepSpeed's checkpoints: one ``dct_rank_XXXXX.pt`` per rank in the tag's folder.
+
+DeepSpeed's own state names the save that the files are of, as an entry of the client state: files that were
+left by another run, or by a save that was interrupted, are found.
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer
 
 from ..host import reducer_files
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 
+#: Of the client state: the identity of the save.
+CLIENT_KEY = "dct_plugin"
 
-def install(engine: Any, reducer: GradientReducer, steps: StepHooks, unit: float, patches: Patches) -> None:
+
+def install(
+    engine: Any,
+    reducer: GradientReducer,
+    steps: StepHooks,
+    patches: Patches,
+    *,
+    unit: float,
+    sizes: Mapping[str, int],
+    configuration: str,
+) -> None:
     """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
 
     Args:
         engine: DeepSpeed's engine; this instance is patched.
         reducer: Whose state is saved.
         steps: Of the engine's optimizer.
-        unit: Factor on the gradients that reach the reducer, see :func:`dct_plugin.checkpoint.save`.
         patches: Keeps what was replaced.
+        unit: Factor on the gradients that reach the reducer, see :func:`dct_plugin.checkpoint.save`.
+        sizes: Entries of the parameters by the names of their streams.
+        configuration: Fingerprint of the ``dct`` section.
     """
     group = reducer.exchange.group
     # Of the class: a subclass may pass its arguments on unseen.
-    signature = inspect.signature(DeepSpeedEngine.load_checkpoint)
+    save_signature = inspect.signature(DeepSpeedEngine.save_checkpoint)
+    load_signature = inspect.signature(DeepSpeedEngine.load_checkpoint)
 
     def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **keywords: Any) -> Any:
+        def save_checkpoint(*args: Any, **keywords: Any) -> Any:
+            given = save_signature.bind(engine, *args, **keywords).arguments
+            if not given["save_dir"]:
+                return original(*args, **keywords)
+            tag, client_state = given.get("tag"), given.get("client_state") or {}
+            folder = Path(given["save_dir"], f"global_step{engine.global_steps}" if tag is None else str(tag))
+            mark = folder / checkpoint.UNFINISHED
+            if reducer.rank == 0 and folder.is_dir() and any(folder.iterdir()):
+                mark.touch()
             # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
-            if save_dir:
-                folder = os.path.join(
-                    save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)
-                )
-                reducer_files.save(folder, reducer.state_dict, group=group, unit=unit)
-            return original(save_dir, tag, *args, **keywords)
+            identity = reducer_files.save(
+                folder, reducer.state_dict, group=group, unit=unit, configuration=configuration
+            )
+            given.update(client_state={**client_state, CLIENT_KEY: identity})
+            given.pop("self")
+            done = original(**given)
+            mark.unlink(missing_ok=True)
+            return done
 
         return save_checkpoint
 
@@ -47,13 +78,13 @@ def install(engine: Any, reducer: GradientReducer, steps: StepHooks, unit: float
             found = original(*args, **keywords)
             if found[0] is None:
                 return found
-            given = signature.bind(engine, *args, **keywords)
+            given = load_signature.bind(engine, *args, **keywords)
             given.apply_defaults()
             asked = given.arguments
-            state = None
+            identity, state = found[1].pop(CLIENT_KEY, ""), None
             if asked["load_optimizer_states"] and not asked["load_module_only"]:
                 folder = _folder(engine, asked["load_dir"], asked["tag"])
-                state = reducer_files.load(folder, group=group, unit=unit)
+                state = reducer_files.load(folder, group=group, unit=unit, sizes=sizes, expected=identity)
             scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
             reducer.load_state_dict(state or reducer_files.FRESH, loss_scale=scale)
             steps.step = reducer.step

@@ -12,6 +12,15 @@ from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 
+def named_parameters(engine: Any, name_of: Callable[[int, Any], str]) -> list[list[tuple[str, Any]]]:
+    """``(name of the stream, parameter)`` for the parameters of each of the optimizer's groups."""
+    optimizer = engine.optimizer
+    groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
+    if groups is None:
+        groups = [group["params"] for group in optimizer.param_groups]
+    return [[(name_of(i, parameter), parameter) for parameter in group] for i, group in enumerate(groups)]
+
+
 def prepared(
     engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any], str], unit: float
 ) -> StepAhead:
@@ -26,10 +35,6 @@ def prepared(
     Raises:
         ConfigError: The step of the engine's optimizer is not known.
     """
-    optimizer = engine.optimizer
-    groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
-    if groups is None:
-        groups = [group["params"] for group in optimizer.param_groups]
-    unit_of = units_of(optimizer, groups)
-    parameters = [(name_of(i, parameter), parameter) for i, group in enumerate(groups) for parameter in group]
-    return reducer.step_ahead(parameters, unit_of, unit=unit)
+    named = named_parameters(engine, name_of)
+    unit_of = units_of(engine.optimizer, [[parameter for _, parameter in group] for group in named])
+    return reducer.step_ahead([pair for group in named for pair in group], unit_of, unit=unit)

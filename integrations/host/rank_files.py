@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dct_plugin import checkpoint
+from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError
 
 __all__ = ["NoState", "load", "save"]
@@ -30,27 +32,38 @@ class NoState(Exception):
     """A checkpoint holds nothing for this rank; the text says why."""
 
 
-def save(path: Path, content: Callable[[], State], *, group: dist.ProcessGroup | None = None) -> None:
+def save(path: Path, content: Callable[[str], State], *, group: dist.ProcessGroup | None = None) -> str:
     """Write this rank's file, complete or not at all; a collective.
 
     Args:
         path: Differs from rank to rank.
-        content: Gives what :func:`dct_plugin.checkpoint.write` takes.
+        content: Gives what :func:`dct_plugin.checkpoint.write` takes, from the identity of the save, which it
+            holds as ``save``.
         group: Whose ranks write; None for all.
+
+    Returns:
+        The identity of the save, the same on all ranks.
 
     Raises:
         DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
+    identity = [uuid.uuid4().hex]
+    dist.broadcast_object_list(identity, _ranks_of(group)[0], group)
     problem = None
     try:
-        checkpoint.write(path, content())
+        checkpoint.write(path, content(identity[0]))
     except Exception as error:
         problem = f"{path}: {type(error).__name__}: {error}"
     _raise_together("cannot save residuals", _gathered(problem, group))
+    return identity[0]
 
 
 def load(
-    read: Callable[[], State], source: Folder, *, group: dist.ProcessGroup | None = None
+    read: Callable[[], Loaded],
+    source: Folder,
+    *,
+    group: dist.ProcessGroup | None = None,
+    expected: str | None = None,
 ) -> State | None:
     """This rank's state; a collective.
 
@@ -59,26 +72,40 @@ def load(
             belongs elsewhere.
         source: The checkpoint, for messages.
         group: Whose ranks read; None for all.
+        expected: Identity of the save that the host's own state is of; None if that does not tell.
 
     Returns:
         None on every rank if one has none; the log of rank 0 says why.
 
     Raises:
-        DCTError: On every rank, if one cannot read its file; names the ranks and the files.
+        DCTError: On every rank, if one cannot read its file, or the files are not of one save, which is that
+            of the host's state; names the ranks and the files.
     """
-    state: State | None = None
+    found: Loaded | None = None
     problem = lack = None
     try:
-        state = read()
+        found = read()
     except NoState as error:
         lack = str(error)
     except Exception as error:
         problem = str(error) if isinstance(error, DCTError) else f"{source}: {type(error).__name__}: {error}"
-    answers = _gathered((problem, lack), group)
-    _raise_together("cannot load residuals", {rank: fault for rank, (fault, _) in answers.items()})
-    lacking = {rank: reason for rank, (_, reason) in answers.items() if reason}
-    if not lacking:
-        return state
+    if found is not None and expected is not None and found.save != expected:
+        problem = (
+            f"{source}: the files are of another save ({found.origin}) than the checkpoint they lie in; was "
+            "it written over an older one, and interrupted?"
+        )
+    answers = _gathered((problem, lack, None if found is None else found[1:]), group)
+    problems = {rank: fault for rank, (fault, *_) in answers.items()}
+    origins = {rank: origin for rank, (*_, origin) in answers.items() if origin is not None}
+    if not any(problems.values()) and len({save for save, _ in origins.values()}) > 1:
+        problems = {rank: f"{source}: its file is of {origin}" for rank, (_, origin) in origins.items()}
+    remedy = (
+        "load another checkpoint; or remove its dct_*.pt files, and training goes on with residuals of zero"
+    )
+    _raise_together("cannot load residuals", problems, remedy)
+    lacking = {rank: reason for rank, (_, reason, _) in answers.items() if reason}
+    if not lacking and found is not None:
+        return found.state
     if dist.get_rank(group) == 0:
         reasons: dict[str, int] = {}  # with the first rank that has it
         for rank, reason in lacking.items():
@@ -98,12 +125,17 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
     """What every rank says, by its number in the whole job."""
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, value, group=group)
-    return dict(zip(dist.get_process_group_ranks(group or dist.group.WORLD), answers, strict=True))
+    return dict(zip(_ranks_of(group), answers, strict=True))
 
 
-def _raise_together(what: str, problems: dict[int, str | None]) -> None:
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Of a group, by their numbers in the whole job."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def _raise_together(what: str, problems: dict[int, str | None], remedy: str = "") -> None:
     """All ranks stop where one must, so that none waits for it."""
     faults = [f"  rank {rank}: {problem}" for rank, problem in problems.items() if problem]
     if faults:
         more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []
-        raise DCTError("\n".join([what, *faults[:5], *more]))
+        raise DCTError("\n".join([what, *faults[:5], *more, *([remedy] if remedy else [])]))

@@ -5,25 +5,34 @@ Also for another number of ranks; format and re-sharding are those of :mod:`dct_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 
 from dct_plugin import checkpoint
+from dct_plugin.checkpoint import Loaded
 
 from . import rank_files
 from .rank_files import Folder, NoState, State
 
 __all__ = ["FRESH", "load", "save"]
 
+logger = logging.getLogger("dct_plugin")
+
 #: The state of a reducer that has not reduced anything.
 FRESH: State = {"step": 0, "loss_scale": 1.0, "streams": {}}
 
 
 def save(
-    folder: Folder, state: Callable[[], State], *, group: dist.ProcessGroup | None = None, unit: float = 1.0
-) -> None:
+    folder: Folder,
+    state: Callable[[], State],
+    *,
+    group: dist.ProcessGroup | None = None,
+    unit: float = 1.0,
+    configuration: str = "",
+) -> str:
     """Write every rank's state; a collective.
 
     Args:
@@ -31,29 +40,64 @@ def save(
         state: Gives ``GradientReducer.state_dict()``.
         group: Over which gradients are reduced; None for all ranks.
         unit: Factor that the host had multiplied into the gradients, see :func:`dct_plugin.checkpoint.save`.
+        configuration: Fingerprint of the ``dct`` section.
+
+    Returns:
+        The identity of the save, to be kept in the host's own state.
 
     Raises:
         DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def content() -> State:
-        return checkpoint.content_of(state(), rank=rank, world_size=world_size, unit=unit)
+    def content(identity: str) -> State:
+        return checkpoint.content_of(
+            state(),
+            rank=rank,
+            world_size=world_size,
+            unit=unit,
+            identity=identity,
+            configuration=configuration,
+        )
 
-    rank_files.save(checkpoint.file_of(folder, rank), content, group=group)
+    return rank_files.save(checkpoint.file_of(folder, rank), content, group=group)
 
 
-def load(folder: Folder, *, group: dist.ProcessGroup | None = None, unit: float = 1.0) -> State | None:
-    """Read what :func:`save` wrote; a collective, whose results and errors are :func:`.rank_files.load`'s."""
+def load(
+    folder: Folder,
+    *,
+    group: dist.ProcessGroup | None = None,
+    unit: float = 1.0,
+    sizes: Mapping[str, int] | None = None,
+    expected: str | None = None,
+) -> State | None:
+    """Read what :func:`save` wrote; a collective, whose results and errors are :func:`.rank_files.load`'s.
+
+    Args:
+        folder, group, unit: As for :func:`save`.
+        sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
+        expected: What :func:`save` returned, from the host's own state.
+    """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def read() -> State:
-        state = checkpoint.load(folder, rank=rank, world_size=world_size, unit=unit)
-        if state is None:
+    def read() -> Loaded:
+        found = checkpoint.load(folder, rank=rank, world_size=world_size, unit=unit, sizes=sizes)
+        if found is None:
             some = any(Path(folder).glob("dct_rank_*.pt"))
             raise NoState(
                 "dct_rank_*.pt files are missing" if some else "the checkpoint holds no dct_rank_*.pt files"
             )
-        return state
+        return found
 
-    return rank_files.load(read, folder, group=group)
+    state = rank_files.load(read, folder, group=group, expected=expected)
+    if state is None or sizes is None:
+        return state
+    state, strange = checkpoint.known_to(sizes, state)
+    if strange and rank == 0:
+        logger.warning(
+            "dct: %s: residuals of %d parameters that the model does not have are left: %s",
+            folder,
+            len(strange),
+            ", ".join(strange[:5]),
+        )
+    return state

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from dct_plugin import checkpoint
+from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError, VersionError
 
 from ..host import rank_files
@@ -95,8 +96,10 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
     """
     own = RankCoordinates.of_this_rank()
 
-    def content() -> State:
+    def content(identity: str) -> State:
         return {
+            "save": identity,
+            "configuration": session.config.fingerprint(),
             "layout": own.layout,
             "place": own.described(),
             "expert": own.expert,
@@ -124,8 +127,8 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     return state is not None
 
 
-def _read(rank: RankCoordinates, folder: Path) -> State:
-    """The state for a rank.
+def _read(rank: RankCoordinates, folder: Path) -> Loaded:
+    """The state for a rank, and what it is of.
 
     Raises:
         NoState: There is none.
@@ -148,17 +151,16 @@ def _read(rank: RankCoordinates, folder: Path) -> State:
             raise NoState(f"{rank.file(folder, number).name} is missing")
     if saved == rank.replicas:
         _check_writer(own, content, rank, rank.data)
-        state: State = content["state"]
-        return state
+        return Loaded.of(content["state"], content)
 
     def contents() -> Iterator[State]:
         for number in numbers:
             file = rank.file(folder, number)
-            part = checkpoint.read(file, saved)
+            part = checkpoint.read(file, content)
             _check_writer(file, part, rank, number)
             yield part
 
-    return _resharded(contents, content["state"], rank)
+    return Loaded.of(_resharded(contents, content["state"], rank), content)
 
 
 def _check_layout(content: State, rank: RankCoordinates) -> None:

@@ -97,7 +97,7 @@ def test_every_rank_gets_its_own_state(tmp_path: Path) -> None:
 
 
 def _cannot_write(rank: int, world_size: int, folder: str, how: str) -> None:
-    def content() -> dict[str, Any]:
+    def content(identity: str) -> dict[str, Any]:
         if how == "content" and rank == 1:
             raise MemoryError("no room for a copy")
         return {"world_size": world_size}
@@ -167,10 +167,10 @@ def test_a_damaged_file_stops_all_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def _unexpected(rank: int, world_size: int) -> None:
-    def read() -> dict[str, Any]:
+    def read() -> checkpoint.Loaded:
         if rank == 0:
             raise PermissionError("not yours")
-        return {}
+        return checkpoint.Loaded({}, "", "")
 
     rank_files.load(read, "checkpoint")
 

@@ -14,6 +14,7 @@ from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, _read, 
 from support import processes
 
 from dct_plugin import checkpoint
+from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
 
 LAYOUT = {"tensor": 2, "pipeline": 1, "virtual pipeline": 1, "expert": 2, "expert tensor": 2}
@@ -45,6 +46,8 @@ def write(folder: Path, where: RankCoordinates, dense: float, expert: float) -> 
         "place": {"tensor": where.tensor, "pipeline": where.pipeline, "data": where.data},
         "expert": where.expert,
         "world_size": where.replicas,
+        "save": "one",
+        "configuration": "",
         "state": {"step": 7, "streams": {"pipeline boundary 0": {}}, "reducers": reducers},
     }
     checkpoint.write(where.file(folder), content)
@@ -64,14 +67,14 @@ def residual(state: dict[str, Any], kind: str) -> list[float]:
 
 def test_the_same_ranks_get_their_own_files_back(four: Path) -> None:
     for data in range(4):
-        state = _read(rank(data, 4), four)
+        state = _read(rank(data, 4), four).state
         assert residual(state, "dense") == [float(data)] * 4
         assert state["streams"]
 
 
 def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
     for data in (0, 1, 5):
-        state = _read(rank(data, 6), four)
+        state = _read(rank(data, 6), four).state
         assert residual(state, "dense") == [1.5] * 4
         # Those with the same experts: old ranks 0 and 2, or 1 and 3.
         assert residual(state, "expert") == ([20.0] * 4 if data % 2 else [10.0] * 4)
@@ -116,6 +119,7 @@ class _Session:
     """Holds a state, as the hooks' session does."""
 
     step = 3
+    config = DCTConfig()
 
     def __init__(self) -> None:
         self.state: Any = "untouched"

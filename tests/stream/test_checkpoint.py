@@ -28,6 +28,11 @@ def state(
     return {"step": step, "loss_scale": loss_scale, "streams": streams}
 
 
+def load(folder: Path, **how: Any) -> dict[str, Any] | None:
+    found = checkpoint.load(folder, **how)
+    return None if found is None else found.state
+
+
 def save_all(folder: Path, states: list[dict[str, Any]], unit: float = 1.0) -> None:
     for rank, saved in enumerate(states):
         checkpoint.save(folder, saved, rank=rank, world_size=len(states), unit=unit)
@@ -41,7 +46,7 @@ def test_the_same_number_of_ranks_gets_its_own_back(tmp_path: Path) -> None:
         "dct_rank_00001.pt",
     ]
     for rank, saved in enumerate(states):
-        loaded = checkpoint.load(tmp_path / "tag", rank=rank, world_size=2)
+        loaded = load(tmp_path / "tag", rank=rank, world_size=2)
         assert loaded is not None
         assert loaded["step"] == 7
         for name, stream in saved["streams"].items():
@@ -50,17 +55,17 @@ def test_the_same_number_of_ranks_gets_its_own_back(tmp_path: Path) -> None:
 
 
 def test_no_files(tmp_path: Path) -> None:
-    assert checkpoint.load(tmp_path, rank=0, world_size=2) is None
-    assert checkpoint.load(tmp_path / "nowhere", rank=1, world_size=2) is None
+    assert load(tmp_path, rank=0, world_size=2) is None
+    assert load(tmp_path / "nowhere", rank=1, world_size=2) is None
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_missing_file(tmp_path: Path, missing: int) -> None:
     save_all(tmp_path, [state(0), state(1)])
     checkpoint.file_of(tmp_path, missing).unlink()
-    assert checkpoint.load(tmp_path, rank=missing, world_size=2) is None
-    assert checkpoint.load(tmp_path, rank=1 - missing, world_size=2) is not None
-    assert checkpoint.load(tmp_path, rank=1 - missing, world_size=3) is None
+    assert load(tmp_path, rank=missing, world_size=2) is None
+    assert load(tmp_path, rank=1 - missing, world_size=2) is not None
+    assert load(tmp_path, rank=1 - missing, world_size=3) is None
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -68,7 +73,7 @@ def test_other_ranks_get_the_mean(tmp_path: Path, world_size: int) -> None:
     states = [state(0), state(1)]
     save_all(tmp_path, states)
     for rank in range(world_size):
-        loaded = checkpoint.load(tmp_path, rank=rank, world_size=world_size)
+        loaded = load(tmp_path, rank=rank, world_size=world_size)
         assert loaded is not None
         for name in ("a", "b.weight"):
             mean = (states[0]["streams"][name]["residual"] + states[1]["streams"][name]["residual"]) / 2
@@ -83,7 +88,7 @@ def test_what_owners_owe_is_shared_out(tmp_path: Path) -> None:
     first, second = torch.ones(600), torch.full((400,), 3.0)
     states = [state(0, answers={"a[0:600]": first}), state(1, answers={"a[600:1000]": second})]
     save_all(tmp_path, states)
-    loaded = checkpoint.load(tmp_path, rank=2, world_size=3)
+    loaded = load(tmp_path, rank=2, world_size=3)
     assert loaded is not None
     assert set(loaded["streams"]) == {"a", "b.weight"}
     mean = (states[0]["streams"]["a"]["residual"] + states[1]["streams"]["a"]["residual"]) / 2
@@ -94,11 +99,11 @@ def test_gradients_that_were_divided_before(tmp_path: Path) -> None:
     """Residuals in units of 1/ranks: their sum is what is owed, whatever the number of ranks."""
     states = [state(0), state(1)]
     save_all(tmp_path, states, unit=1 / 2)
-    loaded = checkpoint.load(tmp_path, rank=0, world_size=4, unit=1 / 4)
+    loaded = load(tmp_path, rank=0, world_size=4, unit=1 / 4)
     assert loaded is not None
     owed = states[0]["streams"]["a"]["residual"] + states[1]["streams"]["a"]["residual"]
     assert torch.allclose(4 * loaded["streams"]["a"]["residual"], owed)
-    same = checkpoint.load(tmp_path, rank=1, world_size=2, unit=1.0)  # the host now divides afterwards
+    same = load(tmp_path, rank=1, world_size=2, unit=1.0)  # the host now divides afterwards
     assert same is not None
     assert torch.equal(same["streams"]["a"]["residual"], 2 * states[1]["streams"]["a"]["residual"])
 
@@ -106,7 +111,7 @@ def test_gradients_that_were_divided_before(tmp_path: Path) -> None:
 def test_loss_scales_of_old_ranks(tmp_path: Path) -> None:
     states = [state(0, loss_scale=4.0), state(1, loss_scale=2.0)]
     save_all(tmp_path, states)
-    loaded = checkpoint.load(tmp_path, rank=0, world_size=1)
+    loaded = load(tmp_path, rank=0, world_size=1)
     assert loaded is not None
     assert loaded["loss_scale"] == 4.0
     mean = (states[0]["streams"]["a"]["residual"] + 2 * states[1]["streams"]["a"]["residual"]) / 2
@@ -118,7 +123,7 @@ def test_a_stream_that_only_one_rank_had(tmp_path: Path) -> None:
     only = states[0]["streams"]["b.weight"]["residual"]
     del states[1]["streams"]["b.weight"]
     save_all(tmp_path, states)
-    loaded = checkpoint.load(tmp_path, rank=0, world_size=4)
+    loaded = load(tmp_path, rank=0, world_size=4)
     assert loaded is not None
     assert torch.allclose(loaded["streams"]["b.weight"]["residual"], only / 2)
 
@@ -128,8 +133,8 @@ def test_streams_without_residuals(tmp_path: Path) -> None:
     stream = Compressor(sparsity=0.9, error_feedback="none")
     stream.compress(torch.randn(1000))
     save_all(tmp_path, [{"step": 3, "loss_scale": 1.0, "streams": {"a": stream.state_dict()}}] * 2)
-    assert checkpoint.load(tmp_path, rank=0, world_size=2, unit=0.5) is not None
-    loaded = checkpoint.load(tmp_path, rank=0, world_size=3)
+    assert load(tmp_path, rank=0, world_size=2, unit=0.5) is not None
+    loaded = load(tmp_path, rank=0, world_size=3)
     assert loaded == {"step": 3, "loss_scale": 1.0, "streams": {}}
 
 
@@ -137,16 +142,17 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     path = checkpoint.file_of(tmp_path, 0)
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(DCTError, match="not a readable state"):
-        checkpoint.load(tmp_path, rank=0, world_size=1)
+        load(tmp_path, rank=0, world_size=1)
     torch.save({"format": 99, "world_size": 1}, path)
     with pytest.raises(DCTError, match="written in format 99"):
-        checkpoint.load(tmp_path, rank=0, world_size=1)
+        load(tmp_path, rank=0, world_size=1)
     save_all(tmp_path, [state(0), state(1)])
-    checkpoint.save(tmp_path, state(2), rank=0, world_size=3)
+    for rank in (0, 2):
+        checkpoint.save(tmp_path, state(2), rank=rank, world_size=3)
     with pytest.raises(
         DCTError, match=r"dct_rank_00001.pt: written by a run of 2 ranks, the other files .* one of 3"
     ):
-        checkpoint.load(tmp_path, rank=1, world_size=3)
+        load(tmp_path, rank=3, world_size=4)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -154,4 +160,4 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="pickle"):
         checkpoint.save(tmp_path, {"streams": {"a": lambda: None}}, rank=0, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["dct_rank_00000.pt"]
-    assert checkpoint.load(tmp_path, rank=0, world_size=1) is not None
+    assert load(tmp_path, rank=0, world_size=1) is not None

@@ -1,7 +1,8 @@
 """States that an earlier version wrote load, and go on bitwise.
 
 The files in ``data`` and the digests were written by version 0.1 before streams were rebuilt (commit
-415a36c): four steps of what :func:`_reduce` and :func:`_stream_digests` do, saved, and four more.
+415a36c): four steps of what :func:`_reduce` and :func:`_stream_digests` do, saved, and four more. Checksums
+were added to the rank files since; what they are of is as it was written then.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def digest(*tensors: torch.Tensor) -> str:
 
 def _reduce(rank: int, world_size: int, folder: str) -> list[str]:
     reducer = GradientReducer(DataParallelConfig.of(SETTINGS), transactional=True)
-    state = checkpoint.load(folder, rank=rank, world_size=world_size)
-    assert state is not None
-    reducer.load_state_dict(state)
+    found = checkpoint.load(folder, rank=rank, world_size=world_size)
+    assert found is not None
+    reducer.load_state_dict(found.state)
     digests = []
     for step in STEPS:
         entries = [("weight", data(700, step, rank)), ("bias", data(20, step, rank))]
@@ -70,7 +71,7 @@ def _stream_digests(states: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_streams_go_on_bitwise() -> None:
     expected = json.loads((DATA / "digests.json").read_text())
-    found = _stream_digests(checkpoint.read(DATA / "streams.pt"))
+    found = _stream_digests(torch.load(DATA / "streams.pt", weights_only=True))
     assert found == {kind: expected[kind] for kind in found}
 
 

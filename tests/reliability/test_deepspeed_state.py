@@ -1,0 +1,43 @@
+"""Residuals are tied to the state of DeepSpeed that they were saved with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.deepspeed_launch import execute, torchrun
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).parents[1] / "support" / "deepspeed_mixed.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("mixed")
+    done = execute(torchrun(2, str(WORKER), str(folder)), folder, timeout=200)
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), (done.stdout + done.stderr)[-4000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_what_belongs_together_loads(ranks: list[dict[str, Any]], stage: str) -> None:
+    for rank in ranks:
+        assert rank[stage]["whole"] == {"loaded": True, "mine": 5, "ours": [], "step": 3}
+        assert rank[stage]["one missing"]["step"] == 0  # with a warning, residuals of zero
+        assert rank[stage]["written over"]["mine"] == 6
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_what_does_not_stops_all_ranks(ranks: list[dict[str, Any]], stage: str) -> None:
+    for rank in ranks:
+        newer, unfinished = (rank[stage][name]["error"] for name in ("newer residuals", "unfinished"))
+        for number in (0, 1):
+            assert f"rank {number}: " in newer
+            assert f"rank {number}: " in unfinished
+        assert "the files are of another save (step 5, dct-plugin" in newer
+        assert "a save over an older checkpoint did not end" in unfinished

@@ -1,0 +1,93 @@
+"""What an engine says about checkpoints whose parts do not belong together; see test_deepspeed_state.py.
+
+torchrun --nproc-per-node 2 deepspeed_mixed.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_plugin.errors import DCTError
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    results = {stage: scenarios(folder / f"stage{stage}", stage) for stage in (0, 1)}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def scenarios(folder: Path, stage: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "dct": {"data_parallel": {"sparsity": 0.9, "min_numel": 100}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    rank, results = dist.get_rank(), {}
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank + 10 * engine.global_steps))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+    def prepared(action: Callable[[], Any]) -> None:
+        dist.barrier()
+        if rank == 0:
+            action()
+        dist.barrier()
+
+    def attempt(name: str) -> None:
+        try:
+            path, client = engine.load_checkpoint(str(folder), tag="a")
+            results[name] = {
+                "loaded": path is not None,
+                "mine": client.get("mine"),
+                "ours": [key for key in client if "dct" in key],
+                "step": engine.dct.reducer.step,
+            }
+        except DCTError as error:
+            results[name] = {"error": str(error)}
+
+    train(3)
+    engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 5})
+    train(2)
+    engine.save_checkpoint(str(folder), "b")
+    attempt("whole")
+    files = sorted((folder / "b").glob("dct_rank_*.pt"))
+    kept = folder / "kept"
+    prepared(lambda: shutil.copytree(folder / "a", kept))
+    # A save over "a" that ended before DeepSpeed's own files were written, without its mark.
+    prepared(lambda: [shutil.copy(file, folder / "a") for file in files])
+    attempt("newer residuals")
+    prepared(lambda: [shutil.copy(kept / file.name, folder / "a") for file in files])
+    prepared((folder / "a" / files[1].name).unlink)
+    attempt("one missing")
+    prepared((folder / "a" / "dct_unfinished").touch)
+    attempt("unfinished")
+    engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 6})
+    attempt("written over")
+    engine.destroy()
+    return results
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
