@@ -8,7 +8,13 @@ class DCTError(RuntimeError):
 
 
 class PayloadError(DCTError, ValueError):
-    """A payload is truncated, corrupted, foreign, or does not fit the tensor it is decoded into."""
+    """A payload is truncated, corrupted, foreign, or does not fit the tensor it is decoded into.
+
+    Attributes:
+        message: Where several messages are decoded at once, the number of the one it is about.
+    """
+
+    message: int = 0
 
 
 class ConfigError(DCTError, ValueError):

@@ -135,6 +135,7 @@ class Stream:
         value_dtype: ValueDtype,
         residual: Sequence[Tensor | None] = (None, None),
         encoding: IndexEncoding | None = None,
+        clear: bool = False,
     ) -> Stats:
         """One payload into ``out``, uint8 of ``payload_bound`` bytes; ``residual`` is ``(read, written)``.
 
@@ -151,6 +152,7 @@ class Stream:
             start=(step * _START_STRIDE) % numel if numel else 0,
             value_dtype=value_dtype,
             encoding=encoding,
+            clear=clear,
         )
         encoded.stats.append(stats)
         return stats
@@ -256,6 +258,8 @@ class Compressor(Stream):
         grad: Tensor,
         parts: Sequence[tuple[int, int, MessageWriter]],
         density: float | None = None,
+        *,
+        clear: bool = False,
     ) -> Encoded:
         """Like :meth:`compress`, with one payload per part, written into the messages of the part's
         receivers; :meth:`observe` what was written before the next call.
@@ -267,6 +271,7 @@ class Compressor(Stream):
             grad: 1-D contiguous, fp32/bf16/fp16.
             parts: ``(start, stop, writer)``; together they cover the tensor once.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
+            clear: Leave zeros in ``grad``.
         """
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
@@ -274,7 +279,10 @@ class Compressor(Stream):
             self._saved_threshold = self.threshold.state_dict()
         buffers = self._residual_buffers(numel, grad.device)
         if self.velocity is not None:
-            grad = self.velocity.accumulate(grad)
+            velocity = self.velocity.accumulate(grad)
+            if clear:
+                grad.zero_()
+            grad, clear = velocity, False
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self._propose(encoded, grad, buffers[0])
         for start, stop, writer in parts:
@@ -291,6 +299,7 @@ class Compressor(Stream):
                 value_dtype=self._value_dtype,
                 residual=[None if buffer is None else buffer[start:stop] for buffer in buffers],
                 encoding=self._encoding,
+                clear=clear,
             )
             if self.velocity is not None and self.config.momentum_masking and not dense:
                 # The one path that waits for the device: which entries were sent is in the payload alone.
@@ -541,16 +550,17 @@ def encode_all(
     value_dtype: ValueDtype | None = None,
     *,
     zeros: bool = True,
+    clear: bool = False,
 ) -> Encoded:
     """Append a payload that holds every entry of ``flat`` (:func:`as_flat`), or every one but zeros.
 
-    ``value_dtype`` None is lossless.
+    ``value_dtype`` None is lossless; ``clear`` leaves zeros in ``flat``.
     """
     numel = flat.numel()
     code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
     room = writer.reserve(payload_bound(numel, numel, code))
     tau = 0.0 if zeros else SMALLEST_TAU
-    stats = kernels.compress(flat, None, tau, room, capacity=numel, value_dtype=code)
+    stats = kernels.compress(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear)
     writer.advance(stats)
     return Encoded([stats], numel)
 

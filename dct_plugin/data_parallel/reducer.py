@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..codecs.message import MessageWriter, read_messages
-from ..codecs.payload import Payload
 from ..codecs.values import ValueDtype
 from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError, PayloadError
+from ..kernels import GRAD_DTYPES
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
-from ..stream import Compressor, Encoded, add_payload, as_flat, backend_of, encode_all
+from ..stream import Compressor, Encoded, as_flat, backend_of, encode_all
 from .plan import Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
 
@@ -164,8 +165,8 @@ class GradientReducer:
         with self._reduction() as whole:
             plan = self._plan("reduce_scatter", entries)
             received = self._send_to_owners(plan, whole)
-            for position, (item, shard) in enumerate(plan.owned_by(self.rank)):
-                self._sum_into(item.view(shard), [payloads[position] for payloads in received], scale, whole)
+            owned = [item.view(shard) for item, shard in plan.owned_by(self.rank)]
+            self._sum(received, owned, scale, whole)
             self._measure_coefficients(plan)
 
     def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
@@ -173,27 +174,26 @@ class GradientReducer:
         message, *_ = self._encode(plan, whole, copies=self.world_size - 1)
         with whole.timed("exchange"):
             messages = self.exchange.all_gather(message, plan.fingerprint)
-        split = [self._split(message, len(plan.items), sender) for sender, message in enumerate(messages)]
-        for position, item in enumerate(plan.items):
-            self._sum_into(item.tensor, [payloads[position] for payloads in split], scale, whole)
+        self._sum(messages, [item.tensor for item in plan.items], scale, whole)
 
     def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
         """Sparse to the owners, who sum and threshold again, and from them to all."""
         received = self._send_to_owners(plan, whole)
         answer = MessageWriter(self.device)
         with self.exchange.abort_on_error():
-            written = []
-            for position, (item, shard) in enumerate(plan.owned_by(self.rank)):
-                total = self._zeros(shard.stop - shard.start)
-                self._sum_into(total, [payloads[position] for payloads in received], 1.0, whole)
-                written.append(self._encode_answer(item, shard, total, answer))
+            owned = plan.owned_by(self.rank)
+            totals = self._totals(owned)
+            self._sum(received, totals, 1.0, whole)
+            written = [
+                self._encode_answer(item, shard, total, answer)
+                for (item, shard), total in zip(owned, totals, strict=True)
+            ]
             (message,) = self._close([answer], written, whole)
         with whole.timed("exchange"):
             answers = self.exchange.all_gather(message, plan.fingerprint)
         for owner, message in enumerate(answers):
-            owned = plan.owned_by(owner)
-            for (item, shard), payload in zip(owned, self._split(message, len(owned), owner), strict=True):
-                self._sum_into(item.view(shard), [payload], scale, whole)
+            views = [item.view(shard) for item, shard in plan.owned_by(owner)]
+            self._sum([message], views, scale, whole, sender=owner)
 
     # -- steps ---
 
@@ -341,13 +341,15 @@ class GradientReducer:
                 parts = [(shard.start, shard.stop, self._writers[shard.owner]) for shard in item.shards]
                 if item.small:
                     stats = [
-                        encode_all(self._backend, grad[start:stop], writer).stats[0]
+                        encode_all(self._backend, grad[start:stop], writer, clear=True).stats[0]
                         for start, stop, writer in parts
                     ]
                     encoded = Encoded(stats, grad.numel())
                 else:
                     stream = self._stream(item.name)
-                    encoded = stream.encode(grad, parts, density)
+                    encoded = stream.encode(grad, parts, density, clear=True)
+                if grad.data_ptr() != item.tensor.data_ptr():
+                    item.tensor.zero_()
                 written.append(
                     _Written(
                         "gradient_small" if item.small else "gradient",
@@ -363,18 +365,20 @@ class GradientReducer:
             return self._close(self._writers, written, whole)
 
     def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> _Written:
-        """What an owner sends back: the sum, thresholded once more with the owner's own residual."""
+        """What an owner sends back: the sum, thresholded once more with the owner's own residual; zeros are
+        left in ``total``.
+        """
         density, stream = self.schedule.density(self.step), None
         if item.small:
-            encoded = encode_all(self._backend, total, answer, ValueDtype.FP32)
+            encoded = encode_all(self._backend, total, answer, ValueDtype.FP32, clear=True)
         elif density < 1.0 and not self.config.server_error_feedback:
             # Without a residual nothing may be dropped: everything that arrived goes back.
             code = ValueDtype.parse(self.config.value_dtype)
-            encoded = encode_all(self._backend, total, answer, code, zeros=False)
+            encoded = encode_all(self._backend, total, answer, code, zeros=False, clear=True)
             encoded.density = density
         else:
             stream = self._stream(f"{item.name}[{shard.start}:{shard.stop}]")
-            encoded = stream.encode(total, [(0, total.numel(), answer)], density)
+            encoded = stream.encode(total, [(0, total.numel(), answer)], density, clear=True)
         receivers = self.world_size - 1
         return _Written(
             "gradient_small" if item.small else "gradient_answer",
@@ -415,45 +419,47 @@ class GradientReducer:
 
     # -- receiving ---
 
-    def _send_to_owners(self, plan: Plan, whole: Record) -> list[list[Payload]]:
-        """For every sender, the payloads of the shards owned here in the plan's order."""
+    def _send_to_owners(self, plan: Plan, whole: Record) -> list[Tensor]:
+        """From every sender, the message with the shards owned here in the plan's order."""
         messages = self._encode(plan, whole, copies=1)
         with whole.timed("exchange"):
-            messages = self.exchange.all_to_all(messages, plan.fingerprint)
-        count = len(plan.owned_by(self.rank))
-        with self.exchange.abort_on_error():
-            return [self._split(message, count, sender) for sender, message in enumerate(messages)]
+            return self.exchange.all_to_all(messages, plan.fingerprint)
 
-    def _split(self, message: Tensor, count: int, sender: int) -> list[Payload]:
-        try:
-            payloads = Payload.split(message, verify=False)  # decoding verifies
-        except PayloadError as error:
-            raise PayloadError(
-                f"rank {self.rank}: message from rank {sender} of the group: {error}"
-            ) from error
-        if len(payloads) != count:
-            raise PayloadError(
-                f"rank {self.rank}: message from rank {sender} of the group holds {len(payloads)} payloads, "
-                f"expected {count}"
-            )
-        return payloads
-
-    def _sum_into(self, tensor: Tensor, payloads: Sequence[Payload], scale: float, whole: Record) -> None:
-        """``tensor = scale * sum of the payloads``, added up in fp32 in rank order."""
+    def _sum(
+        self,
+        messages: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        scale: float,
+        whole: Record,
+        *,
+        sender: int = 0,
+    ) -> None:
+        """``outs``, which hold zeros, become ``scale`` times the sum of the messages of ``sender`` and the
+        ranks behind it, added up in fp32 in rank order.
+        """
         with whole.timed("decode"):
-            in_place = tensor.dtype == torch.float32
-            total = tensor.zero_() if in_place else self._zeros(tensor.numel())
-            for payload in payloads:
-                add_payload(self._backend, payload, total)
-            if scale != 1.0:
-                total.mul_(scale)
-            if not in_place:
-                tensor.copy_(total)
+            # What the kernels do not write themselves (fp64) is added up beside.
+            into = [
+                out if out.dtype in GRAD_DTYPES else torch.zeros_like(out, dtype=torch.float32)
+                for out in outs
+            ]
+            try:
+                self._backend.sum_messages(messages, into, scale)
+            except PayloadError as error:
+                sender += error.message
+                raise PayloadError(
+                    f"rank {self.rank}: message from rank {sender} of the group: {error}"
+                ) from error
+            for out, total in zip(outs, into, strict=True):
+                if total is not out:
+                    out.copy_(total)
 
-    def _zeros(self, numel: int) -> Tensor:
-        if self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
-        return self._scratch[:numel].zero_()
+    def _totals(self, owned: Sequence[tuple[Item, Shard]]) -> list[Tensor]:
+        """fp32 zeros for the sums of shards, taken from memory in which whoever uses it leaves zeros."""
+        bounds = list(itertools.accumulate((shard.stop - shard.start for _, shard in owned), initial=0))
+        if self._scratch.numel() < bounds[-1]:
+            self._scratch = torch.zeros(bounds[-1], dtype=torch.float32, device=self.device)
+        return [self._scratch[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     # -- metrics ---
 

@@ -10,6 +10,8 @@ for all tensors of a collective at once. What the host needs in between, the roo
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -48,6 +50,7 @@ class Backend(Protocol):
         start: int = 0,
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
+        clear: bool = False,
     ) -> Stats:
         """Error feedback, selection and encoding in one go (DCT, Gupta et al., KDD 2021, section 3).
 
@@ -56,13 +59,15 @@ class Backend(Protocol):
         ``out[:nbytes]``; ``residual_out`` becomes ``acc - decoded value`` where kept and ``acc`` elsewhere.
 
         Args:
-            grad: fp32, bf16 or fp16 [numel]; never modified.
+            grad: fp32, bf16 or fp16 [numel]; left alone, unless ``clear``.
             residual: fp32 [numel], finite; None: no error feedback (zeros).
             tau: threshold > 0, may be inf; the number 0 sends every entry (dense, ``capacity`` ignored). A
                 tensor is not read: it is taken to be positive and raised to :data:`SMALLEST_TAU`.
             out: uint8, at least ``payload_bound(numel, capacity, value_dtype, encoding)`` bytes.
             residual_out: fp32 [numel], either ``residual`` itself (default) or apart from it.
             encoding: force an index encoding (tests, benchmarks).
+            clear: leave zeros in ``grad``, where the sum of all ranks can be added up then
+                (:meth:`sum_messages`).
         Raises:
             ValueError, TypeError: arguments that do not fit each other; nothing has been changed then.
         If ``grad`` holds a non-finite entry or one of magnitude >= 2**126, ``residual_out`` gets the old
@@ -76,6 +81,23 @@ class Backend(Protocol):
         Raises:
             PayloadError: the payload is not valid, or not of ``out.numel()`` entries; ``out`` is untouched
                 then.
+        """
+        ...
+
+    def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
+        """``outs[i] = scale * sum of the messages' i-th payloads``, in fp32, in the order of the messages.
+
+        A flagged payload makes all of its ``outs[i]`` NaN. ``scale`` may be multiplied in before the sum
+        where that changes no bit of a normal number (powers of 2). The time it takes depends on what the
+        payloads hold, not on the size of ``outs``.
+
+        Args:
+            messages: uint8; ``len(outs)`` payloads each, one behind the other.
+            outs: fp32, bf16 or fp16 [numel], zeros on entry (:meth:`compress` leaves them); each is rounded
+                once.
+        Raises:
+            PayloadError: a payload is not valid, or not of ``outs[i].numel()`` entries; ``message`` tells
+                which. Some of ``outs`` may have been written.
         """
         ...
 
@@ -245,6 +267,32 @@ def open_positions(payload: Payload | Tensor, numel: int, *, verify: bool = True
     if opened.header.encoding is IndexEncoding.SHARED_MASK:
         raise PayloadError(NO_POSITIONS)
     return opened
+
+
+def split_message(messages: Sequence[Tensor], which: int, outs: Sequence[Tensor]) -> list[Payload]:
+    """The payloads of ``messages[which]``, which has to hold one for each of ``outs``; checksums are left to
+    the kernel.
+
+    Raises:
+        PayloadError: it does not.
+    """
+    with naming_message(which):
+        payloads = Payload.split(messages[which], verify=False)
+        if len(payloads) != len(outs):
+            raise PayloadError(f"the message holds {len(payloads)} payloads, expected {len(outs)}")
+        for payload, out in zip(payloads, outs, strict=True):
+            check_numel(payload.header, out.numel())
+        return payloads
+
+
+@contextmanager
+def naming_message(which: int) -> Iterator[None]:
+    """A :class:`PayloadError` of the block is about message ``which``."""
+    try:
+        yield
+    except PayloadError as error:
+        error.message = which
+        raise
 
 
 def check_encode_shared(

@@ -29,7 +29,7 @@ try:
 except ImportError:  # not a POSIX system: no build either
     fcntl = None  # type: ignore[assignment]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 SOURCE = Path(__file__).with_name("csrc") / "dct_kernels.c"
 PREBUILT = Path(__file__).with_name("_dct_kernels.so")
 # No -march: the library runs on every machine that shares the cache; it picks its instructions at run time.

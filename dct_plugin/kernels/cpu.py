@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import threading
 import time
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 import numpy as np
@@ -25,8 +28,10 @@ from .backend import (
     check_sample,
     check_shared,
     check_vector,
+    naming_message,
     open_payload,
     open_positions,
+    split_message,
 )
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -42,7 +47,9 @@ _ERRORS = {
     -6: "index section does not hold as many entries as the header says",
     -7: "block16 offsets are not ascending",
     -8: "index section has trailing bits or bytes",
+    -9: "payload header is wrong",
 }
+_ERR_HEADER = -9
 
 
 class _Compress(ctypes.Structure):
@@ -60,6 +67,7 @@ class _Compress(ctypes.Structure):
         ("encoding", c_int32),
         ("dense", c_int32),
         ("threads", c_int32),
+        ("clear", c_int32),
         ("nonfinite", c_int32),
         ("nbytes", c_uint64),
         ("nnz", c_uint64),
@@ -84,10 +92,22 @@ class _Payload(ctypes.Structure):
     ]
 
 
+class _Message(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("nbytes", c_uint64)]
+
+
+class _Target(ctypes.Structure):
+    _fields_ = [("out", c_void_p), ("numel", c_uint64), ("dtype", c_int32)]
+
+
 _SIGNATURES = {
     "dct_isa": [c_int32],
     "dct_compress": [POINTER(_Compress)],
     "dct_decode_add": [POINTER(_Payload), POINTER(_Payload), c_void_p],
+    "dct_sum_messages": [
+        *[POINTER(_Message), c_int32, POINTER(_Target), c_int32],
+        *[c_float, c_void_p, POINTER(c_int32)],
+    ],
     "dct_decode_mask": [POINTER(_Payload), c_void_p],
     "dct_encode_shared": [c_void_p, c_int32, POINTER(_Payload), c_int32, c_void_p, POINTER(c_int32)],
     "dct_encode_indices": [c_void_p, c_uint64, c_uint64, POINTER(c_int64), c_void_p],
@@ -156,6 +176,7 @@ class CpuBackend:
             getattr(self._library, function).argtypes = arguments
             getattr(self._library, function).restype = c_int32
         self.threads = threads
+        self._local = threading.local()
 
     def __repr__(self) -> str:
         return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
@@ -180,6 +201,7 @@ class CpuBackend:
         start: int = 0,
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
+        clear: bool = False,
     ) -> Stats:
         _on_cpu(grad=grad)
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
@@ -200,6 +222,7 @@ class CpuBackend:
             -1 if args.encoding is None else args.encoding,
             args.dense,
             max(1, min(threads, _MAX_THREADS)),
+            clear,
         )
         _check(self._library.dct_compress(byref(call)))
         return Stats(
@@ -238,6 +261,37 @@ class CpuBackend:
         other = own if mask is payload else _view(mask)
         _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
         return payload.nnz
+
+    def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
+        for out in outs:
+            check_vector("out", out, GRAD_DTYPES)
+            _on_cpu(out=out)
+        for message in messages:
+            check_vector("message", message, (torch.uint8,))
+            _on_cpu(message=message)
+        which = c_int32()
+        in_place = len(messages) == 1 or math.frexp(scale)[0] == 0.5
+        apart = [out.numel() for out in outs if not in_place or out.dtype != torch.float32]
+        status = self._library.dct_sum_messages(
+            (_Message * len(messages))(*[_Message(m.data_ptr(), m.numel()) for m in messages]),
+            len(messages),
+            (_Target * len(outs))(*[_Target(o.data_ptr(), o.numel(), _GRAD_CODE[o.dtype]) for o in outs]),
+            len(outs),
+            scale,
+            self._zeros(max(apart)).data_ptr() if apart else None,
+            byref(which),
+        )
+        if status == _ERR_HEADER:
+            split_message(messages, which.value, outs)  # tells what is wrong
+        with naming_message(which.value):
+            _check(status)
+
+    def _zeros(self, numel: int) -> Tensor:
+        """fp32 zeros, this thread's own; whoever writes there puts zeros back."""
+        zeros: Tensor | None = getattr(self._local, "zeros", None)
+        if zeros is None or zeros.numel() < numel:
+            zeros = self._local.zeros = torch.zeros(numel, dtype=torch.float32)
+        return zeros
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         _on_cpu(payload=payload)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from .backend import (
     check_sample,
     check_shared,
     check_vector,
+    naming_message,
     open_payload,
     open_positions,
+    split_message,
 )
 
 _MASK64 = (1 << 64) - 1
@@ -99,12 +102,15 @@ class ReferenceBackend:
         start: int = 0,
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
+        clear: bool = False,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
         began = time.perf_counter_ns()
         if has_overflow(grad):
             if args.residual_out is not None:
                 _keep_residual(residual, args.residual_out)
+            if clear:
+                grad.zero_()
             selected = time.perf_counter_ns()
             nbytes = write_payload(out, Header.flagged(args.value_dtype, args.numel))
             return _stats(nbytes, 0, 0, True, args.tau, began, selected)
@@ -139,6 +145,8 @@ class ReferenceBackend:
             enc, param, index = encode_indices(idx, args.numel, args.encoding)
         header = Header(enc, args.value_dtype, False, param, args.numel, nnz, index.numel())
         nbytes = write_payload(out, header, index, body)
+        if clear:
+            grad.zero_()
         return _stats(nbytes, nnz, above, False, args.tau, began, selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
@@ -163,6 +171,19 @@ class ReferenceBackend:
             out.add_(_values(payload))
             return payload.nnz
         return _scatter_add(payload, payload, out)
+
+    def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
+        split = [split_message(messages, which, outs) for which in range(len(messages))]
+        for position, out in enumerate(outs):
+            in_place = out.dtype == torch.float32
+            total = out if in_place else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
+            for which, payloads in enumerate(split):
+                with naming_message(which):
+                    self.decode_add(payloads[position], total)
+            if scale != 1.0:
+                total.mul_(scale)
+            if not in_place:
+                out.copy_(total)
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel)

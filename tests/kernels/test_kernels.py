@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.codecs import IndexEncoding, Payload, ValueDtype, payload_bound
+from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Stats, build, get_backend
 from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
@@ -61,6 +61,7 @@ class Case:
     start: int
     value_dtype: ValueDtype
     encoding: IndexEncoding | None
+    clear: bool
 
     def run(self, backend: Backend) -> tuple[Stats, Tensor, Tensor | None]:
         """Stats, payload, residual afterwards; checks that inputs are left alone."""
@@ -81,9 +82,10 @@ class Case:
             start=self.start,
             value_dtype=self.value_dtype,
             encoding=self.encoding,
+            clear=self.clear,
         )
         assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
-        assert same_bits(grad, self.grad)
+        assert same_bits(grad, torch.zeros_like(grad) if self.clear else self.grad)
         if not self.in_place and residual is not None:
             assert self.residual is not None
             assert same_bits(residual, self.residual)
@@ -122,6 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
         start=draw(st.integers(0, numel + 3)),
         value_dtype=draw(st.sampled_from(list(ValueDtype))),
         encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
+        clear=draw(st.booleans()),
     )
 
 
@@ -374,6 +377,73 @@ def test_decoding_adds(backend: Backend) -> None:
     out = torch.tensor([1.0, 1.0, -0.0])
     assert backend.decode_add(payload, out) == 1
     assert same_bits(out, torch.tensor([1.0, 3.0, -0.0]))
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    senders=st.integers(1, 4),
+    dtype=st.sampled_from(GRAD_DTYPES),
+    value_dtype=st.sampled_from(list(ValueDtype)),
+    density=st.sampled_from([0.01, 0.3, 1.0]),
+    scale=st.sampled_from([1.0, 0.5, 0.25, 1 / 3, 3.0]),
+    bad=st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_sums_of_messages(
+    seed: int,
+    senders: int,
+    dtype: torch.dtype,
+    value_dtype: ValueDtype,
+    density: float,
+    scale: float,
+    bad: int,
+) -> None:
+    """All tensors of all messages at once, for every type of gradient; the scratch stays zero in between."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes, messages, tensors = [5, 3000, 0, 70_000], [], []
+    for sender in range(senders):
+        writer = MessageWriter(torch.device("cpu"))
+        for size in sizes:
+            # Halves of large numbers pass what fp16 holds.
+            tensor = torch.randn(size, generator=generator) * 3e4
+            if size == 3000 and sender == bad:
+                tensor[7] = math.inf
+            tensors.append(tensor)
+            tau = REFERENCE.exact_threshold(tensor, None, max(1, int(density * size))) if density < 1 else 0.0
+            room = writer.reserve(payload_bound(size, None, value_dtype))
+            writer.advance(CPU.compress(tensor, None, tau, room, value_dtype=value_dtype))
+        messages.append(writer.message)
+    outs = [[torch.zeros(size, dtype=dtype) for size in sizes] for _ in range(3)]
+    for backend, into in zip((REFERENCE, CPU, CPU), outs, strict=True):
+        backend.sum_messages(messages, into, scale)
+    for expected, found, again in zip(*outs, strict=True):
+        assert same_bits(found, again)
+        assert same_bits(found, expected) or bool((found.isnan() & expected.isnan()).all())
+    assert bool(outs[1][1].isnan().all()) == (bad < senders)
+
+
+def test_messages_that_are_wrong_are_named(backend: Backend) -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    writer = MessageWriter(torch.device("cpu"))
+    for part in x[:100], x[100:]:
+        room = writer.reserve(payload_bound(part.numel(), None, 0))
+        writer.advance(backend.compress(part, None, 1.0, room))
+    good = writer.message.clone()
+    first = Payload.split(good)[0].nbytes
+    for damage in (
+        *[good[:-1], good[:first], torch.cat([good, good[:first]]), good[first:]],
+        *[_with_byte(good, at) for at in (0, 2, 3, 4, 5, 6, 7, 8, 16, 24, 33, 50, first + 3, first + 60)],
+    ):
+        outs = [torch.zeros(100), torch.zeros(200)]
+        with pytest.raises(PayloadError) as caught:
+            backend.sum_messages([good, damage, good], outs)
+        assert caught.value.message == 1
+
+
+def _with_byte(message: Tensor, at: int) -> Tensor:
+    damaged = message.clone()
+    damaged[at] ^= 0x11
+    return damaged
 
 
 def test_payloads_whose_header_is_known(backend: Backend) -> None:

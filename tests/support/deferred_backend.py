@@ -54,6 +54,7 @@ class DeferredBackend(ReferenceBackend):
         start: int = 0,
         value_dtype: int = 0,
         encoding: int | None = None,
+        clear: bool = False,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
         # What the kernel itself reads, on the device.
@@ -68,6 +69,7 @@ class DeferredBackend(ReferenceBackend):
             start=start,
             value_dtype=value_dtype,
             encoding=encoding,
+            clear=clear,
         )
         return Stats.on_device(on_device(stats.counts, torch.int64), tau=args.tau)
 

@@ -21,7 +21,7 @@
 #include <immintrin.h>
 #endif
 
-#define DCT_ABI_VERSION 1
+#define DCT_ABI_VERSION 2
 #define API __attribute__((visibility("default")))
 #define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
 #define SLACK 16        /* compressed vectors are stored in full; this many entries past the end may be written */
@@ -29,6 +29,7 @@
 #define HEADER 40
 #define MAX_THREADS 64
 #define PREFETCH_AHEAD 512 /* entries */
+#define SCATTER_AHEAD 32   /* entries */
 #define OVERFLOW_F32 0x7E800000u /* 2**126 */
 #define OVERFLOW_BF16 0x7E80
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
@@ -49,6 +50,7 @@ enum {
     ERR_COUNT = -6,
     ERR_ORDER = -7,
     ERR_TRAILING = -8,
+    ERR_HEADER = -9,
 };
 
 /* ---- small helpers --------------------------------------------------------------------------------------------- */
@@ -74,6 +76,12 @@ static inline uint16_t load16(const uint8_t *p) {
 static inline uint32_t load32(const uint8_t *p) {
     uint32_t v;
     memcpy(&v, p, 4);
+    return v;
+}
+
+static inline uint64_t load64(const uint8_t *p) {
+    uint64_t v;
+    memcpy(&v, p, 8);
     return v;
 }
 
@@ -571,29 +579,28 @@ static inline float value_at(const uint8_t *p, uint64_t j, int dtype, uint64_t g
     return (float)(int8_t)p[4 * groups + j] * loadf(p + j / GROUP * 4);
 }
 
-/* out[idx[j]] += value j; idx NULL: every entry. */
+/* out[idx[j]] += scale * value j; idx NULL: every entry. */
 static inline void add_typed(float *restrict out, const uint32_t *restrict idx, const uint8_t *restrict p, uint64_t nnz,
-                             int dtype) {
+                             int dtype, float scale) {
     const uint64_t groups = ceil_div(nnz, GROUP);
-    const uint64_t ahead = 32;
     if (!idx) {
-        for (uint64_t j = 0; j < nnz; j++) out[j] += value_at(p, j, dtype, groups);
+        for (uint64_t j = 0; j < nnz; j++) out[j] += scale * value_at(p, j, dtype, groups);
         return;
     }
     for (uint64_t j = 0; j < nnz; j++) {
-        if (j + ahead < nnz) __builtin_prefetch(out + idx[j + ahead], 1);
-        out[idx[j]] += value_at(p, j, dtype, groups);
+        if (j + SCATTER_AHEAD < nnz) __builtin_prefetch(out + idx[j + SCATTER_AHEAD], 1);
+        out[idx[j]] += scale * value_at(p, j, dtype, groups);
     }
 }
 
-static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype) {
+static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
     switch (dtype) { /* one specialised loop each */
-    case VALUE_FP32: add_typed(out, idx, p, nnz, VALUE_FP32); break;
-    case VALUE_BF16: add_typed(out, idx, p, nnz, VALUE_BF16); break;
-    case VALUE_FP16: add_typed(out, idx, p, nnz, VALUE_FP16); break;
-    case VALUE_INT8: add_typed(out, idx, p, nnz, VALUE_INT8); break;
-    case VALUE_INT4: add_typed(out, idx, p, nnz, VALUE_INT4); break;
-    default: add_typed(out, idx, p, nnz, VALUE_INT2);
+    case VALUE_FP32: add_typed(out, idx, p, nnz, VALUE_FP32, scale); break;
+    case VALUE_BF16: add_typed(out, idx, p, nnz, VALUE_BF16, scale); break;
+    case VALUE_FP16: add_typed(out, idx, p, nnz, VALUE_FP16, scale); break;
+    case VALUE_INT8: add_typed(out, idx, p, nnz, VALUE_INT8, scale); break;
+    case VALUE_INT4: add_typed(out, idx, p, nnz, VALUE_INT4, scale); break;
+    default: add_typed(out, idx, p, nnz, VALUE_INT2, scale);
     }
 }
 
@@ -873,13 +880,14 @@ static void write_header(uint8_t *out, int encoding, int dtype, int nonfinite, i
 
 typedef struct {
     /* in */
-    const void *grad;
+    void *grad;
     const float *residual; /* NULL: zeros */
     float *left;           /* residual_out; NULL: none. Equal to residual, or apart from it */
     uint8_t *out;
     uint64_t numel, capacity, start;
     float tau;
     int32_t grad_dtype, value_dtype, encoding, dense, threads;
+    int32_t clear; /* leave zeros in grad */
     /* out */
     int32_t nonfinite;
     uint64_t nbytes, nnz, above, select_ns, encode_ns;
@@ -902,6 +910,11 @@ typedef struct {
 
 static const void *grad_at(const dct_compress_t *a, uint64_t i) {
     return (const char *)a->grad + i * grad_size(a->grad_dtype);
+}
+
+/* Entries [i, i + n) of the gradient were read. */
+static void clear_grad(const dct_compress_t *a, uint64_t i, uint64_t n) {
+    if (a->clear && n) memset((char *)a->grad + i * grad_size(a->grad_dtype), 0, n * grad_size(a->grad_dtype));
 }
 
 static uint64_t thread_begin(const dct_compress_t *a, int t) {
@@ -973,6 +986,7 @@ static void select_segment(selection_t *s, segment_t *seg) {
         float *val = full ? spare_val : seg->val + seg->kept;
         const size_t found = select(grad_at(a, i), a->residual ? a->residual + i : NULL, a->left ? a->left + i : NULL,
                                     n, a->tau, (uint32_t)i, idx, val);
+        clear_grad(a, i, n);
         seg->above += found;
         if (full) continue;
         const size_t taken = found < most - seg->kept ? found : (size_t)(most - seg->kept);
@@ -1055,6 +1069,7 @@ static void compress_dense(dct_compress_t *a) {
         accumulate(grad_at(a, i), a->grad_dtype, a->residual ? a->residual + i : NULL, n, x);
         encode_values(x, n, a->value_dtype, body + bits * i / 8, values + i / GROUP * 4, a->left ? rest : NULL);
         if (a->left) memcpy(a->left + i, rest, 4 * n);
+        clear_grad(a, i, n);
     }
     a->nnz = a->above = a->numel;
     a->nbytes = HEADER + values_nbytes(a->numel, a->value_dtype);
@@ -1066,6 +1081,7 @@ static void refuse(dct_compress_t *a) {
         memset(a->left, 0, 4 * a->numel);
     else if (a->left && a->left != a->residual)
         memcpy(a->left, a->residual, 4 * a->numel);
+    clear_grad(a, 0, a->numel);
     a->nonfinite = 1;
     a->nbytes = HEADER;
     a->nnz = a->above = 0;
@@ -1166,8 +1182,171 @@ API int32_t dct_decode_add(const dct_payload_t *p, const dct_payload_t *mask, fl
     if (status == OK && mask != p) status = check_sums(mask);
     if (status == OK) status = check_values(values, p->nnz, p->value_dtype);
     if (status == OK) status = positions_of(mask, &idx);
-    if (status == OK) add_values(out, idx, values, p->nnz, p->value_dtype);
+    if (status == OK) add_values(out, idx, values, p->nnz, p->value_dtype, 1.0f);
     free(idx);
+    return status;
+}
+
+/* A message that is read from front to back: payloads, one after the other. */
+typedef struct {
+    const uint8_t *data;
+    uint64_t nbytes;
+} dct_message_t;
+
+/* Where a sum goes: zeros on entry. */
+typedef struct {
+    void *out;
+    uint64_t numel;
+    int32_t dtype;
+} dct_target_t;
+
+/* Sizes that the encoding's sections can have (codecs/index: section_sizes). */
+static int section_fits(const dct_payload_t *p) {
+    const uint64_t nnz = p->nnz, rest = p->numel - p->nnz, codes = nnz * (uint64_t)(p->param + 1);
+    uint64_t low = 0, high = 0;
+    switch (p->encoding) {
+    case ENC_DENSE:
+        if (rest) return 0;
+        break;
+    case ENC_BITMAP: low = high = ceil_div(p->numel, 8); break;
+    case ENC_GAPS8: low = nnz, high = nnz + rest / 255; break;
+    case ENC_BLOCK16: low = high = 4 * ceil_div(p->numel, 65536) + 2 * nnz; break;
+    case ENC_RICE: low = ceil_div(codes, 8), high = ceil_div(codes + (rest >> p->param), 8); break;
+    default: return 0; /* without positions of its own */
+    }
+    return low <= p->index_nbytes && p->index_nbytes <= high && p->param <= (p->encoding == ENC_RICE ? 30 : 0);
+}
+
+/* The payload of numel entries at the front of a message, which then goes on behind it. */
+static int take_payload(dct_message_t *message, uint64_t numel, dct_payload_t *p, int *nonfinite) {
+    const uint8_t *data = message->data;
+    if (message->nbytes < HEADER || load16(data) != 0xDC7A || data[2] != 1 || data[4] > VALUE_INT2 || data[5] > 1 ||
+        data[7])
+        return ERR_HEADER;
+    *p = (dct_payload_t){.data = data,
+                         .numel = load64(data + 8),
+                         .nnz = load64(data + 16),
+                         .index_nbytes = load64(data + 24),
+                         .encoding = data[3],
+                         .param = data[6],
+                         .value_dtype = data[4],
+                         .check1 = load32(data + 32),
+                         .check2 = load32(data + 36)};
+    *nonfinite = data[5];
+    if (p->numel != numel || p->nnz > numel || numel > UINT32_MAX || p->index_nbytes > message->nbytes)
+        return ERR_HEADER;
+    if (*nonfinite ? p->encoding || p->param || p->nnz || p->index_nbytes : !section_fits(p)) return ERR_HEADER;
+    p->nbytes = HEADER + p->index_nbytes + values_nbytes(p->nnz, p->value_dtype);
+    if (p->nbytes > message->nbytes) return ERR_HEADER;
+    message->data += p->nbytes;
+    message->nbytes -= p->nbytes;
+    return OK;
+}
+
+/* What a payload keeps: its positions, in memory that grows and is kept for the next one. */
+typedef struct {
+    dct_payload_t payload;
+    uint32_t *idx, *memory;
+    uint64_t room;
+} kept_t;
+
+static const uint8_t *values_of(const dct_payload_t *p) { return p->data + HEADER + p->index_nbytes; }
+
+static int open_kept(kept_t *kept) {
+    const dct_payload_t *p = &kept->payload;
+    int status = check_sums(p);
+    if (status == OK) status = check_values(values_of(p), p->nnz, p->value_dtype);
+    kept->idx = NULL;
+    if (status != OK || p->encoding == ENC_DENSE) return status;
+    if (p->nnz >= kept->room) {
+        free(kept->memory);
+        kept->room = p->nnz + p->nnz / 4 + 1;
+        kept->memory = malloc(4 * kept->room);
+        if (!kept->memory) {
+            kept->room = 0;
+            return ERR_MEMORY;
+        }
+    }
+    kept->idx = kept->memory;
+    return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, kept->idx);
+}
+
+static inline void store_scaled(const dct_target_t *to, uint64_t i, float x) {
+    uint16_t *out16 = to->out;
+    if (to->dtype == GRAD_FP32)
+        ((float *)to->out)[i] = x;
+    else if (to->dtype == GRAD_BF16)
+        out16[i] = to_bf16(x);
+    else /* what is rounded to 2**16 is infinite */
+        out16[i] = magnitude(x) >= 65520.0f ? (uint16_t)(bits_of(x) >> 16 & 0x8000) | 0x7C00 : to_fp16(x);
+}
+
+/* The sum of n payloads in scratch (zeros before and after), scaled and rounded once. */
+static void sum_apart(const kept_t *kept, int n, const dct_target_t *to, float scale, float *scratch) {
+    for (int p = 0; p < n; p++) {
+        const dct_payload_t *each = &kept[p].payload;
+        add_values(scratch, kept[p].idx, values_of(each), each->nnz, each->value_dtype, 1.0f);
+    }
+    for (int p = 0; p < n; p++) {
+        const uint32_t *idx = kept[p].idx;
+        for (uint64_t j = 0; j < kept[p].payload.nnz; j++) {
+            const uint64_t i = idx ? idx[j] : j;
+            store_scaled(to, i, scratch[i] * scale);
+        }
+    }
+    for (int p = 0; p < n; p++) {
+        const uint32_t *idx = kept[p].idx;
+        if (!idx && kept[p].payload.nnz) memset(scratch, 0, 4 * kept[p].payload.nnz);
+        for (uint64_t j = 0; idx && j < kept[p].payload.nnz; j++) scratch[idx[j]] = 0.0f;
+    }
+}
+
+static void fill_nan(const dct_target_t *to) {
+    uint16_t *out16 = to->out;
+    for (uint64_t i = 0; i < to->numel; i++) {
+        if (to->dtype == GRAD_FP32)
+            ((float *)to->out)[i] = float_of(0x7FC00000u);
+        else
+            out16[i] = to->dtype == GRAD_BF16 ? 0x7FC0 : 0x7E00;
+    }
+}
+
+static int is_power_of_two(float x) { return (bits_of(x) & 0x807FFFFFu) == 0 && bits_of(x) >> 23 > 0; }
+
+/* targets[i] = scale * (payload i of every message, added up in their order), for all i. scratch: zeros, as many as the
+ * largest target has entries; it may be NULL if all are fp32, and scale is a power of two or there is one message.
+ * *where is the message that is wrong. */
+API int32_t dct_sum_messages(dct_message_t *messages, int32_t n, const dct_target_t *targets, int32_t count,
+                             float scale, float *scratch, int32_t *where) {
+    kept_t *kept = calloc((size_t)n + 1, sizeof *kept);
+    int status = kept ? OK : ERR_MEMORY;
+    for (int i = 0; i < count && status == OK; i++) {
+        const dct_target_t *to = &targets[i];
+        /* Scaled one by one where that gives the same bits. */
+        const int direct = to->dtype == GRAD_FP32 && (n == 1 || is_power_of_two(scale));
+        int nonfinite = 0;
+        for (int p = 0; p < n && status == OK; p++) {
+            int flagged = 0;
+            *where = p;
+            status = take_payload(&messages[p], to->numel, &kept[p].payload, &flagged);
+            if (status == OK) status = open_kept(&kept[p]);
+            nonfinite |= flagged;
+        }
+        if (status != OK) break;
+        if (nonfinite)
+            fill_nan(to);
+        else if (!direct)
+            sum_apart(kept, n, to, scale, scratch);
+        else
+            for (int p = 0; p < n; p++) {
+                const dct_payload_t *each = &kept[p].payload;
+                add_values(to->out, kept[p].idx, values_of(each), each->nnz, each->value_dtype, scale);
+            }
+    }
+    for (int p = 0; p < n && status == OK; p++)
+        if (messages[p].nbytes) *where = p, status = ERR_HEADER;
+    for (int p = 0; kept && p < n; p++) free(kept[p].memory);
+    free(kept);
     return status;
 }
 
