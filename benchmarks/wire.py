@@ -3,8 +3,7 @@
 Starts two local ranks that train a perceptron of more than ten million parameters with an ordinary DeepSpeed
 engine, for each ZeRO stage once without and once with a ``dct`` section (the only difference), and reads what
 the loopback interface carried in steady state: both directions, packet headers and everything else included.
-ZeRO-1 and 2 also all-gather updated parameters, which stays dense (in the parameters' type), so their ratio
-has a ceiling of about 2.
+ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense).
 
     python benchmarks/wire.py
 """
@@ -67,6 +66,12 @@ def worker(args: argparse.Namespace) -> None:
                 section["dct"] = {
                     "data_parallel": {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
                 }
+                if stage and args.parameters:
+                    section["dct"]["data_parallel"]["parameters"] = {
+                        "enabled": True,
+                        "sparsity": args.parameters,
+                        "value_dtype": args.value_dtype,
+                    }
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=section
             )
@@ -114,6 +119,7 @@ def main() -> None:
     )
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--sparsity", type=float, default=0.99)
+    parser.add_argument("--parameters", type=float, default=0.99, help="sparsity of updated parameters")
     parser.add_argument("--value-dtype", default="bf16")
     parser.add_argument("--bf16", action="store_true", help="bf16 training instead of fp32")
     parser.add_argument("--warmup", type=int, default=10, help="steps before the counters are read")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.step_ahead import units_of
 from dct_plugin.metrics import Metrics
 
@@ -63,6 +64,11 @@ class DCTState:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
         self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
+        if self.config.data_parallel.parameters.enabled:
+            raise refuse(
+                "torch DistributedDataParallel",
+                "every rank has the whole optimizer, no weights are gathered after a step",
+            )
         self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
         if metrics is None:
             rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)

@@ -30,6 +30,13 @@ LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
 #: Dense steps and the rise of sparsity after them, for all settings but those that name others.
 START = {"warmup_steps": 60, "sparsity_warmup_steps": 60}
 SLOWER = {**START, "sparsity_warmup_steps": 180}
+
+
+def _updates(sparsity: float, **more: Any) -> dict[str, Any]:
+    """Thresholded updates of the weights besides; for ZeRO-1 and 2 (``--stage``)."""
+    return {"parameters": {"enabled": True, "sparsity": sparsity, **more}}
+
+
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "local-0.9": {"sparsity": 0.9, **LOCAL, **START},
@@ -42,6 +49,20 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "ahead-0.97-ramp180": {"sparsity": 0.97, **AHEAD, **SLOWER},
     "ahead-0.99-no-start": {"sparsity": 0.99, **AHEAD},
     "ahead-0.99-int8": {"sparsity": 0.99, **AHEAD, **START, "value_dtype": "int8"},
+    **{
+        f"ahead-0.99-ramp180-parameters-{share}": {"sparsity": 0.99, **AHEAD, **SLOWER, **_updates(share)}
+        for share in (0.9, 0.95, 0.97, 0.99)
+    },
+    "ahead-0.99-ramp180-parameters-0.97-int8": {
+        "sparsity": 0.99,
+        **AHEAD,
+        **SLOWER,
+        **_updates(0.97, value_dtype="int8"),
+    },
+    **{
+        f"dense-parameters-{share}": {"sparsity": 0, "value_dtype": "fp32", **SLOWER, **_updates(share)}
+        for share in (0.97, 0.99)
+    },
     "ahead-0.99-coefficient1": {"sparsity": 0.99, **AHEAD, **START, "step_ahead_coefficient": 1.0},
 }
 
@@ -101,6 +122,22 @@ def model_of(seed: int) -> Any:
     return GPT()
 
 
+def held_out_loss(engine: Any, held_out: Any) -> float:
+    """Nats per character."""
+    import torch
+    from torch.nn import functional
+
+    loss, count, offsets = 0.0, 0, torch.arange(SEQUENCE)
+    with torch.no_grad():
+        for start in range(0, len(held_out) - SEQUENCE - 1, 64 * SEQUENCE):
+            firsts = torch.arange(start, min(start + 64 * SEQUENCE, len(held_out) - SEQUENCE - 1), SEQUENCE)
+            where = firsts[:, None] + offsets
+            logits = engine(held_out[where]).view(-1, SYMBOLS)
+            loss += float(functional.cross_entropy(logits, held_out[where + 1].view(-1), reduction="sum"))
+            count += where.numel()
+    return loss / count
+
+
 def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, Any]) -> dict[str, Any]:
     """One run on this rank."""
     import deepspeed
@@ -147,22 +184,19 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
     dist.barrier()
     counter.stop()
     engine.eval()
-    loss, count = 0.0, 0
-    with torch.no_grad():
-        for start in range(0, len(held_out) - SEQUENCE - 1, 64 * SEQUENCE):
-            firsts = torch.arange(start, min(start + 64 * SEQUENCE, len(held_out) - SEQUENCE - 1), SEQUENCE)
-            where = firsts[:, None] + offsets
-            logits = engine(held_out[where]).view(-1, SYMBOLS)
-            loss += float(functional.cross_entropy(logits, held_out[where + 1].view(-1), reduction="sum"))
-            count += where.numel()
+    working = held_out_loss(engine, held_out)
+    if section is not None:
+        engine.dct.gather_parameters()
     weights = [None] * world_size
     flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
     dist.all_gather_object(weights, hash(flat.numpy().tobytes()))
+    loss = held_out_loss(engine, held_out)
     engine.destroy()
     return {
         "setting": setting,
         "seed": seed,
-        "loss": loss / count,
+        "loss": loss,
+        "loss_of_working_weights": working,
         "bytes_per_step": counter.tx / (args.steps - args.steps // 2),
         "ranks_identical": len(set(weights)) == 1,
     }

@@ -71,6 +71,37 @@ _DensityBand = Annotated[
 ]
 
 
+class ParametersConfig(Section):
+    """``dct.data_parallel.parameters``: updates of the weights, from the owner of a part of them to all.
+
+    Under ZeRO-1 and 2 and Megatron's distributed optimizer. Dense steps, the rise of sparsity after them, and
+    how thresholds are found, are those of ``dct.data_parallel``.
+    """
+
+    enabled: bool = Field(
+        default=False,
+        description="Threshold the updates; false leaves the gather of updated weights to the host.",
+    )
+    sparsity: float = Field(
+        default=0.97,
+        ge=0,
+        lt=1,
+        description="Share of the entries that are not updated in one step; what is left stays between "
+        "master and working weight and is sent later.",
+    )
+    value_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
+        default="bf16",
+        description="Type of the differences on the wire; with sparsity 0 and the weights' own type or fp32 "
+        "the host's own gather runs.",
+    )
+    full_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps between two gathers of all weights in full; null gathers them in full for "
+        "checkpoints alone.",
+    )
+
+
 class DataParallelConfig(Section):
     """``dct.data_parallel``: which part of the gradients crosses between data-parallel ranks, and how."""
 
@@ -149,6 +180,10 @@ class DataParallelConfig(Section):
         default=0,
         ge=0,
         description="Steps after these in which the density falls exponentially to its target, as in DGC.",
+    )
+    parameters: ParametersConfig = Field(
+        default_factory=ParametersConfig,
+        description="Updates of the weights under ZeRO-1, ZeRO-2 and Megatron's distributed optimizer.",
     )
 
     @model_validator(mode="after")

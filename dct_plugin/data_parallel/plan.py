@@ -32,6 +32,16 @@ def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list
     return [Shard((first + i) % count, bounds[i], bounds[i + 1]) for i in range(parts)]
 
 
+def shards_in(start: int, numel: int, each: int) -> list[Shard]:
+    """The parts of a tensor that lies at ``start`` of a buffer whose rank ``r`` owns entries
+    ``[r * each, (r + 1) * each)``.
+    """
+    return [
+        Shard(owner, max(start, owner * each) - start, min(start + numel, (owner + 1) * each) - start)
+        for owner in range(start // each, (start + numel - 1) // each + 1)
+    ]
+
+
 @dataclass
 class Item:
     """One tensor of a reduction and where its parts go."""

@@ -11,6 +11,7 @@ import torch
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
 
@@ -19,6 +20,7 @@ from ..host.patches import Patches
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import checkpointing, step_ahead
+from .parameters import GatherHooks
 from .stage0 import BoundaryHooks
 from .support import check_engine, check_version, known_fault
 from .zero import PartitionHooks
@@ -38,6 +40,7 @@ class Attachment:
         metrics: Bytes, densities and times so far.
         steps: Optimizer steps so far.
         ahead: Displaces the weights in training passes; None without ``error_feedback: "step_ahead"``.
+        gathers: Sends updated weights; None without ``parameters.enabled``.
         description: The hooks that were chosen, in words.
     """
 
@@ -69,14 +72,41 @@ class Attachment:
             self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps)
         else:
             self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
+        self.gathers: GatherHooks | None = None
+        if config.data_parallel.parameters.enabled:
+            self.gathers = self._gathers(engine, kind)
         if config.data_parallel.error_feedback == "step_ahead":
             unit = 1.0 / (self._hooks.scale * self.reducer.world_size)
             self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit)
+
+    def _gathers(self, engine: Any, kind: str) -> GatherHooks:
+        if kind == "stage0":
+            raise refuse(
+                "ZeRO stage 0", "every rank has the whole optimizer, no weights are gathered after a step"
+            )
+        updates = ParameterUpdates(
+            self.config.data_parallel,
+            engine.seq_data_parallel_group,
+            metrics=self.metrics,
+            device=engine.device,
+            kernels=self.config.kernels,
+        )
+        self.steps.members = [self.reducer, updates]
+        return GatherHooks(kind, engine.optimizer, updates, self._hooks.name_of)
+
+    def gather_parameters(self) -> None:
+        """Bring the weights of all ranks to the optimizer's masters, in full; a collective, between two
+        steps. Checkpoints do it by themselves; for evaluation or an export of the weights call it before.
+        """
+        if self.gathers is not None:
+            self.gathers.gather()
 
     def install(self, engine: Any) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
         optimizer, patches = engine.optimizer, self._patches
         self._hooks.install(patches)
+        if self.gathers is not None:
+            self.gathers.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
         ahead = self.ahead
@@ -86,6 +116,7 @@ class Attachment:
         checkpointing.install(
             engine,
             self.reducer,
+            self.gathers,
             self.steps,
             patches,
             unit=unit,

@@ -20,6 +20,7 @@ from dct_plugin.data_parallel import GradientReducer
 from ..host import reducer_files
 from ..host.patches import Patches
 from ..host.steps import StepHooks
+from .parameters import GatherHooks
 
 #: Of the client state: the identity of the save.
 CLIENT_KEY = "dct_plugin"
@@ -28,6 +29,7 @@ CLIENT_KEY = "dct_plugin"
 def install(
     engine: Any,
     reducer: GradientReducer,
+    gathers: GatherHooks | None,
     steps: StepHooks,
     patches: Patches,
     *,
@@ -40,6 +42,7 @@ def install(
     Args:
         engine: DeepSpeed's engine; this instance is patched.
         reducer: Whose state is saved.
+        gathers: Whose state is saved with it; the weights are gathered in full before they are saved.
         steps: Of the engine's optimizer.
         patches: Keeps what was replaced.
         unit: Factor on the gradients that reach the reducer, see :func:`dct_plugin.checkpoint.save`.
@@ -50,6 +53,10 @@ def install(
     # Of the class: a subclass may pass its arguments on unseen.
     save_signature = inspect.signature(DeepSpeedEngine.save_checkpoint)
     load_signature = inspect.signature(DeepSpeedEngine.load_checkpoint)
+
+    def state_dict() -> dict[str, Any]:
+        state = reducer.state_dict()
+        return state if gathers is None else {**state, "parameters": gathers.updates.state_dict()}
 
     def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **keywords: Any) -> Any:
@@ -62,8 +69,10 @@ def install(
             if reducer.rank == 0 and folder.is_dir() and any(folder.iterdir()):
                 mark.touch()
             # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
+            if gathers is not None:
+                gathers.gather()
             identity = reducer_files.save(
-                folder, reducer.state_dict, group=group, unit=unit, configuration=configuration
+                folder, state_dict, group=group, unit=unit, configuration=configuration
             )
             given.update(client_state={**client_state, CLIENT_KEY: identity})
             given.pop("self")
@@ -86,8 +95,11 @@ def install(
                 folder = _folder(engine, asked["load_dir"], asked["tag"])
                 state = reducer_files.load(folder, group=group, unit=unit, sizes=sizes, expected=identity)
             scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
-            reducer.load_state_dict(state or reducer_files.FRESH, loss_scale=scale)
+            state = state or reducer_files.FRESH
+            reducer.load_state_dict(state, loss_scale=scale)
             steps.step = reducer.step
+            if gathers is not None:
+                gathers.updates.load_state_dict(state.get("parameters"), step=reducer.step)
             return found
 
         return load_checkpoint

@@ -30,6 +30,12 @@ _ZERO = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
 
 
+_GATHERED = (
+    "groups_flat", "partitioned_param_groups", "dp_process_group", "start_alignment_factor",
+    "allgather_bucket_size",
+)  # fmt: skip
+
+
 def _target(owner: tuple[str, str], method: str, parameters: str = "") -> Target:
     module, cls = owner
     return Target(module, f"{cls}.{method}", ("self", *parameters.split()))
@@ -56,7 +62,12 @@ TARGETS = (
     _target(_ZERO, "gradient_reduction_w_predivide", "tensor communication_data_type"),
     _target(_ZERO, "allreduce_bucket", "bucket communication_data_type rank log divide process_group"),
     _target(_ZERO, "get_param_id", "param"),
+    _target(_ZERO, "step", "closure"),
+    _target(_ZERO, "update_lp_params"),
     _target(_BF16, "get_grads_for_reduction"),
+    _target(_BF16, "step", "closure"),
+    _target(_BF16, "update_lp_params"),
+    *(Target(module, "all_gather_dp_groups", _GATHERED) for module, _ in (_ZERO, _BF16)),
 )
 
 #: Optimizer wrappers with gradient paths of their own; anything else at stage 0 is reduced by the engine.
@@ -70,9 +81,13 @@ _ENGINE_ATTRIBUTES = (
 _ZERO_ATTRIBUTES = (
     "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
     "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
-    "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale",
+    "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale", "bit16_groups_flat",
+    "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups",
 )  # fmt: skip
-_BF16_ATTRIBUTES = ("bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names")
+_BF16_ATTRIBUTES = (
+    "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names", "bf16_groups_flat",
+    "bf16_partitioned_groups", "fp32_groups_flat_partition",
+)  # fmt: skip
 
 
 def check_version(version: str) -> None:

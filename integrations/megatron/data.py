@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin import checkpoint
-from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.errors import ConfigError, DCTError
 
@@ -291,7 +292,7 @@ class DataParallelHook(Hook):
                 return
             reducer.reduce_scatter(
                 [
-                    (key, view, _shards(start, view.numel(), bucket.grad_data.numel() // ranks.size()))
+                    (key, view, shards_in(start, view.numel(), bucket.grad_data.numel() // ranks.size()))
                     for key, start, view, bucket in views
                 ],
                 scale=scale,
@@ -370,14 +371,6 @@ def _unit(group: Any, ranks: dist.ProcessGroup) -> float:
     """
     factor = float(group.buckets[0].gradient_scaling_factor)
     return factor if group.ddp_config.average_in_collective or factor != 1.0 else 1.0 / ranks.size()
-
-
-def _shards(start: int, numel: int, each: int) -> list[Shard]:
-    """Parts of a gradient by owner: rank ``r`` owns entries ``[r * each, (r + 1) * each)`` of the bucket."""
-    return [
-        Shard(owner, max(start, owner * each) - start, min(start + numel, (owner + 1) * each) - start)
-        for owner in range(start // each, (start + numel - 1) // each + 1)
-    ]
 
 
 def _fill_buffers(group: Any) -> None:

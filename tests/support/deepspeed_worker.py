@@ -186,6 +186,22 @@ class Look:
         return None if attached is None else attached.reducer.state_dict().get("ahead")
 
 
+def lag(engine: Any) -> float:
+    """Entries of this rank's part whose working weight is not the rounded master."""
+    optimizer, rank = engine.optimizer, dist.get_rank()
+    if hasattr(optimizer, "bit16_groups"):
+        working, masters = (
+            optimizer.parallel_partitioned_bit16_groups,
+            optimizer.single_partition_of_fp32_groups,
+        )
+    else:
+        working, masters = optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition
+    return sum(
+        float((parts[rank] != master.detach().to(parts[rank].dtype)).sum())
+        for parts, master in zip(working, masters, strict=True)
+    )
+
+
 def evaluate(engine: Any) -> float:
     """Loss on data that is not trained on."""
     with torch.no_grad():
@@ -218,9 +234,17 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
             first = engine.global_steps
             result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
         result["before"] = evaluate(engine)
+        if "save_after" in run:  # and go on
+            train(engine, run, first, run["save_after"], result)
+            first = run["save_after"]
+            engine.save_checkpoint(run["save"])
         train(engine, run, first, run["steps"], result)
+        if run.get("gather"):
+            result["lag"] = lag(engine)
+            engine.dct.gather_parameters()
+            result["lag_after_gather"] = lag(engine)
         result["after"] = evaluate(engine)
-        if "save" in run:
+        if "save" in run and "save_after" not in run:
             engine.save_checkpoint(run["save"])
         result["hash"] = digest(engine.module)
         result["sums"] = [float(p.detach().double().abs().sum()) for p in engine.module.parameters()]
@@ -234,6 +258,10 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
                 dense=total.dense_bytes,
                 density=total.density,
                 steps=reducer.step,
+                classes={
+                    name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
+                    for name, part in total.classes.items()
+                },
             )
             left = residuals(engine)
             result["residual"] = {name: float(residual.double().sum()) for name, residual in left.items()}

@@ -1,0 +1,230 @@
+"""Thresholded updates of the weights: the other half of the traffic of a sharded optimizer.
+
+Under ZeRO-1 and 2 and Megatron's distributed optimizer a rank owns a part of the master weights (fp32), and
+every rank trains with working weights (fp32, bf16 or fp16). After the optimizer's step the owner sends the
+entries of ``master - working`` that reach a threshold, and *every rank, the owner too, adds exactly what was
+sent* to its working weights. What was not sent stays between master and working weight: error feedback that
+needs no memory and cannot be lost.
+
+16-bit working weights: the difference is to the master as it would be rounded, so that nothing is sent which
+rounding would swallow, and an entry that is sent arrives exactly where the host's own gather puts it
+(unless it moved by more than the value type can say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codecs.message import MessageWriter
+from ..codecs.payload import Payload
+from ..codecs.values import ValueDtype
+from ..collectives import Exchange
+from ..config import DataParallelConfig, KernelConfig
+from ..errors import ConfigError, PayloadError
+from ..metrics import Metrics, Record
+from ..schedules import SparsitySchedule
+from ..stream import Compressor, Encoded, add_payload, backend_of, encode_all
+from .plan import Item, Plan, Shard
+
+#: The option that switches it on, as errors name it.
+KEY = "dct.data_parallel.parameters.enabled"
+
+
+def refuse(host: str, why: str) -> ConfigError:
+    """The error for a host whose weights are not gathered, or not where they could be thresholded."""
+    return ConfigError(f"{KEY} = true: {host}: {why}; set it to false")
+
+
+class ParameterUpdates:
+    """Brings working weights to their owners' master weights, all ranks to bitwise the same values.
+
+    Args:
+        config: The ``data_parallel`` settings.
+        group: Process group over which the masters are sharded; None for the default one.
+        metrics: Where bytes, density and times are recorded.
+        device: Of the weights.
+        kernels: Which kernels run; the defaults when None.
+        step: Optimizer steps so far.
+    """
+
+    def __init__(
+        self,
+        config: DataParallelConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        metrics: Metrics | None = None,
+        device: torch.device | str = "cpu",
+        kernels: KernelConfig | None = None,
+        step: int = 0,
+    ) -> None:
+        self.config = config.parameters
+        self.device = torch.device(device)
+        self.exchange = Exchange(group, self.device)
+        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
+        self.metrics = metrics
+        self.step = step
+        """Optimizer steps so far."""
+        self.streams: dict[str, Compressor] = {}
+        """One per tensor of which this rank owns a part."""
+        self._settings = config.model_copy(
+            update={
+                "sparsity": self.config.sparsity,
+                "value_dtype": self.config.value_dtype,
+                "error_feedback": "none",
+                "momentum_correction": 0.0,
+                "momentum_masking": False,
+            }
+        )
+        self.schedule = SparsitySchedule.of(self._settings)
+        self._value_dtype = ValueDtype.parse(self.config.value_dtype)
+        self._kernels = kernels
+        self._backend = backend_of(kernels, self.device)
+        self._writer = MessageWriter(self.device)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._loaded: dict[str, dict[str, Any]] = {}
+
+    def full(self, dtype: torch.dtype) -> bool:
+        """Whether in this step the host is to gather weights of ``dtype`` by itself, in full.
+
+        The same on all ranks. True in warm-up steps, every ``full_every`` steps, and where nothing would be
+        saved or rounded.
+        """
+        every = self.config.full_every
+        if self.world_size == 1 or (every is not None and (self.step + 1) % every == 0):
+            return True
+        if self.schedule.density(self.step) < 1.0:
+            return False
+        lossless = self._value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
+        return lossless or self.step < self.schedule.warmup_steps
+
+    def record_full(self, numel: int, element_size: int) -> None:
+        """The host has gathered ``numel`` weights in full."""
+        # What a rank sends in a ring: the transport does not tell.
+        size = (self.world_size - 1) / self.world_size * numel * element_size
+        if self.metrics is not None and size:
+            self.metrics.record(Record("parameter_full", size, size, numel))
+
+    def update(
+        self,
+        entries: Sequence[tuple[str, Tensor, Sequence[Shard]]],
+        master_of: Callable[[str], Tensor],
+    ) -> None:
+        """Move working weights towards the masters; a collective.
+
+        Args:
+            entries: ``(name, working, shards)``; 1-D contiguous working weights of any floating type, changed
+                in place, the same on all ranks before and after; every rank owns at most one of the shards.
+            master_of: The masters of this rank's shard of a name, 1-D, of the shard's length.
+
+        Raises:
+            DesyncError: A rank failed or updates other tensors.
+            PayloadError: A message arrived damaged.
+            ValueError: The shards of a tensor do not cover it.
+        """
+        with self._recorded() as whole:
+            with self.exchange.abort_on_error():
+                small = self._settings.min_numel
+                items = [Item(n, t, list(s), t.numel() < small) for n, t, s in entries]
+                plan = Plan("parameters", items)
+                message = self._encode(plan, master_of, whole)
+            with whole.timed("exchange"):
+                messages = self.exchange.all_gather(message, plan.fingerprint)
+            with whole.timed("decode"):
+                for owner, received in enumerate(messages):
+                    self._apply(plan, owner, received)
+
+    def end_step(
+        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
+    ) -> None:
+        """An optimizer step is over; one that was skipped has updated nothing."""
+        self.step += 1
+
+    # -- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Thresholds and counters of this rank; what is not sent yet follows from the weights."""
+        streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
+        return {"step": self.step, "streams": streams}
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
+        """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
+        self.streams.clear()
+        self.step = step if state is None else int(state["step"])
+        self._loaded = {} if state is None else dict(state["streams"])
+
+    # -- inside ---
+
+    def _encode(self, plan: Plan, master_of: Callable[[str], Tensor], whole: Record) -> Tensor:
+        self._writer.clear()
+        density, written = self.schedule.density(self.step), []
+        for item, shard in plan.owned_by(self.rank):
+            working, master = item.view(shard), master_of(item.name)
+            stream = None
+            if item.small:
+                encoded = encode_all(self._backend, master.to(working.dtype), self._writer)
+            else:
+                stream = self._stream(item.name)
+                difference = self._difference(working, master)
+                encoded = stream.encode(difference, [(0, working.numel(), self._writer)], density)
+            written.append((item, stream, encoded))
+        message = self._writer.message
+        receivers = self.world_size - 1
+        for item, stream, encoded in written:
+            if stream is not None:
+                stream.observe(encoded)
+            dense = receivers * encoded.numel * item.tensor.element_size()
+            sent = receivers * sum(part.nbytes for part in encoded.stats)
+            name = "parameter_small" if item.small else "parameter"
+            self._record(encoded, name, dense, sent, whole)
+        return message
+
+    def _difference(self, working: Tensor, master: Tensor) -> Tensor:
+        """What the working weights lack, fp32, in memory that the next call uses again."""
+        if self._scratch.numel() < working.numel():
+            self._scratch = torch.empty(working.numel(), dtype=torch.float32, device=self.device)
+        out = self._scratch[: working.numel()]
+        out.copy_(master.to(working.dtype))
+        return out.sub_(working)
+
+    def _apply(self, plan: Plan, owner: int, message: Tensor) -> None:
+        owned = plan.owned_by(owner)
+        payloads = Payload.split(message, verify=False)  # decoding verifies
+        if len(payloads) != len(owned):
+            raise PayloadError(
+                f"rank {self.rank}: message from rank {owner} of the group holds {len(payloads)} updates of "
+                f"weights, expected {len(owned)}"
+            )
+        for (item, shard), payload in zip(owned, payloads, strict=True):
+            working = item.view(shard)
+            if item.small:
+                working.zero_()
+            add_payload(self._backend, payload, working)
+
+    def _stream(self, name: str) -> Compressor:
+        stream = self.streams.get(name)
+        if stream is None:
+            stream = Compressor(self._settings, name=name, rank=self.rank, kernels=self._kernels)
+            if name in self._loaded:
+                stream.load_state_dict(self._loaded.pop(name))
+            self.streams[name] = stream
+        return stream
+
+    @contextmanager
+    def _recorded(self) -> Iterator[Record]:
+        """The record of an update as a whole: size messages, and the time of exchange and decoding."""
+        whole = Record("parameter", sent_bytes=-self.exchange.sent_bytes, tensors=0)
+        yield whole
+        whole.sent_bytes += self.exchange.sent_bytes
+        if self.metrics is not None:
+            self.metrics.record(whole)
+
+    def _record(self, encoded: Encoded, name: str, dense: float, sent: float, whole: Record) -> None:
+        whole.sent_bytes -= sent
+        if self.metrics is not None:
+            self.metrics.record(encoded.record(name, dense_bytes=dense, sent_bytes=sent))
