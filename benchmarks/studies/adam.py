@@ -45,7 +45,17 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "ahead-0.97": {"sparsity": 0.97, **AHEAD, **START},
     "ahead-0.99": {"sparsity": 0.99, **AHEAD, **START},
     "ahead-0.99-ramp180": {"sparsity": 0.99, **AHEAD, **SLOWER},
-    "ahead-0.99-ramp180-two-phase": {"sparsity": 0.99, **AHEAD, **SLOWER, "exchange": "two_phase"},
+    "ahead-0.99-ramp180-direct": {"sparsity": 0.99, **AHEAD, **SLOWER, "exchange": "direct"},
+    **{
+        f"ahead-0.99-ramp180-answers{factor}": {
+            "sparsity": 0.99,
+            **AHEAD,
+            **SLOWER,
+            "exchange": "two_phase",
+            "server_density": float(factor),
+        }
+        for factor in (1, 2, 3)
+    },
     "ahead-0.97-ramp180": {"sparsity": 0.97, **AHEAD, **SLOWER},
     "ahead-0.99-no-start": {"sparsity": 0.99, **AHEAD},
     "ahead-0.99-int8": {"sparsity": 0.99, **AHEAD, **START, "value_dtype": "int8"},

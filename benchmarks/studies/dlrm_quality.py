@@ -35,6 +35,7 @@ def settings() -> dict[str, dict[str, Any]]:
     ahead = {"error_feedback": "step_ahead"}
     # An epoch of Criteo's sample is 125 steps: the start is as short as that asks for.
     start = {"warmup_steps": 10, "sparsity_warmup_steps": 20}
+    longer = {"warmup_steps": 20, "sparsity_warmup_steps": 40}
     best = {"error_bound": 0.03, "gradient_bound": 0.1}
     return {
         "lossless": embedding(),
@@ -59,6 +60,7 @@ def settings() -> dict[str, dict[str, Any]]:
         "DCT-DP 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, **ahead, **start),
         "hybrid": data_parallel(0.9, best),
         "hybrid 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, best, **ahead, **start),
+        "hybrid 0.99, step-ahead, 20 + 40 steps": data_parallel(0.99, best, **ahead, **longer),
     }
 
 

@@ -28,6 +28,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
 from dct_plugin import Compressor
+from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.3),
@@ -51,12 +52,49 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
         "momentum_masking": True,
     },
     "0.999": {"sparsity": 0.999},
+    "0.9, step-ahead": {"sparsity": 0.9, "error_feedback": "step_ahead"},
+    "0.99, step-ahead": {"sparsity": 0.99, "error_feedback": "step_ahead"},
+    "0.99, step-ahead, 10 + 20 steps": {
+        "sparsity": 0.99,
+        "error_feedback": "step_ahead",
+        "warmup_steps": 10,
+        "sparsity_warmup_steps": 20,
+    },
+    "0.99, step-ahead, 20 + 60 steps": {
+        "sparsity": 0.99,
+        "error_feedback": "step_ahead",
+        "warmup_steps": 20,
+        "sparsity_warmup_steps": 60,
+    },
 }
 
 
 def batches(rows: int, batch: int, epochs: int, seed: int) -> Iterator[Any]:
     for epoch in range(epochs):
         yield from epoch_batches(rows, batch, seed=seed, epoch=epoch)
+
+
+def look_ahead(
+    model: nn.Module, optimizer: torch.optim.Optimizer, streams: dict[str, Compressor], workers: int
+) -> StepAhead:
+    """Step-ahead of one worker."""
+
+    def residual_of(name: str) -> torch.Tensor | None:
+        kept = streams[name].residual
+        return None if kept is None else kept.current
+
+    named = [(n, p) for n, p in model.named_parameters() if n in streams]
+    return StepAhead(named, units_of(optimizer), residual_of, world_size=workers)
+
+
+def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> None:
+    """What the reducer does after an exchange, and the end of the step."""
+    if sampled := aheads[0].sampled(names, step):
+        own = [ahead.samples(sampled, step, torch.device("cpu")) for ahead in aheads]
+        for ahead, mine in zip(aheads, own, strict=True):
+            ahead.learn(sampled, mine, sum(own) / len(own))
+    for ahead in aheads:
+        ahead.end_step(skipped=False)
 
 
 def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
@@ -82,18 +120,26 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
             }
             for w in range(args.workers)
         ]
+    looks = settings is not None and settings.get("error_feedback") == "step_ahead"
+    aheads = [look_ahead(model, step_with, stream, args.workers) for stream in streams] if looks else []
     kept = total = 0
     dense, sparse, label = (torch.as_tensor(t) for t in rows)
-    for at in steps:
+    for number, at in enumerate(steps):
         sums: dict[str, torch.Tensor] = {}
         for worker in range(args.workers):
             part = torch.as_tensor(at[worker :: args.workers])
             step_with.zero_grad()
+            if looks:
+                aheads[worker].displace()
             loss_of(model(dense[part].float(), sparse[part].long()), label[part].float()).backward()
+            if looks:
+                aheads[worker].restore()
             for name, parameter in model.named_parameters():
                 grad = parameter.grad
                 assert grad is not None
                 if streams and name in streams[worker]:
+                    if looks:
+                        aheads[worker].observe(name, grad.view(-1))
                     payload = streams[worker][name].compress(grad)
                     kept, total = kept + payload.nnz, total + payload.numel
                     grad = streams[worker][name].decompress(payload)
@@ -101,6 +147,8 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
         for name, parameter in model.named_parameters():
             parameter.grad = sums[name] / args.workers
         step_with.step()
+        if looks:
+            compare_residuals(aheads, list(streams[0]), number)
     with torch.no_grad():
         test_dense, test_sparse, test_label = (torch.as_tensor(t) for t in data.test)
         scores = torch.sigmoid(model(test_dense.float(), test_sparse.long())).double().numpy()

@@ -110,6 +110,7 @@ class GradientReducer:
             parameters,
             unit_of,
             self._residual_of,
+            self._held_back_of,
             world_size=self.world_size,
             coefficient=self.config.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * self.loss_scale),
@@ -140,7 +141,7 @@ class GradientReducer:
                 plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
                 self._all_reduce_direct(plan, scale, whole)
             else:
-                plan = self._plan("two_phase", [(n, t, self._shards(n, t)) for n, t in entries])
+                plan = self._plan("two_phase", [(n, t, self._shards(n, t.numel())) for n, t in entries])
                 self._all_reduce_two_phase(plan, scale, whole)
             self._measure_coefficients(plan)
 
@@ -262,6 +263,13 @@ class GradientReducer:
         saved: Tensor | None = self._loaded[name]["residual"] if name in self._loaded else None
         return None if saved is None else saved.to(self.device)
 
+    def _held_back_of(self, name: str, numel: int) -> list[tuple[Shard, Tensor]]:
+        """What this rank, as an owner (two-phase exchange), has not sent back yet."""
+        if self._direct():
+            return []
+        parts = ((s, self._residual_of(f"{name}[{s.start}:{s.stop}]")) for s in self._shards(name, numel))
+        return [(shard, residual) for shard, residual in parts if residual is not None]
+
     def look(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Show step-ahead gradients (see :meth:`all_reduce`) that the host reduces by itself.
 
@@ -276,7 +284,7 @@ class GradientReducer:
                 )
         elif self.world_size > 1:
             for name, tensor in entries:
-                if not self._small(tensor):
+                if not self._small(tensor.numel()):
                     self._ahead.observe(name, tensor)
 
     def _measure_coefficients(self, plan: Plan) -> None:
@@ -290,20 +298,20 @@ class GradientReducer:
 
     def _direct(self) -> bool:
         if self.config.exchange == "auto":
-            # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
-            # round fewer. What owners hold back cannot be looked ahead (measured: docs/quality.md).
-            return self.world_size <= (4 if self.config.error_feedback == "step_ahead" else 2)
+            # A rank sends P-1 messages directly, and in two phases (P-1)/P of one and of an answer. Where the
+            # bytes are the same, directly: that takes one round less, and owners hold nothing back.
+            return self.world_size <= 1.0 + self.config.answer_density
         return self.config.exchange == "direct"
 
-    def _small(self, tensor: Tensor) -> bool:
-        return tensor.numel() < self.config.min_numel
+    def _small(self, numel: int) -> bool:
+        return numel < self.config.min_numel
 
-    def _shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        return shards_of(name, tensor.numel(), self.world_size, whole=self._small(tensor))
+    def _shards(self, name: str, numel: int) -> list[Shard]:
+        return shards_of(name, numel, self.world_size, whole=self._small(numel))
 
     def _plan(self, kind: str, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> Plan:
         with self.exchange.abort_on_error():
-            items = [Item(n, t, list(shards), self._small(t)) for n, t, shards in entries]
+            items = [Item(n, t, list(shards), self._small(t.numel())) for n, t, shards in entries]
             ahead = self._ahead
             sampled = ahead.sampled((i.name for i in items if not i.small), self.step) if ahead else []
             return Plan(kind, items, sampled)
@@ -368,7 +376,7 @@ class GradientReducer:
         """What an owner sends back: the sum, thresholded once more with the owner's own residual; zeros are
         left in ``total``.
         """
-        density, stream = self.schedule.density(self.step), None
+        density, stream = min(1.0, self.schedule.density(self.step) * self.config.answer_density), None
         if item.small:
             encoded = encode_all(self._backend, total, answer, ValueDtype.FP32, clear=True)
         elif density < 1.0 and not self.config.server_error_feedback:

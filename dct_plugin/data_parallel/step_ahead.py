@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
+from .plan import Shard
 
 #: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one,
 #: and what older measurements weigh beside a new one.
@@ -264,9 +265,15 @@ class StepAhead:
         unit_of: The optimizer's settings for a parameter, None if it does not have it; asked anew at every
             step, since schedulers change them.
         residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none.
+        held_back_of: For a stream and its number of entries: parts of the ranks' *sum* that this rank owes
+            to all of them, and their residuals (fp32).
         world_size: Ranks whose gradients are averaged.
         coefficient: Of the displacement, in (0, 1]; None: measured.
         gradient_unit: Factor from a stream's gradients to the optimizer's.
+
+    What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows, and it
+    displaces by the whole of it: that is the number of ranks times what is owed to the mean, so that the mean
+    of the ranks' displacements, and with it, to first order, of their gradients, is as if all had known it.
 
     Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
     which they lay out their gradients.
@@ -277,6 +284,7 @@ class StepAhead:
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
         residual_of: Callable[[str], Tensor | None],
+        held_back_of: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: (),
         *,
         world_size: int,
         coefficient: float | None = None,
@@ -284,6 +292,7 @@ class StepAhead:
     ) -> None:
         self._parameters = dict(parameters)
         self._unit_of, self._residual_of, self._gradient_unit = unit_of, residual_of, gradient_unit
+        self._held_back_of = held_back_of
         self._fixed = coefficient
         self._first_guess = 0.5 + 0.5 / world_size
         self._moments: dict[str, Moments] = {}
@@ -379,6 +388,11 @@ class StepAhead:
             unit, weight = self._unit_of(parameter), parameter.data
             if unit is None or not weight.is_contiguous() or residual.numel() != weight.numel():
                 continue
+            share = self.coefficient(name)
+            if held_back := list(self._held_back_of(name, weight.numel())):
+                residual, share = residual * share, 1.0
+                for shard, part in held_back:
+                    residual[shard.start : shard.stop].add_(part)
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
@@ -387,7 +401,7 @@ class StepAhead:
                 residual,
                 moments,
                 unit,
-                coefficient=self.coefficient(name),
+                coefficient=share,
                 gradient_unit=self._gradient_unit(),
                 out=buffer,
             )

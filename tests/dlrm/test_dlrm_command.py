@@ -52,7 +52,7 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     """All of them in one launch: three in JSON and a plot, and what the screen shows at 80 columns."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
-    command += ["--max-rows", "2000", "--epochs", "1", "--report", str(report)]
+    command += ["--max-rows", "12000", "--epochs", "1", "--report", str(report)]
     done = subprocess.run(
         command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=500, cwd=tmp_path
     )

@@ -72,6 +72,23 @@ def test_nothing_is_lost_and_ranks_agree(world_size: int, exchange: str) -> None
             assert torch.equal(result["arrived"][name], results[0]["arrived"][name])
 
 
+def _answers(rank: int, world_size: int) -> tuple[float, float]:
+    metrics = Metrics(DCTConfig().metrics, rank=rank, world_size=world_size)
+    config = DataParallelConfig(sparsity=0.99, exchange="two_phase", server_density=1.5)
+    engine = GradientReducer(config, metrics=metrics)
+    for step in range(30):
+        engine.all_reduce(list(tensors(rank, step).items()))
+        engine.end_step()
+        metrics.step(step)
+    classes = metrics.summary().classes
+    return classes["gradient"].density, classes["gradient_answer"].density
+
+
+def test_owners_answer_at_a_density_of_their_own() -> None:
+    for up, down in run(2, _answers):
+        assert (up, down) == (pytest.approx(0.01, rel=0.2), pytest.approx(0.015, rel=0.2))
+
+
 def _dense(rank: int, world_size: int, exchange: str, dtype: torch.dtype) -> bool:
     engine = reducer(sparsity=0.0, exchange=exchange, value_dtype="fp32")
     for step in range(2):

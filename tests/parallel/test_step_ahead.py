@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.plan import MIN_SHARD
 from dct_plugin.data_parallel.step_ahead import INTERVAL, Moments, StepAhead, StepUnit, displaced, units_of
 from dct_plugin.errors import ConfigError
 
@@ -358,6 +360,59 @@ def test_the_coefficient_is_what_ranks_share(world_size: int) -> None:
         assert (samples, moments) == (5, 1)
     for coefficient, _, _ in run(world_size, _coefficients, False):
         assert coefficient == pytest.approx(1 / world_size, abs=0.1)
+
+
+# -- owners ---
+
+
+def _owners(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Sum of the ranks' displacements with SGD at a learning rate of 1, and what it should be."""
+    config = DataParallelConfig(
+        sparsity=0.98,
+        value_dtype="fp32",
+        error_feedback="step_ahead",
+        step_ahead_coefficient=0.5,
+        exchange="two_phase",
+    )
+    weight = nn.Parameter(torch.zeros(3 * MIN_SHARD))
+
+    def prepared(state: dict[str, Any] | None = None) -> tuple[GradientReducer, StepAhead]:
+        reducer = GradientReducer(config)
+        if state is not None:
+            reducer.load_state_dict(state)
+        return reducer, reducer.step_ahead([("a", weight)], units_of(torch.optim.SGD([weight], lr=1.0)))
+
+    def displacement(ahead: StepAhead) -> Tensor:
+        ahead.displace()
+        found = -weight.detach().clone()
+        ahead.restore()
+        return found
+
+    reducer, ahead = prepared()
+    generator = torch.Generator().manual_seed(rank)
+    owed = torch.zeros(weight.numel())  # by all together
+    for _ in range(20):
+        gradient = torch.randn(weight.numel(), generator=generator)
+        total = gradient.clone()
+        dist.all_reduce(total)
+        reducer.all_reduce([("a", gradient)])
+        owed += total - gradient
+        reducer.end_step()
+    found = displacement(ahead)
+    assert torch.equal(displacement(prepared(reducer.state_dict())[1]), found)
+    dist.all_reduce(found)
+    kept = reducer.streams["a"].residual
+    assert kept is not None
+    own = kept.current.clone()
+    dist.all_reduce(own)
+    return found, owed - 0.5 * own
+
+
+@pytest.mark.slow
+def test_owners_look_ahead_by_all_that_they_hold_back() -> None:
+    """The mean over the ranks is displaced by exactly what owners owe to it, after a restart, too."""
+    for found, expected in run(3, _owners):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def _out_of_step(rank: int, world_size: int) -> str:

@@ -37,6 +37,7 @@ DATA_PARALLEL = {
     "index_encoding": st.sampled_from(["auto", "bitmap", "gaps8", "block16", "rice"]),
     "momentum_correction": st.floats(0, 1, exclude_max=True),
     "server_error_feedback": st.booleans(),
+    "server_density": st.none() | st.floats(1, 1e6) | st.integers(1, 100),
     "exchange": st.sampled_from(["auto", "direct", "two_phase"]),
     "warmup_steps": st.integers(0, 10**9),
     "sparsity_warmup_steps": st.integers(0, 10**9),
