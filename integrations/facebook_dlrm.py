@@ -91,7 +91,7 @@ class CompressedAllToAll(nn.Module):
             own_tables=tables,
         )
         self.channel.train(torch.is_grad_enabled())
-        received = self.channel(blocks, route, self.group)
+        received = self.channel(torch.cat(blocks), route, self.group)
         parts = received.split([count * samples[rank] for count in tables])
         return tuple(
             part.view(count, samples[rank], -1).transpose(0, 1).reshape(samples[rank], -1)

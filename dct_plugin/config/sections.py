@@ -359,8 +359,10 @@ class EmbeddingChannelConfig(Section):
         description="Largest error of a gradient entry, as a multiple of the root mean square of its "
         "table's gradient in the message; null does not quantise.",
     )
-    entropy: Literal["auto", "rice", "deflate"] = Field(
-        default="auto", description="How quantised entries are coded; auto takes the smaller for each table."
+    entropy: Literal["auto", "rice", "packed", "deflate"] = Field(
+        default="auto",
+        description="How quantised entries are coded: rice is small, packed is fast; auto weighs them "
+        "for each table by what the link is worth.",
     )
     sparsity: float = Field(
         default=0.0,

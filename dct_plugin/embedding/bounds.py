@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
+from ..kernels.embedding import get_embedding_kernels
+from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
 from ..stream import as_flat, backend_of
-from .error_bounded import quantise
 
 __all__ = ["Limits", "TableLimits"]
 
@@ -76,6 +78,7 @@ class TableLimits(nn.Module):
         self.name = name
         self._kernels = kernels
         self._backends: dict[torch.device, Backend] = {}
+        self._host: EmbeddingKernels | None = None
         self._measured = False  # in this step
         self._passes = 0  # forward passes in training since the last step
         self.tau: Tensor
@@ -91,6 +94,12 @@ class TableLimits(nn.Module):
         if device not in self._backends:
             self._backends[device] = backend_of(self._kernels, device)
         return self._backends[device]
+
+    def host_kernels(self) -> EmbeddingKernels:
+        """The codec's kernels, on the host."""
+        if self._host is None:
+            self._host = get_embedding_kernels(self.backend(torch.device("cpu")))
+        return self._host
 
     # -- optimizer steps ---
 
@@ -168,20 +177,18 @@ class TableLimits(nn.Module):
         stage = min(math.floor(max(progress, 0.0) * _DECAY_STAGES), _DECAY_STAGES)
         return config.error_bound * config.bound_start ** (1.0 - stage / _DECAY_STAGES)
 
-    def bounds(self, limits: Limits, tables: Sequence[int]) -> Tensor:
-        """Absolute error bounds of own tables, float64 [len(tables)].
+    def bounds(self, limits: Limits) -> FloatArray:
+        """Absolute error bounds of the own tables, float64 [tables], on the host.
 
         Under a threshold a table's bound is at most tau: what is kept is never rounded to zero, so that zeros
         are the mask. (Thresholds that differ from row to row cannot do that: there, what rounds to zero gets
         no gradient.)
         """
-        device = self.bound_class.device
-        at = torch.tensor(tables, dtype=torch.int64, device=device)
-        factors = torch.tensor(self.config.bound_classes, dtype=torch.float64, device=device)
-        bounds = factors[self.bound_class[at]] * (limits.bound or 0.0)
+        factors = np.array(self.config.bound_classes, dtype=np.float64)
+        bounds: FloatArray = factors[self.bound_class.cpu().numpy()] * (limits.bound or 0.0)
         if limits.threshold and self.tau.numel():
-            tau = (self.tau[at] if self.config.granularity == "table" else self.tau).to(torch.float64)
-            bounds = torch.where(tau > 0, torch.minimum(bounds, tau), bounds)
+            tau = self.tau.cpu().numpy().astype(np.float64)
+            bounds = np.where(tau > 0, np.minimum(bounds, tau), bounds)
         return bounds
 
     def mask(self, x: Tensor, tables: Sequence[int], rows: Sequence[int]) -> Tensor:
@@ -255,7 +262,9 @@ class TableLimits(nn.Module):
         if classes and limits.bound is not None:
             for table, parts in enumerate(by_table):
                 if parts:
-                    self.bound_class[table] = _bound_class(torch.cat(parts).to(torch.float32), limits.bound)
+                    self.bound_class[table] = _bound_class(
+                        torch.cat(parts), limits.bound, self.host_kernels()
+                    )
 
     def _update_threshold(self, number: int, flat: Tensor) -> None:
         keep = max(1, round((1.0 - self.config.sparsity) * flat.numel()))
@@ -267,12 +276,13 @@ class TableLimits(nn.Module):
         self.tau[number] = max(weight * old + (1.0 - weight) * measured, SMALLEST_TAU)
 
 
-def _bound_class(rows: Tensor, bound: float) -> int:
+def _bound_class(rows: Tensor, bound: float, kernels: EmbeddingKernels) -> int:
     """0, 1, 2 (small, medium, large bound) by the share of distinct rows that quantising merges."""
-    lengths = torch.tensor([rows.numel()], device=rows.device)
-    codes = quantise(
-        rows.reshape(-1), lengths, torch.tensor([bound], dtype=torch.float64, device=rows.device)
-    )
+    x = rows.to("cpu", torch.float32).reshape(-1)
+    part = Outgoing(x, np.array([x.numel()]), np.array([bound]), send=False)
+    decoded = kernels.encode([part], 0)[0].decoded
+    if decoded is None:  # not finite
+        return 1
     distinct = len(torch.unique(rows, dim=0))
-    merged = 1.0 - len(torch.unique(codes.decoded.view_as(rows), dim=0)) / distinct
+    merged = 1.0 - len(torch.unique(decoded.view(rows.shape), dim=0)) / distinct
     return 0 if merged >= _HOMOGENISED[0] else 2 if merged < _HOMOGENISED[1] else 1

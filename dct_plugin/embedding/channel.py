@@ -34,7 +34,7 @@ from ..config import EmbeddingChannelConfig, KernelConfig
 from ..metrics import Metrics, Record
 from ..stream import as_flat
 from .bounds import Limits, TableLimits
-from .messages import Mask, Message, VectorMessages, is_finite
+from .messages import Block, Mask, VectorMessages, is_finite
 
 __all__ = ["EmbeddingChannel", "Route"]
 
@@ -88,7 +88,9 @@ class EmbeddingChannel(TableLimits):
         self.dim = dim
         self.metrics = metrics
         self.gradient_scale = gradient_scale
-        self.messages = VectorMessages(config, dim=dim, name=name, backend=self.backend)
+        self.messages = VectorMessages(
+            config, dim=dim, name=name, backend=self.backend, host=self.host_kernels
+        )
         self._exchange: Exchange | None = None
         self._fingerprint = zlib.crc32(name.encode())
 
@@ -98,8 +100,9 @@ class EmbeddingChannel(TableLimits):
             self._exchange = Exchange(group, device)
         return self._exchange
 
-    def forward(self, blocks: Sequence[Tensor], route: Route, group: dist.ProcessGroup | None) -> Tensor:
-        """Send ``blocks[r]``, [rows, dim], to rank ``r``; returns what all ranks sent here, in rank order.
+    def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+        """Send ``vectors``, [rows, dim], those for rank 0 first; returns what all ranks sent here, in rank
+        order.
 
         A collective, and so is its backward pass.
 
@@ -110,9 +113,11 @@ class EmbeddingChannel(TableLimits):
         limits = self.limits()
         if self.training:
             with torch.no_grad():
-                self.measure(limits, [block.detach() for block in blocks], route.sent_tables, route.sent_rows)
-        crossing = _Crossing(self, route, limits, self.exchange(group, blocks[0].device))
-        return _Cross.apply(crossing, torch.is_grad_enabled(), *blocks)
+                blocks = vectors.detach().split([sum(rows) for rows in route.sent_rows])
+                self.measure(limits, blocks, route.sent_tables, route.sent_rows)
+        crossing = _Crossing(self, route, limits, self.exchange(group, vectors.device))
+        received: Tensor = _Cross.apply(crossing, torch.is_grad_enabled(), vectors)
+        return received
 
 
 class _Crossing:
@@ -131,92 +136,67 @@ class _Crossing:
         self.sent_masks: list[Mask | None] = []
         self.received_masks: list[Mask | None] = []
 
-    def forward(self, blocks: Sequence[Tensor]) -> Tensor:
+    def forward(self, vectors: Tensor) -> Tensor:
         channel, route, rank = self.channel, self.route, self.rank
-        report = _Report(self, "forward", [block.numel() for block in blocks], blocks[0].element_size())
+        blocks = vectors.split([sum(rows) for rows in route.sent_rows])
+        report = _Report(self, "forward", [block.numel() for block in blocks], vectors.element_size())
         if not channel.config.enabled:
-            return self._plain(report, torch.cat(list(blocks)), route.sent_rows, route.received_rows)
-        try:
-            layers = [
-                (block, rows, *self._layers(block, tables, rows))
-                for block, tables, rows in zip(blocks, route.sent_tables, route.sent_rows, strict=True)
-            ]
-            own, own_mask = channel.messages.receive_own(*layers[rank])
-            nothing = Message(torch.empty(0, dtype=torch.uint8, device=own.device), own_mask, 0)
-            sent = [
-                nothing if r == rank else channel.messages.encode(*layer) for r, layer in enumerate(layers)
-            ]
-        except Exception:
-            self.exchange.abort()
-            raise
+            return self._plain(report, vectors, route.sent_rows, route.received_rows)
+        with self.exchange.abort_on_error():
+            sent, own = channel.messages.encode(self._layers(blocks), rank)
         report.lap()
         messages = self.exchange.all_to_all([message.data for message in sent], channel._fingerprint)
         report.lap()
-        received = [
-            (own, own_mask) if source == rank else channel.messages.decode(message, own, rows, source)
-            for source, (message, rows) in enumerate(zip(messages, route.received_rows, strict=True))
-        ]
+        received, self.received_masks = channel.messages.decode(messages, rank, own, route.received_rows)
         self.sent_masks = [message.mask for message in sent]
-        self.received_masks = [mask for _, mask in received]
+        self.received_masks[rank] = self.sent_masks[rank]
         report.write(
             dense=sum(route.samples[r] for r in self.peers) * channel.tables * channel.dim,
             kept=sum(sent[r].kept for r in self.peers) if self.limits.threshold else None,
             quantised=self.limits.bound is not None,
         )
-        return torch.cat([part for part, _ in received])
+        return received
 
-    def backward(self, gradient: Tensor) -> list[Tensor]:
-        """Gradients of the blocks."""
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Gradient of the vectors."""
         channel, route, rank = self.channel, self.route, self.rank
         parts = gradient.split([sum(rows) for rows in route.received_rows])
         report = _Report(self, "backward", [part.numel() for part in parts], gradient.element_size())
         if not channel.config.enabled:
             flat = self._plain(report, gradient, route.received_rows, route.sent_rows)
-            blocks = list(flat.split([sum(rows) for rows in route.sent_rows]))
         else:
-            nothing = torch.empty(0, dtype=torch.uint8, device=gradient.device)
-            try:
-                answers = [
-                    (nothing, 0)
-                    if source == rank
-                    else channel.messages.encode_gradient(part, rows, mask, quantised=self.limits.gradients)
-                    for source, (part, rows, mask) in enumerate(
-                        zip(parts, route.received_rows, self.received_masks, strict=True)
-                    )
-                ]
-            except Exception:
-                self.exchange.abort()
-                raise
+            with self.exchange.abort_on_error():
+                answers, kept = channel.messages.encode_gradients(
+                    parts, rank, route.received_rows, self.received_masks, quantised=self.limits.gradients
+                )
             report.lap()
-            messages = self.exchange.all_to_all([message for message, _ in answers], channel._fingerprint + 1)
+            messages = self.exchange.all_to_all(answers, channel._fingerprint + 1)
             report.lap()
-            blocks = []
-            for source, (message, rows, mask) in enumerate(
-                zip(messages, route.sent_rows, self.sent_masks, strict=True)
-            ):
-                if source != rank:
-                    blocks.append(channel.messages.decode_gradient(message, gradient, rows, mask, source))
-                elif mask is None:
-                    blocks.append(parts[rank])
-                else:
-                    blocks.append(parts[rank] * mask.entries)
+            flat = channel.messages.decode_gradients(
+                messages, rank, parts[rank], route.sent_rows, self.sent_masks
+            )
             report.write(
                 dense=route.samples[rank] * sum(route.own_tables[r] for r in self.peers) * channel.dim,
-                kept=sum(count for _, count in answers),
+                kept=kept,
                 quantised=self.limits.gradients,
             )
-        scale = channel.gradient_scale
-        return blocks if scale == 1.0 else [block * scale for block in blocks]
+        return flat if channel.gradient_scale == 1.0 else flat.mul_(channel.gradient_scale)
 
-    def _layers(
-        self, block: Tensor, tables: Sequence[int], rows: Sequence[int]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Mask and bounds of one block. What is not finite crosses as it is, and reaches the loss."""
-        limits = self.limits
-        if not (limits.threshold or limits.bound is not None) or not is_finite(as_flat(block)):
-            return None, None
-        mask = self.channel.mask(block, tables, rows) if limits.threshold else None
-        return mask, None if limits.bound is None else self.channel.bounds(limits, tables)
+    def _layers(self, blocks: Sequence[Tensor]) -> list[Block]:
+        """Masks and bounds. What is not finite crosses as it is, and reaches the loss."""
+        limits, channel = self.limits, self.channel
+        bounds = None if limits.bound is None else channel.bounds(limits)
+        layers = []
+        for block, tables, rows in zip(blocks, self.route.sent_tables, self.route.sent_rows, strict=True):
+            mask = None
+            applied = bounds
+            if limits.threshold:
+                if is_finite(as_flat(block)):
+                    mask = channel.mask(block, tables, rows)
+                else:
+                    applied = None
+            layers.append(Block(block, rows, mask, None if applied is None else applied[tables]))
+        return layers
 
     def _plain(
         self, report: _Report, flat: Tensor, sent: Sequence[list[int]], received: Sequence[list[int]]
@@ -239,13 +219,13 @@ class _Crossing:
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, crossing: _Crossing, tracked: bool, *blocks: Tensor) -> Tensor:
+    def forward(ctx: Any, crossing: _Crossing, tracked: bool, vectors: Tensor) -> Tensor:
         ctx.crossing = crossing if tracked else None
-        return crossing.forward([block.detach() for block in blocks])
+        return crossing.forward(vectors.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.crossing.backward(gradients[0].contiguous())
+        return None, None, ctx.crossing.backward(gradients[0].contiguous())
 
 
 @dataclass

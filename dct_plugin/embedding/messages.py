@@ -1,9 +1,9 @@
 """What vectors and their gradients are on the wire.
 
 A message is a payload and one byte that says how to read it: error-bounded codes
-(:mod:`~dct_plugin.embedding.error_bounded`) or values of one floating type, with or without a mask. Rows are
-in the order of the request that named them; gradients at the positions of a thresholded message are values
-only.
+(:mod:`~dct_plugin.embedding.error_bounded`), which are written and read for all ranks in one call, or values
+of one floating type, with or without a mask. Rows are in the order of the request that named them; gradients
+at the positions of a thresholded message are values only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,11 @@ from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
+from ..kernels.embedding_format import EmbeddingKernels, Encoded, FloatArray, IntArray, Outgoing
 from ..stream import as_flat, encode_all, encode_at, wire_dtype
-from .error_bounded import Codes, decode_bounded, encode_bounded, quantise, within
+from .error_bounded import decode_bounded, encode_bounded
 
-__all__ = ["Mask", "Message", "VectorMessages"]
+__all__ = ["Block", "Mask", "Message", "VectorMessages", "is_finite"]
 
 # Last byte of a message.
 _BOUNDED = 1
@@ -36,6 +38,22 @@ class Mask(NamedTuple):
 
     entries: Tensor | None = None
     payload: Tensor | None = None
+
+
+class Block(NamedTuple):
+    """Vectors for one rank.
+
+    Attributes:
+        x: [rows, dim], the rows of several tables one after the other.
+        rows: Rows of each table.
+        mask: bool [rows, dim], entries that reach the threshold; None: no threshold applies.
+        bounds: Absolute error bounds, float64 [tables]; None: nothing is quantised.
+    """
+
+    x: Tensor
+    rows: Sequence[int]
+    mask: Tensor | None
+    bounds: FloatArray | None
 
 
 class Message(NamedTuple):
@@ -60,6 +78,10 @@ class VectorMessages:
         dim: Width of the vectors.
         name: Name in errors.
         backend: Gives the kernels for tensors on a device.
+        host: The codec's kernels.
+
+    Attributes:
+        bit_cost: Picoseconds that a bit takes on the wire: what ``entropy = auto`` weighs its work against.
     """
 
     def __init__(
@@ -69,139 +91,180 @@ class VectorMessages:
         dim: int,
         name: str,
         backend: Callable[[torch.device], Backend],
+        host: Callable[[], EmbeddingKernels],
     ) -> None:
         self.config = config
         self.dim = dim
         self.name = name
+        self.bit_cost = 0
         self._backend = backend
+        self._host = host
 
     # -- vectors ---
 
-    def encode(self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None) -> Message:
-        """Message of ``x``, [rows, dim].
+    def encode(self, blocks: Sequence[Block], own: int) -> tuple[list[Message], Tensor]:
+        """Messages of the blocks of all ranks, and the vectors of rank ``own``.
 
-        Args:
-            x: The rows of several tables one after the other.
-            rows: Rows of each table.
-            mask: bool [rows, dim], entries that reach the threshold; None: no threshold applies.
-            bounds: Absolute error bounds, float64 [tables]; None: nothing is quantised.
+        Those stay here, and are what a peer would decode: rows of this rank pass the same layers.
         """
-        if not x.numel():
-            return Message(_nothing(x.device), None, 0)
-        flat, codes = self._layers(x, rows, mask, bounds)
-        returned = mask is not None and not self.config.dense_gradient
-        kind = _MASKED if returned else 0
-        if codes is None:
-            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
-            data, kept = self._values(flat, code, kind, zeros=mask is None)
-            return Message(data, Mask(payload=data[:-1]) if returned else None, kept)
-        data = _closed(self._bounded(codes, [r * self.dim for r in rows]), _BOUNDED | kind)
-        if mask is None:
-            return Message(data, None, x.numel())
-        entries = (codes.decoded != 0).view(x.shape)
-        return Message(data, Mask(entries=entries) if returned else None, int(entries.sum()))
-
-    def receive_own(
-        self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None
-    ) -> tuple[Tensor, Mask | None]:
-        """What a peer would decode from :meth:`encode`; rows that stay here pass the same layers."""
-        if not x.numel():
-            return x, None
-        flat, codes = self._layers(x, rows, mask, bounds)
-        if codes is not None:
-            flat = codes.decoded
-            mask = None if mask is None else (flat != 0).view(x.shape)
-        else:
-            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
-            if code is not ValueDtype.lossless(flat.dtype):
-                data, _ = self._values(flat, code, 0, zeros=mask is None)
-                flat = torch.zeros(flat.numel(), dtype=torch.float32, device=x.device)
-                self._backend(x.device).decode_add(data[:-1], flat)
-        answered = None if mask is None or self.config.dense_gradient else Mask(entries=mask)
-        return flat.view(x.shape).to(x.dtype), answered
+        flats = [_masked(block) for block in blocks]
+        bounded = [r for r, block in enumerate(blocks) if block.bounds is not None and block.x.numel()]
+        parts = []
+        for r in bounded:
+            bounds = blocks[r].bounds
+            assert bounds is not None
+            kind = _BOUNDED | (_MASKED if self._returned(blocks[r]) else 0)
+            lengths = np.array(blocks[r].rows, dtype=np.int64) * self.dim
+            parts.append(Outgoing(_on_host(flats[r]), lengths, bounds, send=r != own, kind=kind))
+        decoded = any(blocks[r].mask is not None for r in bounded)
+        coded = dict(zip(bounded, self._bounded(parts, decoded), strict=True))
+        messages = []
+        vectors = blocks[own].x
+        for r, block in enumerate(blocks):
+            if r == own:
+                vectors, message = self._own(block, flats[r], coded.get(r))
+            elif not block.x.numel():
+                message = Message(_nothing(block.x.device), None, 0)
+            elif r in coded:
+                message = self._coded(block, coded[r])
+            else:
+                message = self._plain(block, flats[r])
+            messages.append(message)
+        return messages, vectors
 
     def decode(
-        self, message: Tensor, like: Tensor, rows: Sequence[int], source: int
-    ) -> tuple[Tensor, Mask | None]:
-        """Vectors [rows, dim] and mask of a message; ``like`` gives dtype and device.
+        self, messages: Sequence[Tensor], own: int, vectors: Tensor, rows: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[Mask | None]]:
+        """Vectors [sum of rows, dim] of all ranks in rank order, and the masks of their messages.
+
+        Args:
+            messages: Of all ranks; that of rank ``own`` is not read.
+            vectors: Those of rank ``own``; they give dtype and device.
+            rows: Per rank, rows of each of its segments.
 
         Raises:
-            PayloadError: the message of rank ``source`` of the group is damaged, or not of these rows.
+            PayloadError: a message is damaged, or not of these rows; names the rank.
         """
-        shape = (sum(rows), self.dim)
-        if not shape[0]:
-            return like.new_zeros(shape), None
-        payload, kind = self._opened(message, source)
-        kernels = self._backend(like.device)
-        with self._blame("message", source):
-            if kind & _BOUNDED:
-                decoded, q = decode_bounded(payload, [r * self.dim for r in rows], kernels)
-                mask = Mask(entries=(q != 0).view(shape)) if kind & _MASKED else None
-            else:
-                decoded = torch.zeros(shape[0] * self.dim, dtype=torch.float32, device=like.device)
-                kernels.decode_add(payload, decoded)
-                mask = Mask(payload=payload) if kind & _MASKED else None
-        return decoded.view(shape).to(like.dtype), mask
+        counts = [sum(each) * self.dim for each in rows]
+        out = torch.empty(sum(counts), dtype=torch.float32, device=vectors.device)
+        slices = list(out.split(counts))
+        masks: list[Mask | None] = [None] * len(rows)
+        coded: list[int] = []
+        lengths = []
+        for source, (message, part) in enumerate(zip(messages, slices, strict=True)):
+            if source == own:
+                part.copy_(vectors.view(-1))
+            elif part.numel():
+                payload, kind = self._opened(message, source)
+                if kind & _BOUNDED:
+                    coded.append(source)
+                    lengths.append(np.array(rows[source], dtype=np.int64) * self.dim)
+                else:
+                    with self._blame("message", source):
+                        self._backend(out.device).decode_add(payload, part.zero_())
+                if kind & _MASKED:
+                    masks[source] = Mask(payload=payload)
+        self._read_coded("message", {s: messages[s][:-1] for s in coded}, lengths, [slices[s] for s in coded])
+        for source in coded:
+            if masks[source] is not None:
+                masks[source] = Mask(entries=(slices[source] != 0).view(-1, self.dim))
+        return out.view(-1, self.dim).to(vectors.dtype), masks
 
     # -- gradients ---
 
-    def encode_gradient(
-        self, gradient: Tensor, rows: Sequence[int], mask: Mask | None, *, quantised: bool
-    ) -> tuple[Tensor, int]:
-        """Message of the gradients [rows, dim] of received vectors, and the entries in it.
+    def encode_gradients(
+        self,
+        parts: Sequence[Tensor],
+        own: int,
+        rows: Sequence[Sequence[int]],
+        masks: Sequence[Mask | None],
+        *,
+        quantised: bool,
+    ) -> tuple[list[Tensor], int]:
+        """Messages of the gradients [rows, dim] of vectors that came from all ranks, and the entries in them.
 
         ``quantised`` applies ``gradient_bound``, relative to the root mean square of each table's gradient.
         """
-        if not gradient.numel():
-            return _nothing(gradient.device), 0
-        flat = as_flat(gradient)
-        code = wire_dtype(flat.dtype, self.config.gradient_value_dtype, dense=mask is None)
-        if quantised and self.config.gradient_bound is not None:
-            entries = self.entries(mask, gradient.shape, gradient.device)
-            values = flat if entries is None else flat[entries.view(-1)]
-            if is_finite(values):
-                values = values.to(torch.float32)
-                lengths = self._gradient_lengths(rows, entries, gradient.device)
-                square = torch.segment_reduce(values.square(), "mean", lengths=lengths, initial=0.0)
-                bounds = self.config.gradient_bound * square.to(torch.float64).nan_to_num(0.0).sqrt()
-                payload = self._bounded(quantise(values, lengths, bounds), lengths.tolist())
-                return _closed(payload, _BOUNDED), values.numel()
-        if mask is not None and mask.payload is not None:
-            payload, stats = encode_at(self._backend(flat.device), flat, mask.payload, code)
-            return _closed(payload[: stats.nbytes], 0), stats.nnz
-        entries = self.entries(mask, gradient.shape, gradient.device)
-        return self._values(flat if entries is None else flat[entries.view(-1)], code, 0)
+        messages = [_nothing(part.device) for part in parts]
+        kept = 0
+        bounded: list[int] = []
+        outgoing: list[Outgoing] = []
+        for source, (part, mask) in enumerate(zip(parts, masks, strict=True)):
+            if source == own or not part.numel():
+                continue
+            flat = as_flat(part)
+            if quantised:
+                entries = self.entries(mask, part.shape, part.device)
+                x = _on_host(flat if entries is None else flat[entries.view(-1)])
+                lengths = self._gradient_lengths(rows[source], entries)
+                outgoing.append(Outgoing(x, lengths, np.zeros(len(lengths)), kind=_BOUNDED))
+                bounded.append(source)
+                kept += x.numel()
+            else:
+                messages[source], nnz = self._plain_gradient(flat, part.shape, mask)
+                kept += nnz
+        if outgoing:
+            relative = self.config.gradient_bound or 0.0
+            squares = self._host().mean_squares(outgoing)
+            with np.errstate(over="ignore", invalid="ignore"):
+                outgoing = [
+                    part._replace(bounds=relative * np.sqrt(square))
+                    for part, square in zip(outgoing, squares, strict=True)
+                ]
+            for source, encoded in zip(bounded, self._bounded(outgoing, False), strict=True):
+                assert encoded.message is not None
+                messages[source] = encoded.message.to(parts[source].device)
+        return messages, kept
 
-    def decode_gradient(
-        self, message: Tensor, like: Tensor, rows: Sequence[int], mask: Mask | None, source: int
+    def decode_gradients(
+        self,
+        messages: Sequence[Tensor],
+        own: int,
+        gradient: Tensor,
+        rows: Sequence[Sequence[int]],
+        masks: Sequence[Mask | None],
     ) -> Tensor:
-        """Gradients [rows, dim] of a message of :meth:`encode_gradient`, zero outside the mask.
+        """Gradients [sum of rows, dim] from all ranks in rank order, zero outside the masks.
+
+        Args:
+            messages: Of :meth:`encode_gradients`; that of rank ``own`` is not read.
+            gradient: Of the vectors that did not leave, [rows, dim]; gives dtype and device.
+            rows, masks: Per rank, of the vectors that were sent there.
 
         Raises:
             PayloadError: as for :meth:`decode`.
         """
-        shape = torch.Size((sum(rows), self.dim))
-        if not shape[0]:
-            return like.new_zeros(shape)
-        payload, kind = self._opened(message, source)
-        kernels = self._backend(like.device)
-        with self._blame("gradient", source):
-            if not kind & _BOUNDED and mask is not None and mask.payload is not None:
-                out = torch.zeros(shape.numel(), dtype=torch.float32, device=like.device)
-                kernels.decode_shared_add(payload, mask.payload, out)
-                return out.view(shape).to(like.dtype)
-            entries = self.entries(mask, shape, like.device)
+        counts = [sum(each) * self.dim for each in rows]
+        out = torch.empty(sum(counts), dtype=torch.float32, device=gradient.device)
+        slices = list(out.split(counts))
+        coded: list[int] = []
+        lengths, targets = [], []
+        for source, (message, part, mask) in enumerate(zip(messages, slices, masks, strict=True)):
+            shape = torch.Size((len(part) // self.dim, self.dim))
+            if source == own:
+                entries = self.entries(mask, shape, out.device)
+                part.copy_((gradient if entries is None else gradient * entries).reshape(-1))
+                continue
+            if not part.numel():
+                continue
+            payload, kind = self._opened(message, source)
             if kind & _BOUNDED:
-                lengths = self._gradient_lengths(rows, entries, like.device).tolist()
-                values, _ = decode_bounded(payload, lengths, kernels)
-            else:
-                count = shape.numel() if entries is None else int(entries.sum())
-                values = torch.zeros(count, dtype=torch.float32, device=like.device)
-                kernels.decode_add(payload, values)
-        values = values.to(like.dtype)
-        if entries is None:
-            return values.view(shape)
-        return like.new_zeros(shape).masked_scatter_(entries, values)
+                entries = self.entries(mask, shape, out.device)
+                coded.append(source)
+                lengths.append(self._gradient_lengths(rows[source], entries))
+                targets.append(part if entries is None else part.new_empty(int(lengths[-1].sum())))
+                continue
+            with self._blame("gradient", source):
+                self._read_plain_gradient(payload, part.zero_(), shape, mask)
+        self._read_coded("gradient", {s: messages[s][:-1] for s in coded}, lengths, targets)
+        for source, target in zip(coded, targets, strict=True):
+            mask = masks[source]
+            if target is not slices[source]:
+                part = slices[source].zero_()
+                entries = self.entries(mask, torch.Size((len(part) // self.dim, self.dim)), out.device)
+                assert entries is not None
+                part.masked_scatter_(entries.view(-1), target)
+        return out.view(-1, self.dim).to(gradient.dtype)
 
     def entries(self, mask: Mask | None, shape: torch.Size, device: torch.device) -> Tensor | None:
         """A mask as bool [rows, dim]."""
@@ -209,18 +272,98 @@ class VectorMessages:
             return None if mask is None else mask.entries
         return self._backend(device).decode_mask(mask.payload, shape.numel()).view(shape)
 
+    # -- error-bounded codes, all ranks at once ---
+
+    def _bounded(self, parts: Sequence[Outgoing], decoded: bool) -> list[Encoded]:
+        if not parts:
+            return []
+        return encode_bounded(
+            parts,
+            self._host(),
+            entropy=self.config.entropy,
+            bit_cost=self.bit_cost,
+            decoded=decoded,
+            repeats=not self.config.deduplicate,
+        )
+
+    def _read_coded(
+        self, what: str, payloads: dict[int, Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
+    ) -> None:
+        """Decode payloads, by rank, into ``outs``, fp32 on any device."""
+        if not payloads:
+            return
+        hosts = [out if out.device.type == "cpu" else torch.empty(len(out)) for out in outs]
+        faults = decode_bounded([p.cpu() for p in payloads.values()], lengths, hosts, self._host())
+        for source, fault in zip(payloads, faults, strict=True):
+            if fault is not None:
+                with self._blame(what, source):
+                    raise PayloadError(fault)
+        for out, host in zip(outs, hosts, strict=True):
+            if host is not out:
+                out.copy_(host)
+
+    # -- one rank at a time ---
+
+    def _own(self, block: Block, flat: Tensor, coded: Encoded | None) -> tuple[Tensor, Message]:
+        x, mask = block.x, block.mask
+        if coded is not None:
+            if coded.decoded is not None:  # else: not finite, and nobody rounds that
+                flat = coded.decoded.to(x.device)
+            mask = None if mask is None else (flat != 0).view(x.shape)
+        elif x.numel():
+            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
+            if code is not ValueDtype.lossless(flat.dtype):
+                data, _ = self._values(flat, code, 0, zeros=mask is None)
+                flat = torch.zeros(flat.numel(), dtype=torch.float32, device=x.device)
+                self._backend(x.device).decode_add(data[:-1], flat)
+        answered = None if mask is None or self.config.dense_gradient else Mask(entries=mask)
+        return flat.view(x.shape).to(x.dtype), Message(_nothing(x.device), answered, 0)
+
+    def _coded(self, block: Block, encoded: Encoded) -> Message:
+        assert encoded.message is not None
+        data = encoded.message.to(block.x.device)
+        if block.mask is None:
+            return Message(data, None, block.x.numel())
+        assert encoded.decoded is not None  # a threshold is not applied to what is not finite
+        entries = (encoded.decoded != 0).view(block.x.shape).to(block.x.device)
+        return Message(data, Mask(entries=entries) if self._returned(block) else None, int(entries.sum()))
+
+    def _plain(self, block: Block, flat: Tensor) -> Message:
+        """Values of one floating type."""
+        returned = self._returned(block)
+        code = wire_dtype(flat.dtype, self.config.value_dtype, dense=block.mask is None)
+        data, kept = self._values(flat, code, _MASKED if returned else 0, zeros=block.mask is None)
+        return Message(data, Mask(payload=data[:-1]) if returned else None, kept)
+
+    def _plain_gradient(self, flat: Tensor, shape: torch.Size, mask: Mask | None) -> tuple[Tensor, int]:
+        """Message of a gradient that is not quantised, and the entries in it."""
+        code = wire_dtype(flat.dtype, self.config.gradient_value_dtype, dense=mask is None)
+        if mask is not None and mask.payload is not None:
+            payload, stats = encode_at(self._backend(flat.device), flat, mask.payload, code)
+            return _closed(payload[: stats.nbytes], 0), stats.nnz
+        entries = self.entries(mask, shape, flat.device)
+        return self._values(flat if entries is None else flat[entries.view(-1)], code, 0)
+
+    def _read_plain_gradient(
+        self, payload: Tensor, out: Tensor, shape: torch.Size, mask: Mask | None
+    ) -> None:
+        """Add to ``out``, fp32 zeros [rows * dim], what :meth:`_plain_gradient` has written."""
+        kernels = self._backend(out.device)
+        entries = mask.entries if mask is not None else None
+        if mask is not None and mask.payload is not None:
+            kernels.decode_shared_add(payload, mask.payload, out)
+        elif entries is None:
+            kernels.decode_add(payload, out)
+        else:
+            values = out.new_zeros(int(entries.sum()))
+            kernels.decode_add(payload, values)
+            out.masked_scatter_(entries.view(-1), values)
+
     # -- inside ---
 
-    def _layers(
-        self, x: Tensor, rows: Sequence[int], mask: Tensor | None, bounds: Tensor | None
-    ) -> tuple[Tensor, Codes | None]:
-        """What threshold and bounds leave: 1-D, and quantised where bounds apply."""
-        flat = as_flat(x)
-        if mask is not None:
-            flat = torch.where(mask.view(-1), flat, torch.zeros_like(flat))
-        if bounds is None:
-            return flat, None
-        return flat, quantise(flat.to(torch.float32), self._lengths(rows, x.device), bounds)
+    def _returned(self, block: Block) -> bool:
+        """Whether gradients come back at the entries that crossed only."""
+        return block.mask is not None and not self.config.dense_gradient
 
     def _values(self, flat: Tensor, code: ValueDtype, kind: int, *, zeros: bool = True) -> tuple[Tensor, int]:
         """Message of every entry (or every one but zeros), and their number."""
@@ -230,25 +373,14 @@ class VectorMessages:
         writer.advance(1)
         return writer.message, encoded.nnz
 
-    def _bounded(self, codes: Codes, lengths: Sequence[int]) -> Tensor:
-        return encode_bounded(
-            codes,
-            lengths,
-            self._backend(codes.q.device),
-            entropy=self.config.entropy,
-            repeats=not self.config.deduplicate,
-        )
-
-    def _lengths(self, rows: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=device) * self.dim
-
-    def _gradient_lengths(self, rows: Sequence[int], mask: Tensor | None, device: torch.device) -> Tensor:
+    def _gradient_lengths(self, rows: Sequence[int], entries: Tensor | None) -> IntArray:
         """Entries of each segment of a gradient message."""
-        if mask is None:
-            return self._lengths(rows, device)
-        counts = torch.tensor(rows, dtype=torch.int64, device=device)
-        per_row = mask.sum(dim=1).to(torch.float64)
-        return torch.segment_reduce(per_row, "sum", lengths=counts, initial=0.0).to(torch.int64)
+        counts = np.array(rows, dtype=np.int64)
+        if entries is None:
+            return counts * self.dim
+        ends = np.cumsum(counts)
+        kept = np.concatenate([[0], np.cumsum(entries.sum(dim=1).cpu().numpy())])
+        return np.asarray(kept[ends] - kept[ends - counts], dtype=np.int64)
 
     def _opened(self, message: Tensor, source: int) -> tuple[Tensor, int]:
         kind = int(message[-1]) if message.numel() else -1
@@ -267,7 +399,20 @@ class VectorMessages:
 
 def is_finite(flat: Tensor) -> bool:
     """Whether the kernels take all of ``flat`` for finite: magnitudes below 2**126."""
-    return within(flat, OVERFLOW_MAGNITUDE)
+    if not flat.numel():
+        return True
+    low, high = torch.stack(torch.aminmax(flat)).tolist()
+    return -OVERFLOW_MAGNITUDE < low <= high < OVERFLOW_MAGNITUDE
+
+
+def _masked(block: Block) -> Tensor:
+    """The entries that reach the threshold, 1-D, zeros at the others."""
+    flat = as_flat(block.x)
+    return flat if block.mask is None else torch.where(block.mask.view(-1), flat, torch.zeros_like(flat))
+
+
+def _on_host(flat: Tensor) -> Tensor:
+    return flat.to("cpu", torch.float32)
 
 
 def _nothing(device: torch.device) -> Tensor:

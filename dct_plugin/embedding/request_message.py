@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,12 +19,13 @@ from ..codecs.index import IndexEncoding
 from ..errors import PayloadError
 from ..kernels import Backend
 
-__all__ = ["Answer", "Bag", "Bags", "read_request", "write_request"]
+__all__ = ["Answer", "Bags", "Wanted", "answer_to", "read_request", "write_request"]
 
 _REQUEST = struct.Struct("<HBBIIIIIII")
 _MAGIC = 0xDC7D
 _VERSION = 1
 _ONE_HOT = 2
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Bags(NamedTuple):
@@ -39,23 +40,14 @@ class Bags(NamedTuple):
     lengths: Tensor
 
 
-@dataclass(frozen=True)
-class Bag:
-    """:class:`Bags` of one table; ``one_hot``: every sample has one row."""
-
-    ids: Tensor
-    lengths: Tensor
-    one_hot: bool
-
-
 class Answer(NamedTuple):
     """What a request of another rank asks for.
 
     Attributes:
         samples: Of that rank.
         segments: (own table, vectors) in the order of the answer.
-        rows: int64, rows of the shard's matrix.
-        bags: Bags of rows of the shard's matrix; they follow ``rows``.
+        rows: int64 on the host, rows of the shard's matrix.
+        bags: Bags of rows of the shard's matrix on the host; they follow ``rows``.
     """
 
     samples: int
@@ -64,48 +56,83 @@ class Answer(NamedTuple):
     bags: Bags
 
 
-def write_request(
-    samples: int,
-    as_rows: Sequence[bool],
-    distinct: Sequence[Tensor],
-    bags: Sequence[Bag],
-    limit: int,
-    device: torch.device,
-    kernels: Backend,
-) -> Tensor:
-    """uint8 request to one owner of ``limit`` rows: distinct rows as positions, bags as they are."""
-    positions = torch.cat(list(distinct)) if distinct else torch.empty(0, dtype=torch.int64, device=device)
-    encoding, param, index = kernels.encode_indices(positions, limit)
-    one_hot = all(bag.one_hot for bag in bags)
-    ids = (
-        torch.cat([bag.ids for bag in bags]).to("cpu", torch.int32)
-        if bags
-        else torch.empty(0, dtype=torch.int32)
-    )
-    parts = [bytes(as_rows), bytes([encoding, param]), index.cpu().numpy().tobytes(), ids.numpy().tobytes()]
-    parts += [torch.tensor([len(bag.lengths) for bag in bags], dtype=torch.int32).numpy().tobytes()]
-    if not one_hot:
-        parts += [bag.lengths.to("cpu", torch.int32).numpy().tobytes() for bag in bags]
+class Wanted(NamedTuple):
+    """What a rank wants of one owner, on the host.
+
+    Attributes:
+        as_rows: Per table of the owner: whether rows or bags are asked for.
+        rows: int64, distinct rows of the tables that rows are asked of, ascending, numbered through the
+        owner's
+            tables.
+        counts: Vectors of each segment of the answer: tables with rows, then tables with bags.
+        ids: int64, of the bags.
+        lengths: int64, ids of each bag; None: one each.
+    """
+
+    as_rows: list[bool]
+    rows: Tensor
+    counts: list[int]
+    ids: Tensor
+    lengths: Tensor | None
+
+    def segments(self) -> list[tuple[int, int]]:
+        """(own table, vectors) in the order of the answer."""
+        tables = [t for t, rows in enumerate(self.as_rows) if rows]
+        tables += [t for t, rows in enumerate(self.as_rows) if not rows]
+        return list(zip(tables, self.counts, strict=True))
+
+
+def answer_to(wanted: Wanted, samples: int, first_rows: Sequence[int]) -> Answer:
+    """What an owner makes of a request whose ids are in range.
+
+    Args:
+        first_rows: Of the owner's tables in its shard, and behind the last one.
+    """
+    segments = wanted.segments()
+    ids, lengths = wanted.ids, wanted.lengths
+    if lengths is None:
+        lengths = torch.ones(len(ids), dtype=torch.int64)
+    bags = segments[sum(wanted.as_rows) :]
+    first = _per_id([first_rows[t] for t, _ in bags], [n for _, n in bags], lengths)
+    return Answer(samples, segments, wanted.rows, Bags(ids + first, lengths))
+
+
+def write_request(samples: int, wanted: Wanted, limit: int, kernels: Backend) -> Tensor:
+    """uint8 request to one owner of ``limit`` rows: distinct rows as positions, bags as they are.
+
+    Args:
+        kernels: For tensors on the host.
+    """
+    encoding, param, index = kernels.encode_indices(wanted.rows, limit)
+    bag_counts = wanted.counts[sum(wanted.as_rows) :]
+    parts = [
+        bytes(wanted.as_rows) + bytes([encoding, param]),
+        index.numpy().tobytes(),
+        wanted.ids.numpy().astype("<i4").tobytes(),
+        np.array(bag_counts, dtype="<i4").tobytes(),
+    ]
+    if wanted.lengths is not None:
+        parts.append(wanted.lengths.numpy().astype("<i4").tobytes())
     body = b"".join(parts)
-    flags = _ONE_HOT if one_hot else 0
     fields = (
         _MAGIC,
         _VERSION,
-        flags,
+        _ONE_HOT if wanted.lengths is None else 0,
         samples,
-        len(as_rows),
-        len(positions),
+        len(wanted.as_rows),
+        len(wanted.rows),
         index.numel(),
-        len(ids),
+        len(wanted.ids),
         len(body),
     )
     check = zlib.crc32(body, zlib.crc32(_REQUEST.pack(*fields, 0)))
-    return torch.frombuffer(bytearray(_REQUEST.pack(*fields, check) + body), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(_REQUEST.pack(*fields, check) + body), dtype=torch.uint8)
 
 
 def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -> Answer:
-    """What a rank asks of this one. Raises :class:`PayloadError`."""
-    data = message.cpu().numpy().tobytes()
+    """What a rank asks of this one, on the host. Raises :class:`PayloadError`."""
+    message = message.cpu()
+    data = message.numpy().tobytes()
     if len(data) < _REQUEST.size:
         raise PayloadError(f"{len(data)} bytes, a request has at least {_REQUEST.size}")
     *fields, check = _REQUEST.unpack_from(data)
@@ -122,39 +149,39 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -
     encoding, param = reader.take(2)
     if encoding >= IndexEncoding.SHARED_MASK:
         raise PayloadError(f"index encoding {encoding} is unknown")
-    at = _REQUEST.size + tables + 2
-    reader.take(index_size)
-    rows = kernels.decode_indices(encoding, param, message[at : at + index_size].clone(), nnz, first_rows[-1])
+    index = (
+        torch.frombuffer(bytearray(reader.take(index_size)), dtype=torch.uint8) if index_size else _NOTHING
+    )
+    rows = kernels.decode_indices(encoding, param, index, nnz, first_rows[-1])
     ids = reader.integers(id_count)
     bag_tables = [t for t in range(tables) if not as_rows[t]]
-    counts = reader.integers(len(bag_tables)).tolist()
-    if min(counts, default=0) < 0:
+    bag_counts = reader.integers(len(bag_tables)).tolist()
+    if min(bag_counts, default=0) < 0:
         raise PayloadError("a number of bags is negative")
-    if flags & _ONE_HOT:
-        lengths = torch.ones(sum(counts), dtype=torch.int64)
-    else:
-        lengths = reader.integers(sum(counts))
+    lengths = None if flags & _ONE_HOT else reader.integers(sum(bag_counts))
     reader.end()
-    if int(lengths.sum()) != len(ids) or (len(lengths) and int(lengths.min()) < 0):
+    bags = sum(bag_counts) if lengths is None else int(lengths.sum())
+    if bags != len(ids) or (lengths is not None and len(lengths) and int(lengths.min()) < 0):
         raise PayloadError(f"{len(ids)} ids do not fit the lengths of their bags")
-    row_tables = [t for t in range(tables) if as_rows[t]]
-    edges = torch.searchsorted(rows, torch.tensor(first_rows, device=rows.device)).tolist()
-    segments = [(t, edges[t + 1] - edges[t]) for t in row_tables]
-    if sum(count for _, count in segments) != nnz:
+    edges = np.searchsorted(rows.numpy(), np.asarray(first_rows, dtype=np.int64)).tolist()
+    counts = [edges[t + 1] - edges[t] for t in range(tables) if as_rows[t]]
+    if sum(counts) != nnz:
         raise PayloadError("it names rows of a table that it asks for as bags")
-    segments += list(zip(bag_tables, counts, strict=True))
-    offset = 0
-    ends = torch.cumsum(lengths, 0)
-    first = 0
-    for table, count in zip(bag_tables, counts, strict=True):
-        last = int(ends[first + count - 1]) if first + count else 0
-        part = ids[offset:last]
-        limit = first_rows[table + 1] - first_rows[table]
-        if len(part) and (int(part.min()) < 0 or int(part.max()) >= limit):
+    if len(ids):
+        limits = [first_rows[t + 1] - first_rows[t] for t in bag_tables]
+        every = torch.ones(len(ids), dtype=torch.int64) if lengths is None else lengths
+        outside = (ids < 0) | (ids >= _per_id(limits, bag_counts, every))
+        if bool(outside.any()):
+            table = int(_per_id(bag_tables, bag_counts, every)[outside][0])
+            limit = first_rows[table + 1] - first_rows[table]
             raise PayloadError(f"an id is outside own table {table} of {limit} rows")
-        part += first_rows[table]
-        offset, first = last, first + count
-    return Answer(samples, segments, rows, Bags(ids, lengths))
+    return answer_to(Wanted(as_rows, rows, counts + bag_counts, ids, lengths), samples, first_rows)
+
+
+def _per_id(values: Sequence[int], counts: Sequence[int], lengths: Tensor) -> Tensor:
+    """``values[t]`` for every id of ``counts[t]`` bags of ``lengths`` ids, int64."""
+    per_bag = np.repeat(np.asarray(values, dtype=np.int64), np.asarray(counts, dtype=np.int64))
+    return torch.from_numpy(per_bag).repeat_interleave(lengths)
 
 
 class _Reader:

@@ -4,23 +4,31 @@ With de-duplication a request names each distinct row of a table once, in ascend
 order in which the rows come back: forward and backward messages need no index. Pooled (multi-hot) vectors are
 taken apart into their rows when that is less and nothing lossy applies; otherwise each distinct bag crosses
 once.
+
+All of it is done on the host, where requests are written; positions go back to the tables' device.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
-from .request_message import Answer, Bag, Bags, read_request, write_request
+from ..kernels.embedding_format import EmbeddingKernels, OutOfRange
+from .request_message import Answer, Bags, Wanted, answer_to, read_request, write_request
 
 __all__ = ["Request", "Requests"]
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Request(NamedTuple):
@@ -28,17 +36,39 @@ class Request(NamedTuple):
 
     Attributes:
         samples: Of this rank.
-        messages: Per owner, uint8.
+        messages: Per owner, uint8 on the host; nothing for this rank itself.
+        own: What this rank wants of itself.
         rows: Per owner: rows of each segment of its answer.
-        positions: Per table: row of the answers for each sample; None where rows are pooled here.
+        positions: Row of the answers for every sample and table, int64 [samples, tables]; or, where rows are
+            pooled here, a list of int64 [samples], None for the tables that are.
         pooled: Per table that is pooled here: rows of the answers, and how many for each sample.
+        distinct_ms, encode_ms: What finding the distinct rows, and writing the messages, has taken.
     """
 
     samples: int
     messages: list[Tensor]
+    own: Answer
     rows: list[list[int]]
-    positions: list[Tensor | None]
+    positions: Tensor | list[Tensor | None]
     pooled: dict[int, tuple[Tensor, Tensor]]
+    distinct_ms: float
+    encode_ms: float
+
+
+class _Assembly(NamedTuple):
+    """See the attributes of :class:`Request`."""
+
+    samples: int
+    positions: Tensor | list[Tensor | None]
+    pooled: dict[int, tuple[Tensor, Tensor]]
+
+
+class _Bag(NamedTuple):
+    """:class:`Bags` of one table, int64; ``one_hot``: every sample has one row."""
+
+    ids: Tensor
+    lengths: Tensor
+    one_hot: bool
 
 
 class Requests:
@@ -72,66 +102,68 @@ class Requests:
         self._first_rows = [
             list(itertools.accumulate((cardinalities[t] for t in tables), initial=0)) for tables in placement
         ]
+        self._limits = np.array(cardinalities, dtype=np.int64)
+        self._order = np.array([t for tables in placement for t in tables], dtype=np.int64)
+        self._base = np.zeros(len(cardinalities), dtype=np.int64)
+        for tables, first_rows in zip(placement, self._first_rows, strict=True):
+            self._base[tables] = first_rows[:-1]
 
-    def write(self, categorical: Tensor | Sequence[Bags], device: torch.device, kernels: Backend) -> Request:
+    def write(
+        self,
+        categorical: Tensor | Sequence[Bags],
+        device: torch.device,
+        backend: Backend,
+        kernels: EmbeddingKernels,
+    ) -> Request:
         """The request of this rank's samples.
 
         Args:
             categorical: int [B, F]; or int [B, F, L]; or one :class:`Bags` per table.
-            device: Of the tables; positions and messages will be there.
-            kernels: For tensors on ``device``.
+            device: Of the tables; positions will be there.
+            backend, kernels: For tensors on the host.
 
         Raises:
             IndexError: an id is outside its table.
             ValueError: ids of another shape.
         """
-        bags = _as_bags(categorical, len(self.cardinalities), device)
-        request = Request(len(bags[0].lengths) if bags else 0, [], [], [None] * len(bags), {})
-        first = 0
-        for tables, first_rows in zip(self.placement, self._first_rows, strict=True):
-            as_rows = [self._takes_rows(bags[t]) for t in tables]
-            distinct: list[Tensor] = []
-            kept: list[Bag] = []
-            counts: list[int] = []
-            for at, table in enumerate(tables):
-                if not as_rows[at]:
-                    continue
-                ids, inverse = torch.unique(bags[table].ids, return_inverse=True)
-                self._check_ids(ids, table)
-                where = inverse + (first + sum(counts))
-                if bags[table].one_hot:
-                    request.positions[table] = where
-                else:
-                    request.pooled[table] = (where, bags[table].lengths)
-                distinct.append(ids + first_rows[at])
-                counts.append(len(ids))
-            for at, table in enumerate(tables):
-                if as_rows[at]:
-                    continue
-                self._check_ids(bags[table].ids, table)
-                bag = bags[table]
-                if self._deduplicates:
-                    bag, where = _distinct_bags(bag)
-                else:
-                    where = torch.arange(len(bag.lengths), device=device)
-                request.positions[table] = where + (first + sum(counts))
-                kept.append(bag)
-                counts.append(len(bag.lengths))
-            first += sum(counts)
-            request.rows.append(counts)
-            request.messages.append(
-                write_request(request.samples, as_rows, distinct, kept, first_rows[-1], device, kernels)
-            )
-        return request
+        began = time.perf_counter()
+        if isinstance(categorical, Tensor) and categorical.dim() == 2:
+            assembly, wanted = self._of_rows(self._checked(categorical), kernels)
+        else:
+            assembly, wanted = self._of_bags(_as_bags(categorical, len(self.cardinalities)))
+        found = time.perf_counter()
+        messages = [
+            _NO_BYTES
+            if owner == self.rank
+            else write_request(assembly.samples, want, first_rows[-1], backend)
+            for owner, (want, first_rows) in enumerate(zip(wanted, self._first_rows, strict=True))
+        ]
+        own = answer_to(wanted[self.rank], assembly.samples, self._first_rows[self.rank])
+        if device.type != "cpu":
+            assembly = _on_device(assembly, device)
+        written = time.perf_counter()
+        return Request(
+            assembly.samples,
+            messages,
+            own,
+            [want.counts for want in wanted],
+            assembly.positions,
+            assembly.pooled,
+            distinct_ms=1e3 * (found - began),
+            encode_ms=1e3 * (written - found),
+        )
 
-    def read(self, message: Tensor, source: int, kernels: Backend) -> Answer:
-        """What rank ``source`` of the group asks of this one; its rows are on the message's device.
+    def read(self, message: Tensor, source: int, backend: Backend) -> Answer:
+        """What rank ``source`` of the group asks of this one.
+
+        Args:
+            backend: For tensors on the host.
 
         Raises:
             PayloadError: the request is damaged, or about other tables.
         """
         try:
-            return read_request(message, self._first_rows[self.rank], kernels)
+            return read_request(message, self._first_rows[self.rank], backend)
         except PayloadError as error:
             raise PayloadError(
                 f"{self.name}: rank {self.rank}: request from rank {source} of the group: {error}"
@@ -147,57 +179,143 @@ class Requests:
                 )
         return total
 
-    def _takes_rows(self, bag: Bag) -> bool:
+    # -- one row per sample ---
+
+    def _of_rows(self, ids: Tensor, kernels: EmbeddingKernels) -> tuple[_Assembly, list[Wanted]]:
+        """Of ids, int64 [B, F] on the host."""
+        samples = len(ids)
+        sizes = [len(tables) for tables in self.placement]
+        if not self._deduplicates:
+            self._check_ids(ids)
+            columns = ids.t()[torch.from_numpy(self._order)]
+            wanted = [
+                Wanted([False] * len(part), _NO_IDS, [samples] * len(part), part.reshape(-1), None)
+                for part in columns.split(sizes)
+            ]
+            turns = torch.empty(len(self._order), dtype=torch.int64)
+            turns[torch.from_numpy(self._order)] = torch.arange(len(self._order))
+            return _Assembly(samples, turns * samples + torch.arange(samples).unsqueeze(1), {}), wanted
+        try:
+            rows, counts, positions = kernels.distinct_rows(ids, self._order, self._limits, self._base)
+        except OutOfRange as error:
+            raise self._outside(error.column, error.found) from None
+        wanted = []
+        at = row = 0
+        for size in sizes:
+            each = counts[at : at + size].tolist()
+            wanted.append(Wanted([True] * size, rows[row : row + sum(each)], each, _NO_IDS, None))
+            at, row = at + size, row + sum(each)
+        return _Assembly(samples, positions, {}), wanted
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        if ids.shape[1] != len(self.cardinalities):
+            raise ValueError(_odd_shape(ids, len(self.cardinalities)))
+        return ids.to("cpu", torch.int64).contiguous()
+
+    # -- any number of rows per sample ---
+
+    def _of_bags(self, bags: Sequence[_Bag]) -> tuple[_Assembly, list[Wanted]]:
+        """Of one bag of ids per table, on the host."""
+        positions: list[Tensor | None] = [None] * len(bags)
+        pooled: dict[int, tuple[Tensor, Tensor]] = {}
+        for table, bag in enumerate(bags):
+            if bag.ids.numel():
+                low, high = torch.stack(torch.aminmax(bag.ids)).tolist()
+                if low < 0 or high >= self.cardinalities[table]:
+                    raise self._outside(table, low if low < 0 else high)
+        wanted = []
+        first = 0
+        for tables in self.placement:
+            as_rows = [self._takes_rows(bags[t]) for t in tables]
+            distinct, kept = [_NO_IDS], [Bags(_NO_IDS, _NO_IDS)]
+            counts: list[int] = []
+            for table in (t for t, rows in zip(tables, as_rows, strict=True) if rows):
+                ids, inverse = torch.unique(bags[table].ids, return_inverse=True)
+                where = inverse + (first + sum(counts))
+                if bags[table].one_hot:
+                    positions[table] = where
+                else:
+                    pooled[table] = (where, bags[table].lengths)
+                distinct.append(ids + int(self._base[table]))
+                counts.append(len(ids))
+            for table in (t for t, rows in zip(tables, as_rows, strict=True) if not rows):
+                bag = bags[table]
+                if self._deduplicates:
+                    bag, where = _distinct_bags(bag)
+                else:
+                    where = torch.arange(len(bag.lengths))
+                positions[table] = where + (first + sum(counts))
+                kept.append(Bags(bag.ids, bag.lengths))
+                counts.append(len(bag.lengths))
+            first += sum(counts)
+            lengths = torch.cat([bag.lengths for bag in kept])
+            ids = torch.cat([bag.ids for bag in kept])
+            one_hot = bool((lengths == 1).all())
+            wanted.append(Wanted(as_rows, torch.cat(distinct), counts, ids, None if one_hot else lengths))
+        return _Assembly(len(bags[0].lengths) if bags else 0, positions, pooled), wanted
+
+    def _takes_rows(self, bag: _Bag) -> bool:
         """Whether a table's rows cross one by one (de-duplicated), rather than pooled."""
         if not self._deduplicates or bag.one_hot:
             return self._deduplicates
         return not self._keeps_bags and len(torch.unique(bag.ids)) <= len(bag.lengths)
 
-    def _check_ids(self, ids: Tensor, table: int) -> None:
-        if ids.numel():
-            low, high = torch.stack(torch.aminmax(ids)).tolist()
-            if low < 0 or high >= self.cardinalities[table]:
-                raise IndexError(
-                    f"{self.name}: rank {self.rank}: id {low if low < 0 else high} is outside table {table}, "
-                    f"which has {self.cardinalities[table]} rows"
-                )
+    def _check_ids(self, ids: Tensor) -> None:
+        outside = ((ids < 0) | (ids >= torch.from_numpy(self._limits))).nonzero()
+        if len(outside):
+            sample, table = outside[0].tolist()
+            raise self._outside(table, int(ids[sample, table]))
+
+    def _outside(self, table: int, found: int) -> IndexError:
+        return IndexError(
+            f"{self.name}: rank {self.rank}: id {found} is outside table {table}, "
+            f"which has {self.cardinalities[table]} rows"
+        )
 
 
-def _as_bags(categorical: Tensor | Sequence[Bags], tables: int, device: torch.device) -> list[Bag]:
-    """Ids on the tables' device, where the answers will be."""
+def _odd_shape(ids: Tensor, tables: int) -> str:
+    return f"expected ids [B, {tables}] or [B, {tables}, L], got shape {tuple(ids.shape)}"
+
+
+def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[_Bag]:
+    """Ids of every table, on the host."""
     if isinstance(categorical, Tensor):
-        categorical = categorical.to(device)
-        if categorical.dim() not in (2, 3) or categorical.shape[1] != tables:
-            raise ValueError(
-                f"expected ids [B, {tables}] or [B, {tables}, L], got shape {tuple(categorical.shape)}"
-            )
-        if categorical.dim() == 2:
-            ones = torch.ones(len(categorical), dtype=torch.int64, device=categorical.device)
-            return [Bag(column, ones, True) for column in categorical.to(torch.int64).t().contiguous()]
-        length = categorical.shape[2]
-        lengths = torch.full((len(categorical),), length, dtype=torch.int64, device=categorical.device)
-        columns = categorical.to(torch.int64).transpose(0, 1).reshape(tables, -1)
-        return [Bag(column, lengths, length == 1) for column in columns]
+        if categorical.dim() != 3 or categorical.shape[1] != tables:
+            raise ValueError(_odd_shape(categorical, tables))
+        samples, _, length = categorical.shape
+        lengths = torch.full((samples,), length, dtype=torch.int64)
+        columns = categorical.to("cpu", torch.int64).transpose(0, 1).reshape(tables, -1)
+        return [_Bag(column, lengths, length == 1) for column in columns]
     if len(categorical) != tables:
         raise ValueError(f"expected bags for {tables} tables, got {len(categorical)}")
     bags = []
     for number, (ids, lengths) in enumerate(categorical):
-        ids, lengths = ids.to(device), lengths.to(device, torch.int64)
+        ids, lengths = ids.to("cpu", torch.int64), lengths.to("cpu", torch.int64)
         if int(lengths.sum()) != len(ids) or len(lengths) != len(categorical[0].lengths):
             raise ValueError(f"table {number}: {len(ids)} ids do not fit the lengths of its bags")
-        bags.append(Bag(ids.to(torch.int64), lengths, bool((lengths == 1).all())))
+        bags.append(_Bag(ids, lengths, bool((lengths == 1).all())))
     return bags
 
 
-def _distinct_bags(bag: Bag) -> tuple[Bag, Tensor]:
+def _distinct_bags(bag: _Bag) -> tuple[_Bag, Tensor]:
     """Each distinct sequence of ids once, and which one each sample has."""
     count = len(bag.lengths)
     longest = int(bag.lengths.max()) if count else 0
     padded = bag.ids.new_full((count, longest + 1), -1)
     padded[:, 0] = bag.lengths
-    filled = torch.arange(longest, device=bag.ids.device) < bag.lengths.unsqueeze(1)
+    filled = torch.arange(longest) < bag.lengths.unsqueeze(1)
     padded[:, 1:].masked_scatter_(filled, bag.ids)
     distinct, inverse = torch.unique(padded, dim=0, return_inverse=True)
     lengths = distinct[:, 0].contiguous()
-    filled = torch.arange(longest, device=bag.ids.device) < lengths.unsqueeze(1)
-    return Bag(distinct[:, 1:][filled], lengths, bag.one_hot), inverse
+    filled = torch.arange(longest) < lengths.unsqueeze(1)
+    return _Bag(distinct[:, 1:][filled], lengths, bag.one_hot), inverse
+
+
+def _on_device(assembly: _Assembly, device: torch.device) -> _Assembly:
+    positions = assembly.positions
+    if isinstance(positions, Tensor):
+        moved: Tensor | list[Tensor | None] = positions.to(device)
+    else:
+        moved = [None if part is None else part.to(device) for part in positions]
+    pooled = {t: (where.to(device), lengths.to(device)) for t, (where, lengths) in assembly.pooled.items()}
+    return _Assembly(assembly.samples, moved, pooled)

@@ -9,6 +9,7 @@ same way back and stay with the owner. Gradients of equal rows are summed on the
 from __future__ import annotations
 
 import math
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..metrics import Metrics, Record
 from .channel import EmbeddingChannel, Route
+from .lookup import take_rows
 from .placement import Table, check_placement
 from .request_message import Answer, Bags
 from .requests import Request, Requests
@@ -29,6 +32,8 @@ from .requests import Request, Requests
 __all__ = ["ShardedTables", "TableShard", "load_tables"]
 
 Pooling = Literal["sum", "mean"]
+
+_HOST = torch.device("cpu")
 
 
 class TableShard(nn.Module):
@@ -165,17 +170,11 @@ class ShardedTables(nn.Module):
             IndexError: an id outside its table; named with table and rank.
         """
         weight = self.shard.weight
-        kernels = self.channel.backend(weight.device)
-        try:
-            request = self._requests.write(categorical, weight.device, kernels)
-        except Exception:
-            # Peers learn of it in the exchange they are waiting in.
-            self.channel.exchange(self.group, weight.device).abort()
-            raise
-        answers = [
-            self._requests.read(message, source, kernels)
-            for source, message in enumerate(self._exchange_requests(request))
-        ]
+        backend = self.channel.backend(_HOST)
+        exchange = self.channel.exchange(self.group, weight.device)
+        with exchange.abort_on_error():  # peers learn of it in the exchange they are waiting in
+            request = self._requests.write(categorical, weight.device, backend, self.channel.host_kernels())
+        answers = self._exchange_requests(request, exchange)
         route = Route(
             sent_tables=[[t for t, _ in answer.segments] for answer in answers],
             sent_rows=[[n for _, n in answer.segments] for answer in answers],
@@ -186,10 +185,17 @@ class ShardedTables(nn.Module):
         received = self.channel(self._look_up(answers), route, self.group)
         return self._assemble(received, request).to(weight.dtype)
 
-    def _exchange_requests(self, request: Request) -> list[Tensor]:
-        exchange = self.channel.exchange(self.group, self.shard.weight.device)
-        before = exchange.sent_bytes
-        received = exchange.all_to_all(request.messages, self._fingerprint)
+    def _exchange_requests(self, request: Request, exchange: Exchange) -> list[Answer]:
+        """What every rank asks for."""
+        before, began = exchange.sent_bytes, time.perf_counter()
+        messages = [message.to(exchange.device) for message in request.messages]
+        received = exchange.all_to_all(messages, self._fingerprint)
+        crossed = time.perf_counter()
+        backend = self.channel.backend(_HOST)
+        answers = [
+            request.own if source == self.rank else self._requests.read(message, source, backend)
+            for source, message in enumerate(received)
+        ]
         if self.metrics is not None and self.world_size > 1:
             ids = self._requests.ids_to_peers(request)
             self.metrics.record(
@@ -199,43 +205,45 @@ class ShardedTables(nn.Module):
                     sent_bytes=exchange.sent_bytes - before,
                     numel=ids,
                     nnz=ids,
+                    select_ms=request.distinct_ms,
+                    encode_ms=request.encode_ms,
+                    exchange_ms=1e3 * (crossed - began),
+                    decode_ms=1e3 * (time.perf_counter() - crossed),
                 )
             )
-        return received
+        return answers
 
-    def _look_up(self, answers: Sequence[Answer]) -> list[Tensor]:
-        """The vectors for every rank, [rows, dim] each; one gather for all of them."""
+    def _look_up(self, answers: Sequence[Answer]) -> Tensor:
+        """The vectors for every rank, [rows, dim], in rank order; one gather for all of them."""
         weight = self.shard.weight
         device = weight.device
+        kernels = self.channel.host_kernels()
         rows = torch.cat([answer.rows for answer in answers]).to(device)
-        singles = functional.embedding(rows, weight, sparse=self.sparse)
         single_counts = [len(answer.rows) for answer in answers]
         bag_counts = [len(answer.bags.lengths) for answer in answers]
         if not sum(bag_counts):
-            return list(singles.split(single_counts))
+            return take_rows(weight, rows, kernels, sparse=self.sparse)
         ids = torch.cat([answer.bags.ids for answer in answers]).to(device)
-        lengths = torch.cat([answer.bags.lengths for answer in answers]).to(device)
+        lengths = torch.cat([answer.bags.lengths for answer in answers])
         if bool((lengths == 1).all()):
-            bags = functional.embedding(ids, weight, sparse=self.sparse)
+            bags = take_rows(weight, ids, kernels, sparse=self.sparse)
         else:
-            bags = _pool(ids, lengths, weight, self.pooling, sparse=self.sparse)
+            bags = _pool(ids, lengths.to(device), weight, self.pooling, sparse=self.sparse)
         if not sum(single_counts):
-            return list(bags.split(bag_counts))
-        return [
-            torch.cat(pair) for pair in zip(singles.split(single_counts), bags.split(bag_counts), strict=True)
-        ]
+            return bags
+        singles = take_rows(weight, rows, kernels, sparse=self.sparse)
+        pairs = zip(singles.split(single_counts), bags.split(bag_counts), strict=True)
+        return torch.cat([part for pair in pairs for part in pair])
 
     def _assemble(self, received: Tensor, request: Request) -> Tensor:
         """[B, F, dim] from the rows that arrived."""
-        if not request.pooled:
-            positions = [p for p in request.positions if p is not None]
-            if not positions:
-                return received.new_zeros(request.samples, 0, self.dim)
-            return functional.embedding(torch.stack(positions, dim=1), received)
+        kernels = self.channel.host_kernels()
+        if isinstance(request.positions, Tensor):
+            return take_rows(received, request.positions, kernels)
         vectors = []
         for table, where in enumerate(request.positions):
             if where is not None:
-                vectors.append(functional.embedding(where, received))
+                vectors.append(take_rows(received, where, kernels))
             else:
                 ids, lengths = request.pooled[table]
                 vectors.append(_pool(ids, lengths, received, self.pooling))

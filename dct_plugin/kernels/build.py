@@ -44,7 +44,9 @@ class BuildError(OSError):
 
 def build_id() -> str:
     """Digest of source, flags and platform: libraries of one id are interchangeable."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256()
+    for part in sorted(SOURCE.parent.glob("*.c")):  # the others are included by SOURCE
+        digest.update(part.read_bytes())
     digest.update(" ".join([*FLAGS, sys.platform, platform.machine(), str(ABI_VERSION)]).encode())
     return digest.hexdigest()[:20]
 

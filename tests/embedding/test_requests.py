@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
@@ -14,18 +17,27 @@ from dct_plugin.embedding.request_message import Answer
 from dct_plugin.embedding.requests import Request, Requests
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
+from dct_plugin.kernels.embedding import get_embedding_kernels
+from dct_plugin.kernels.embedding_format import EmbeddingKernels
 
 CARDINALITIES, PLACEMENT = (9, 300, 4), [[1], [0, 2]]
 CPU = torch.device("cpu")
 KERNELS = get_backend(CPU)
+HOST = get_embedding_kernels(KERNELS)
+REFERENCE = get_embedding_kernels(get_backend(CPU, "reference"))
 
 
-def asked(categorical: Any, **options: Any) -> tuple[Request, list[Answer]]:
-    """A request of rank 0, and what each owner reads."""
+def asked(
+    categorical: Any, asking: int = 0, kernels: EmbeddingKernels = HOST, **options: Any
+) -> tuple[Request, list[Answer]]:
+    """A request of a rank, and what each owner reads."""
     config = EmbeddingChannelConfig.of(options)
     ranks = [Requests(CARDINALITIES, PLACEMENT, rank=r, config=config, name="tables") for r in range(2)]
-    request = ranks[0].write(categorical, CPU, KERNELS)
-    return request, [ranks[r].read(request.messages[r], 0, KERNELS) for r in range(2)]
+    request = ranks[asking].write(categorical, CPU, KERNELS, kernels)
+    answers = [
+        request.own if r == asking else ranks[r].read(request.messages[r], asking, KERNELS) for r in range(2)
+    ]
+    return request, answers
 
 
 def test_distinct_rows_are_named_once_in_ascending_order() -> None:
@@ -36,8 +48,8 @@ def test_distinct_rows_are_named_once_in_ascending_order() -> None:
     assert second.rows.tolist() == [2, 8, 9, 12]  # table 2 begins at row 9 of its rank
     assert [first.segments, second.segments] == [[(0, 2)], [(0, 2), (1, 2)]]
     assert request.rows == [[2], [2, 2]]
-    positions = torch.stack([p for p in request.positions if p is not None], dim=1)
-    assert positions.tolist() == [[3, 1, 5], [2, 0, 5], [3, 0, 4]]
+    assert isinstance(request.positions, Tensor)
+    assert request.positions.tolist() == [[3, 1, 5], [2, 0, 5], [3, 0, 4]]
 
 
 def test_ids_cross_as_they_are_without_deduplication() -> None:
@@ -46,6 +58,40 @@ def test_ids_cross_as_they_are_without_deduplication() -> None:
     assert second.bags.ids.tolist() == [8, 8, 12, 12]
     assert not len(first.rows)
     assert request.rows == [[2], [2, 2]]
+
+
+@given(st.integers(0, 40), st.integers(0, 2**31), st.booleans())
+def test_positions_lead_to_the_rows_that_were_asked_for(samples: int, seed: int, deduplicate: bool) -> None:
+    """Whichever rank asks, and whichever kernels find the distinct rows."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randint(n, (samples,), generator=generator) for n in CARDINALITIES], dim=1)
+    first_rows = {0: (1, 0), 1: (0, 0), 2: (1, 9)}  # table: owner, row of its shard
+    for asking in range(2):
+        requests = [asked(ids, asking, kernels, deduplicate=deduplicate) for kernels in (HOST, REFERENCE)]
+        for request, answers in requests:
+            rows = torch.cat([torch.cat([a.rows, a.bags.ids]) for a in answers])
+            owners = torch.cat(
+                [torch.full((len(a.rows) + len(a.bags.ids),), r) for r, a in enumerate(answers)]
+            )
+            assert isinstance(request.positions, Tensor)
+            for table, (owner, first) in first_rows.items():
+                assert torch.equal(rows[request.positions[:, table]], ids[:, table] + first)
+                assert bool((owners[request.positions[:, table]] == owner).all())
+            assert [sum(counts) for counts in request.rows] == [int((owners == r).sum()) for r in range(2)]
+        (one, _), (other, _) = requests
+        assert one.rows == other.rows
+        assert torch.equal(torch.as_tensor(one.positions), torch.as_tensor(other.positions))
+
+
+def test_tables_of_millions_of_rows_are_sorted_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.tensor([2**31 - 1, 1, 70_000_000, 2048, 2049])
+    ids = torch.stack([torch.randint(int(n), (500,), generator=generator) for n in limits], dim=1)
+    ids[0], ids[1] = limits - 1, 0
+    order, base = np.array([4, 1, 0, 2, 3]), np.array([7, 0, 0, 2**33, 1])
+    found = [kernels.distinct_rows(ids, order, limits.numpy(), base) for kernels in (HOST, REFERENCE)]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def test_equal_bags_cross_once() -> None:

@@ -1548,3 +1548,5 @@ API int32_t dct_exact_threshold(const void *grad, int32_t dtype, const float *re
     free(u);
     return OK;
 }
+
+#include "dct_embedding.c"
