@@ -61,9 +61,13 @@ class Moments:
         """Optimizer steps that went into the means."""
         self.missed = missed
 
-    def add(self, gradient: Tensor) -> None:
-        """A gradient of this step (1-D, any floating type); micro-batches add up as independent ones."""
-        squares = gradient.view(self._matrix).to(torch.float32).square()
+    def add(self, gradient: Tensor, room: Tensor | None = None) -> None:
+        """A gradient of this step (1-D, any floating type); micro-batches add up as independent ones.
+
+        ``room``, fp32 of the same shape, is overwritten; without it memory is allocated.
+        """
+        room = torch.empty_like(gradient, dtype=torch.float32) if room is None else room
+        squares = room.copy_(gradient).square_().view(self._matrix)
         if self.columns.numel() == 1:
             self._seen_rows.add_(squares.mean())
             return
@@ -222,6 +226,7 @@ def displaced(
     coefficient: float,
     gradient_unit: float = 1.0,
     out: Tensor,
+    rooms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``weight - the optimizer's step with coefficient * residual`` into ``out``; bitwise ``weight`` where
     the residual is zero.
@@ -234,17 +239,25 @@ def displaced(
         coefficient: Share of the residual.
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
         out: Like ``weight``.
+        rooms: For weights of 2 bytes, two of fp32 [numel] to overwrite; without them memory is allocated.
     """
     flat, target = weight.view(-1), out.view(-1)
     # In fp32: scaled residuals can be too large for fp16.
-    room = target if target.dtype == torch.float32 else torch.empty_like(residual)
+    exact = target.dtype == torch.float32
+    if exact:
+        step = target
+    else:
+        step = torch.empty_like(residual) if rooms is None else rooms[0]
     if unit.preconditioned:
         assert moments is not None
-        moments.denominator(room, decay=unit.decay, eps=unit.eps / gradient_unit)
-        torch.div(residual, room, out=room).mul_(-unit.lr * coefficient)
+        moments.denominator(step, decay=unit.decay, eps=unit.eps / gradient_unit)
+        torch.div(residual, step, out=step).mul_(-unit.lr * coefficient)
     else:
-        torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=room)
-    torch.add(room, flat, out=target)
+        torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
+    if exact or rooms is None:
+        torch.add(step, flat, out=target)
+    else:
+        target.copy_(step.add_(rooms[1].copy_(flat)))
     return out
 
 
@@ -300,6 +313,7 @@ class StepAhead:
         self._measured: dict[str, tuple[float, float]] = {}  # in this step, which may yet be taken back
         self._loaded: dict[str, Any] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._rooms: dict[str, Tensor] = {}
         self._displaced: set[str] = set()  # whose buffer holds the displaced weights of this step
         self._originals: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._fresh = False
@@ -390,12 +404,15 @@ class StepAhead:
                 continue
             share = self.coefficient(name)
             if held_back := list(self._held_back_of(name, weight.numel())):
-                residual, share = residual * share, 1.0
+                residual, share = torch.mul(residual, share, out=self._room(residual, "residual")), 1.0
                 for shard, part in held_back:
                     residual[shard.start : shard.stop].add_(part)
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
+            rooms = None
+            if weight.element_size() < 4:
+                rooms = self._room(weight.view(-1), "step"), self._room(weight.view(-1), "weight")
             displaced(
                 weight,
                 residual,
@@ -404,6 +421,7 @@ class StepAhead:
                 coefficient=share,
                 gradient_unit=self._gradient_unit(),
                 out=buffer,
+                rooms=rooms,
             )
             self._displaced.add(name)
 
@@ -418,7 +436,14 @@ class StepAhead:
         if moments is None:
             moments = Moments(parameter.shape, gradient.device, missed=self._missed)
             self._moments[name] = moments
-        moments.add(gradient)
+        moments.add(gradient, self._room(gradient, "step"))
+
+    def _room(self, like: Tensor, use: str) -> Tensor:
+        """Scratch memory, fp32 [numel]: fresh memory in large blocks is slow to touch."""
+        room = self._rooms.get(use)
+        if room is None or room.numel() < like.numel():
+            room = self._rooms[use] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        return room[: like.numel()]
 
     def _moments_of(self, name: str) -> Moments | None:
         if name in self._loaded:
