@@ -9,9 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .hooks import install, load_checkpoint, load_state_dict, save_checkpoint, state_dict, uninstall
+    from .hooks import (
+        gather_parameters,
+        install,
+        load_checkpoint,
+        load_state_dict,
+        save_checkpoint,
+        state_dict,
+        uninstall,
+    )
 
-__all__ = ["install", "load_checkpoint", "load_state_dict", "save_checkpoint", "state_dict", "uninstall"]
+__all__ = [
+    "gather_parameters",
+    "install",
+    "load_checkpoint",
+    "load_state_dict",
+    "save_checkpoint",
+    "state_dict",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -241,6 +241,7 @@ class CheckpointHook(Hook):
             given = signature.bind(*arguments, **keywords).arguments
             args = self.session.megatron_args
             local = given.get("non_persistent_ckpt") and args.non_persistent_ckpt_type == "local"
+            self.session.before_save()
             self._saving, self._folder, self._written = threading.get_ident(), None, bool(local)
             try:
                 result = original(*arguments, **keywords)

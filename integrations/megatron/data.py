@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,7 +41,8 @@ from . import step_ahead
 from .session import Hook, Session
 from .worker import ReductionHandle, ReductionWorker
 
-_NAME = "_dct_name"
+#: Attribute of a parameter: the name of its stream.
+NAME = "_dct_name"
 #: Wrappers of fully sharded models, by module.
 _SHARDING = (
     ("megatron.core.distributed.torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),
@@ -165,7 +166,7 @@ class DataParallelHook(Hook):
             original(ddp, config, *arguments, **keywords)
             self._transactional |= bool(getattr(config, "fp16", False))
             for name, parameter in ddp.module.named_parameters():
-                setattr(parameter, _NAME, f"{self._models}.{name}")
+                setattr(parameter, NAME, f"{self._models}.{name}")
             self._models += 1
             self._ddp.append(weakref.ref(ddp))
 
@@ -225,7 +226,7 @@ class DataParallelHook(Hook):
                 "dct.data_parallel does not work with Megatron's num_distributed_optimizer_instances > 1: "
                 "gradients are reduced over two groups in turn"
             )
-        return _is_expert(group) and not self.experts
+        return is_expert(group.buckets) and not self.experts
 
     # -- step-ahead -----------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class DataParallelHook(Hook):
                 step_ahead.refuse(model)
                 per_token |= bool(getattr(model.config, "calculate_per_token_loss", False))
             parameters += [
-                (getattr(parameter, _NAME), parameter)
+                (getattr(parameter, NAME), parameter)
                 for other in same
                 for bucket in other.buckets
                 for parameter in bucket.params_list
@@ -307,7 +308,7 @@ class DataParallelHook(Hook):
         """That of a bucket group; it is made at the first use, by all ranks of the group."""
         if (known := self._reductions.get(ranks)) is not None:
             return known
-        kind = "expert" if _is_expert(group) else "dense"
+        kind = "expert" if is_expert(group.buckets) else "dense"
         same = sum(other.name.split()[0] == kind for other in self._reductions.values())
         name = f"{kind} {same}" if same else kind
         device = group.buckets[0].grad_data.device
@@ -346,10 +347,10 @@ class DataParallelHook(Hook):
             stop = start + parameter.numel()
             if not 0 <= start <= stop <= data.numel():
                 raise DCTError(f"gradient of shape {tuple(parameter.shape)} does not lie in its bucket")
-            if not hasattr(parameter, _NAME):  # wrapped before the hooks were installed
-                setattr(parameter, _NAME, f"parameter {self._unnamed}")
+            if not hasattr(parameter, NAME):  # wrapped before the hooks were installed
+                setattr(parameter, NAME, f"parameter {self._unnamed}")
                 self._unnamed += 1
-            found.append((getattr(parameter, _NAME), start, data[start:stop]))
+            found.append((getattr(parameter, NAME), start, data[start:stop]))
         return found
 
 
@@ -360,8 +361,9 @@ def _ranks_of(group: Any) -> dist.ProcessGroup:
     return group.data_parallel_group
 
 
-def _is_expert(group: Any) -> bool:
-    return any(not getattr(p, "allreduce", True) for bucket in group.buckets for p in bucket.params_list)
+def is_expert(buckets: Iterable[Any]) -> bool:
+    """Whether buckets hold gradients and weights of expert layers."""
+    return any(not getattr(p, "allreduce", True) for bucket in buckets for p in bucket.params_list)
 
 
 def _unit(group: Any, ranks: dist.ProcessGroup) -> float:

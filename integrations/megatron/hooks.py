@@ -20,6 +20,7 @@ from .session import Active, Session
 
 __all__ = [
     "current",
+    "gather_parameters",
     "install",
     "load_checkpoint",
     "load_state_dict",
@@ -79,6 +80,16 @@ def uninstall() -> None:
     if _session is not None:
         session, _session = _session, None
         session.close()
+
+
+def gather_parameters() -> None:
+    """With ``data_parallel.parameters``: bring all weights to the optimizers' masters, in full.
+
+    For trainings with megatron.core alone, before they save or export weights; ``megatron.training`` does it
+    by itself when it saves. A collective over all ranks, between iterations. Does nothing without hooks.
+    """
+    if _session is not None:
+        _session.before_save()
 
 
 def save_checkpoint(folder: str | os.PathLike[str]) -> None:
@@ -148,6 +159,11 @@ def _add_hooks(session: Session) -> None:
                 "Megatron, whose optimizers keep a momentum of their own"
             )
         session.add(DataParallelHook(session), Active("data_parallel", f"sparsity {data.sparsity:g}"))
+        if data.parameters.enabled:
+            from .parameters import ParameterHook
+
+            detail = f"sparsity {data.parameters.sparsity:g}"
+            session.add(ParameterHook(session), Active("parameters", detail))
     if session.hooks:
         from .checkpoint import CheckpointHook
 

@@ -43,6 +43,9 @@ class Hook:
     def end_step(self) -> None:
         """The last training iteration is over, its optimizer step taken or skipped."""
 
+    def before_save(self) -> None:
+        """The host is about to save its model and optimizer; a collective, between two iterations."""
+
     def state_dict(self) -> dict[str, Any]:
         """Part of :meth:`Session.state_dict`, by its keys."""
         return {}
@@ -114,6 +117,11 @@ class Session:
         for hook in self.hooks:
             hook.end_iteration()
 
+    def before_save(self) -> None:
+        """The host is about to save its model and optimizer."""
+        for hook in self.hooks:
+            hook.before_save()
+
     def end_step(self) -> None:
         """Close the last training iteration, if that has not been done yet."""
         if not self._open:
@@ -127,11 +135,12 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals, thresholds and counters; call it between iterations.
 
-        Keys: ``step``, ``streams`` (activations' thresholds by layer or boundary) and ``reducers``
-        (gradients' residuals by kind, see :meth:`~dct_plugin.data_parallel.GradientReducer.state_dict`).
+        Keys: ``step``, ``streams`` (activations' thresholds by layer or boundary), ``reducers``
+        (gradients' residuals by kind, see :meth:`~dct_plugin.data_parallel.GradientReducer.state_dict`) and
+        ``parameters`` (thresholds of updated weights by optimizer).
         """
         self.end_step()
-        state: dict[str, Any] = {"step": self.step, "streams": {}, "reducers": {}}
+        state: dict[str, Any] = {"step": self.step, "streams": {}, "reducers": {}, "parameters": {}}
         for hook in self.hooks:
             for key, part in hook.state_dict().items():
                 state[key].update(part)

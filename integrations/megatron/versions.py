@@ -92,6 +92,25 @@ TARGETS = (
         part=_DATA,
     ),
     Target(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup.start_param_sync",
+        ("self", "force_sync"),
+        part=_DATA,
+    ),
+    *(
+        Target(
+            "megatron.core.optimizer.distrib_optimizer",
+            f"DistributedOptimizer.{name}",
+            ("self", *parameters),
+            part=_DATA,
+        )
+        for name, parameters in (
+            ("__init__", ("optimizer", "config")),
+            ("_copy_main_params_to_model_params", ()),
+            ("_get_model_param_range_map", ("param",)),
+        )
+    ),
+    Target(
         "megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer.prepare_grads", ("self",), part=_DATA
     ),
     Target(

@@ -250,6 +250,7 @@ def _run(
             history.append((bool(success), scale, copy.deepcopy(hooks.state_dict())))
         if job.save is not None and step + 1 == job.save[1]:
             folder = job.save[0]
+            hooks.gather_parameters()
             _save(folder, models, optimizer)
             hooks.save_checkpoint(folder)
         if on_step is not None:
@@ -293,7 +294,8 @@ def _save(folder: str, models: list[Any], optimizer: Any) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     if hasattr(_only(optimizer), "save_parameter_state"):
         inner = _only(optimizer).optimizer.state_dict()
-        state = {"models": [model.state_dict() for model in models], "optimizer": inner}
+        masters = _only(optimizer).shard_fp32_from_float16_groups
+        state = {"models": [m.state_dict() for m in models], "optimizer": inner, "masters": masters}
         torch.save(state, f"{folder}/rank{dist.get_rank()}.pt")
         return
     # Megatron writes from processes of its own, which the daemons of a pool may not start.
@@ -310,6 +312,10 @@ def _load(folder: str, models: list[Any], optimizer: Any) -> None:
         for model, part in zip(models, state["models"], strict=True):
             model.load_state_dict(part)
         _only(optimizer).optimizer.load_state_dict(state["optimizer"])
+        masters = _only(optimizer).shard_fp32_from_float16_groups
+        for group, saved in zip(masters, state["masters"], strict=True):
+            for master, part in zip(group, saved, strict=True):
+                master.data.copy_(part)
         return
     state = dist_checkpointing.load(_sharded(models, optimizer, loading=True), folder)
     for number, model in enumerate(models):

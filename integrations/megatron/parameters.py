@@ -1,0 +1,259 @@
+"""Updated weights under the distributed optimizer: ``_ParamAndGradBucketGroup.start_param_sync``.
+
+Megatron copies the masters that a rank owns into its part of the parameter buffers, and gathers these. Here
+the copy is left out, so that the buffers keep what all ranks know, and the gather is replaced; in the steps
+in which everything is sent both are Megatron's own. With ``overlap_param_gather`` updates travel where
+Megatron would start to gather, in the order in which the forward pass asks for them, and are there when the
+call returns.
+
+For fp32 weights Megatron's masters are the parameter buffer itself; they get memory of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
+from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.errors import DCTError
+
+from .data import NAME, is_expert
+from .session import Hook, Session
+from .step_ahead import groups_of
+
+__all__ = ["ParameterHook"]
+
+_OWNER = "_dct_owner"
+
+
+@dataclass
+class _Owner:
+    """A distributed optimizer whose updates are thresholded."""
+
+    optimizer: weakref.ref[Any]
+    updates: ParameterUpdates
+    masters: dict[torch.nn.Parameter, Tensor]
+    """This rank's shards."""
+    fp32: list[tuple[torch.nn.Parameter, Tensor]]
+    """Those of them that Megatron kept in the parameter buffer."""
+    starts: dict[torch.nn.Parameter, int]
+    """Where parameters begin in their buckets."""
+    waiting: set[int] = field(default_factory=set)
+    """Identities of the buckets whose update has not been sent yet."""
+    sparse: bool = False
+    """Whether the last step's update is thresholded."""
+
+    def range_of(self, parameter: torch.nn.Parameter) -> slice:
+        """Entries of a parameter that this rank owns."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        owned = optimizer._get_model_param_range_map(parameter)["param"]
+        return slice(owned.start, owned.end)
+
+    def read_fp32(self) -> None:
+        """The weights were set from outside: so are the masters that Megatron would not have apart."""
+        for parameter, master in self.fp32:
+            master.data.copy_(parameter.data.view(-1)[self.range_of(parameter)])
+
+
+class ParameterHook(Hook):
+    """Replaces the parameter gathers of distributed optimizers; those of expert layers stay Megatron's."""
+
+    def __init__(self, session: Session) -> None:
+        from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        self.session = session
+        self._owners: list[_Owner] = []
+        self._loaded: dict[str, Any] = {}
+        patches = session.patches
+        self._copy = DistributedOptimizer._copy_main_params_to_model_params
+        self._gather = param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync
+        patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
+        patches.wrap(DistributedOptimizer, "__init__", self._make_init)
+        patches.wrap(DistributedOptimizer, "_copy_main_params_to_model_params", self._make_copy)
+        patches.wrap(
+            param_and_grad_buffer._ParamAndGradBucketGroup, "start_param_sync", self._make_start_param_sync
+        )
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring all weights to the masters, in full; a collective, between two iterations."""
+        for owner in self._alive():
+            optimizer = owner.optimizer()
+            assert optimizer is not None
+            self._copy_in_full(owner, optimizer)
+            for model in optimizer.model_chunks:
+                for group in groups_of(model):
+                    if self._owner_of(group) is owner:
+                        self._gather(group, force_sync=True)
+
+    def before_save(self) -> None:
+        self.gather()
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {str(i): owner.updates.state_dict() for i, owner in enumerate(self._alive())}
+        return {"parameters": {**self._loaded, **own}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        saved = (state or {}).get("parameters", {})
+        for i, owner in enumerate(self._alive()):
+            owner.updates.load_state_dict(saved.get(str(i)), step=self.session.step)
+        self._loaded = dict(saved)
+
+    # -- wrappers ---
+
+    def _make_ddp_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(ddp: Any, *arguments: Any, **keywords: Any) -> None:
+            original(ddp, *arguments, **keywords)
+            if not ddp.ddp_config.use_distributed_optimizer and any(
+                group.data_parallel_group.size() > 1 for group in groups_of(ddp)
+            ):
+                raise refuse(
+                    "Megatron without the distributed optimizer",
+                    "every rank has the whole optimizer, no weights are gathered after a step",
+                )
+
+        return init
+
+    def _make_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(optimizer: Any, *arguments: Any, **keywords: Any) -> None:
+            original(optimizer, *arguments, **keywords)
+            if optimizer.is_stub_optimizer or getattr(optimizer, "data_parallel_group", None) is None:
+                return
+            buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
+            if optimizer.data_parallel_group.size() > 1 and not is_expert(buckets):
+                self._adopt(optimizer, buckets)
+
+        return init
+
+    def _make_copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _copy_main_params_to_model_params(optimizer: Any) -> None:
+            owner: _Owner | None = getattr(optimizer, _OWNER, None)
+            if owner is None:
+                original(optimizer)
+                return
+            buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
+            owner.updates.step = self.session.step
+            if all(owner.updates.full(bucket.param_data.dtype) for bucket in buckets):
+                self._copy_in_full(owner, optimizer)
+            else:
+                owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
+
+        return _copy_main_params_to_model_params
+
+    def _make_start_param_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start_param_sync(group: Any, force_sync: bool = False) -> None:
+            owner = self._owner_of(group)
+            if owner is None or not owner.sparse:
+                original(group, force_sync=force_sync)
+                return
+            self._update(owner, [bucket for bucket in group.buckets if id(bucket) in owner.waiting])
+            group.param_gather_handle, group.param_gather_dispatched = None, True
+
+        return start_param_sync
+
+    # -- inside ---
+
+    def _adopt(self, optimizer: Any, buckets: list[Any]) -> None:
+        for reason in _unsupported(optimizer, buckets):
+            raise refuse(f"Megatron's {reason}", "its weights are not gathered as they are")
+        pairs = [
+            pair
+            for models, shards in (
+                (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+                (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            )
+            for model, shard in zip(models, shards, strict=True)
+            for pair in zip(model, shard, strict=True)
+        ]
+        updates = ParameterUpdates(
+            self.session.config.data_parallel,
+            optimizer.data_parallel_group,
+            metrics=self.session.metrics,
+            device=buckets[0].param_data.device,
+            kernels=self.session.config.kernels,
+            step=self.session.step,
+        )
+        owner = _Owner(
+            weakref.ref(optimizer),
+            updates,
+            masters=dict(pairs),
+            starts={p: _start(p, bucket) for bucket in buckets for p in bucket.params_list},
+            fp32=[(model, shard) for model, shard in pairs if model.dtype == torch.float32],
+        )
+        for _, shard in owner.fp32:
+            shard.data = shard.data.clone()
+        updates.load_state_dict(self._loaded.get(str(len(self._alive()))), step=self.session.step)
+        self._owners.append(owner)
+        setattr(optimizer, _OWNER, owner)
+        for i, parameter in enumerate(p for bucket in buckets for p in bucket.params_list):
+            if not hasattr(parameter, NAME):  # wrapped before the hooks were installed
+                setattr(parameter, NAME, f"optimizer {len(self._owners)} parameter {i}")
+        for bucket in buckets:
+            setattr(bucket, _OWNER, owner)
+        for chunk in optimizer.model_chunks:
+            chunk.module.register_load_state_dict_post_hook(lambda *_: owner.read_fp32())
+
+    def _owner_of(self, group: Any) -> _Owner | None:
+        owner: _Owner | None = getattr(group.buckets[0], _OWNER, None) if group.buckets else None
+        return owner
+
+    def _alive(self) -> list[_Owner]:
+        self._owners = [owner for owner in self._owners if owner.optimizer() is not None]
+        return self._owners
+
+    def _copy_in_full(self, owner: _Owner, optimizer: Any) -> None:
+        owner.sparse = False
+        self._copy(optimizer)
+        for buffer in optimizer.buffers:
+            for bucket in buffer.buckets:
+                owner.updates.record_full(bucket.param_data.numel(), bucket.param_data.element_size())
+
+    @torch.no_grad()
+    def _update(self, owner: _Owner, buckets: list[Any]) -> None:
+        entries, parameters = [], {}
+        for bucket in buckets:
+            each = bucket.param_data.numel() // owner.updates.world_size
+            for parameter in bucket.params_list:
+                name, start, numel = getattr(parameter, NAME), owner.starts[parameter], parameter.numel()
+                working = bucket.param_data.view(-1)[start : start + numel]
+                entries.append((name, working, shards_in(start, numel, each)))
+                parameters[name] = parameter
+        if entries:
+            owner.updates.update(entries, lambda name: owner.masters[parameters[name]].data.view(-1))
+        owner.waiting -= {id(bucket) for bucket in buckets}
+
+
+def _start(parameter: torch.nn.Parameter, bucket: Any) -> int:
+    """First entry of a parameter in its bucket, which aligns them."""
+    data = bucket.param_data
+    start = (parameter.data_ptr() - data.data_ptr()) // data.element_size()
+    if not 0 <= start <= data.numel() - parameter.numel():
+        raise DCTError(f"a weight of shape {tuple(parameter.shape)} does not lie in its bucket")
+    return start
+
+
+def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:
+    """Settings under which weights are gathered in another form."""
+    config, ddp = optimizer.config, optimizer.ddp_config
+    for holder, name in (
+        (config, "use_precision_aware_optimizer"),
+        (config, "overlap_param_gather_with_optimizer_step"),
+        (config, "optimizer_cpu_offload"),
+        (config, "reuse_grad_buf_for_mxfp8_param_ag"),
+        (ddp, "use_megatron_fsdp"),
+    ):
+        if getattr(holder, name, False):
+            yield name
+    if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
+        yield "num_distributed_optimizer_instances > 1"
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    if any(bucket.param_data is None or bucket.param_data.dtype not in kinds for bucket in buckets):
+        yield "fp8 parameters"

@@ -1,0 +1,112 @@
+"""Thresholded updates of the weights in the real megatron-core, on CPU with gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from support.megatron_gpt import Job, Outcome, train, train_all
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+BASE = Job(distributed_optimizer=True, steps=8, evaluate=True)
+
+
+def section(
+    parameters: float | None = 0.97, sparsity: float = 0.9, value_dtype: str = "bf16", **options: Any
+) -> dict[str, Any]:
+    """A ``dct`` section with thresholded updates."""
+    off = {"enabled": False}
+    data = {"sparsity": sparsity, "min_numel": 256, "value_dtype": value_dtype}
+    updates = {"enabled": True, "sparsity": parameters, "value_dtype": value_dtype}
+    return {
+        "model_parallel": {"pipeline": off, "tensor": off},
+        "data_parallel": {**data, "parameters": updates, **options},
+    }
+
+
+def run(world_size: int, *jobs: Job) -> list[list[Outcome]]:
+    """Outcomes by job, then rank."""
+    by_rank = processes.run(world_size, train_all, list(jobs))
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_two_data_parallel_ranks(kind: str) -> None:
+    base = BASE if kind == "fp32" else replace(BASE, **{kind: True}, loss_scale=2.0**10)
+    lossless = section(0.0, 0.0, "fp32")
+    plain, same, sparse, overlapped, ahead = run(
+        2,
+        base,
+        base.with_dct(lossless, through_codec=True),
+        base.with_dct(section(), evaluate_between=True),
+        base.with_dct(section(), overlap_grad_reduce=True, evaluate_between=True),  # and overlap_param_gather
+        base.with_dct(section(error_feedback="step_ahead"), overlap_grad_reduce=True),
+    )
+    for one, other in zip(plain, same, strict=True):
+        assert one.losses == other.losses
+        assert one.parameters == other.parameters
+    for outcomes in (sparse, overlapped, ahead):
+        first, second = outcomes
+        assert first.parameters == second.parameters
+        assert first.parameters != plain[0].parameters
+        assert first.losses[-1] < first.losses[0]
+        part = first.classes["parameter"]
+        assert part["density"] == pytest.approx(0.03, abs=0.02)
+        assert part["sent_bytes"] < part["dense_bytes"] / 8
+        assert "parameter_full" not in first.classes
+
+
+def test_warm_up_is_megatrons_own() -> None:
+    base = replace(BASE, steps=3, bf16=True, overlap_grad_reduce=True)
+    plain, warm = run(2, base, base.with_dct(section(warmup_steps=3)))
+    for one, other in zip(plain, warm, strict=True):
+        assert one.losses == other.losses
+        assert one.parameters == other.parameters
+        assert other.classes["parameter_full"]["sent_bytes"] > 0
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_resumed_run_goes_on_bitwise(kind: str, tmp_path: Path) -> None:
+    """Weights are gathered in full for the checkpoint; the run that wrote it goes on from there, too."""
+    base = replace(BASE, bf16=kind == "bf16").with_dct(section(error_feedback="step_ahead", warmup_steps=1))
+    whole, rest = run(
+        2, replace(base, save=(str(tmp_path), 5)), replace(base, load=(str(tmp_path), 5), seed=9)
+    )
+    for one, other in zip(whole, rest, strict=True):
+        assert one.losses[5:] == other.losses
+        assert one.parameters == other.parameters
+    assert rest[0].parameters == rest[1].parameters
+
+
+def test_expert_layers_and_model_parallel_ranks(tmp_path: Path) -> None:
+    moe, tensor = run(
+        4,
+        replace(BASE, bf16=True, experts=2, ep=2, steps=4).with_dct(section()),
+        replace(BASE, tp=2, sequence_parallel=True, steps=4).with_dct(section()),
+    )
+    for outcomes in (moe, tensor):
+        assert all(outcome.classes["parameter"]["density"] < 0.06 for outcome in outcomes)
+    assert tensor[0].parameters == tensor[2].parameters
+    assert tensor[1].parameters == tensor[3].parameters
+    assert moe[0].parameters == moe[2].parameters
+
+
+def refused(rank: int, world_size: int, job: Job) -> str:
+    torch.set_num_threads(1)
+    with pytest.raises(Exception) as raised:
+        train(job)
+    return str(raised.value)
+
+
+def test_without_the_distributed_optimizer_it_is_refused() -> None:
+    for text in processes.run(2, refused, Job(steps=1).with_dct(section())):
+        assert "dct.data_parallel.parameters.enabled = true: Megatron without the distributed" in text
