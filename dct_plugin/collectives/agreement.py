@@ -7,10 +7,14 @@ publishes the verdict, so that the store sees O(ranks) requests.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from ..errors import DesyncError
 
@@ -20,6 +24,8 @@ TIME_LIMIT = 120.0
 #: Seconds in which a rank that is about to fail lets the others read why: rank 0 may be the one serving the
 #: store.
 _FAREWELL = 10.0
+#: Seconds in which ranks whose connections broke tell each other that they live.
+_ROLL_CALL = 3.0
 #: What may be the matter with a rank that says nothing.
 HINT = "dct-plugin is not installed or not active there (is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?)"
 
@@ -162,6 +168,36 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.5 * pause, 0.25)
+
+
+def absent_after_failure(ranks: Sequence[int], own: int) -> list[int]:
+    """Those of ``ranks`` that do not notice within a few seconds that a collective failed: whoever lost a
+    connection to a dead rank comes here, too. Empty if nobody can tell. Never raises.
+
+    Args:
+        ranks: That took part, by their numbers in the whole job.
+        own: This one.
+    """
+    heard = {own}
+
+    def listen() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"dct_plugin/alive/{own}", "1")
+        until = time.monotonic() + _ROLL_CALL
+        while len(heard) < len(ranks) and time.monotonic() < until:
+            heard.update(r for r in ranks if r not in heard and store.check([f"dct_plugin/alive/{r}"]))
+            time.sleep(0.05)
+        answered.set()
+
+    answered = threading.Event()
+    # In a thread: whoever serves the store may be the one that is gone.
+    threading.Thread(target=_quietly, args=(listen,), daemon=True).start()
+    return sorted(set(ranks) - heard) if answered.wait(_ROLL_CALL + 2.0) else []
+
+
+def _quietly(function: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        function()
 
 
 def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str = HINT) -> str:

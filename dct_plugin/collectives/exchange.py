@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DesyncError
+from .agreement import absent_after_failure
 
 _FAILED = -1
 
@@ -39,21 +40,34 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.sent_bytes = 0
         """Bytes handed to the transport so far, size messages included."""
+        self.step: int | None = None
+        """Named in the message about a lost peer."""
         # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
-    def all_to_all(self, messages: Sequence[Tensor], fingerprint: int = 0) -> list[Tensor]:
+    def all_to_all(
+        self, messages: Sequence[Tensor], fingerprint: int = 0, *, bounds: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Send ``messages[r]`` to rank ``r``; returns what rank ``r`` sent to this one, at position ``r``.
 
         Args:
             messages: One 1-D uint8 tensor per rank of the group (may be empty); the own one is passed
                 through.
             fingerprint: Non-negative 63-bit description of the operation, the same on every rank.
+            bounds: Most bytes that rank ``r`` can have to say, where the caller knows them.
 
         Raises:
-            DesyncError: A rank reported a failure, or is at another operation; names the ranks.
+            DesyncError: A rank reported a failure, is at another operation, announces more bytes than it can
+                have, or was lost; names the ranks.
         """
-        return self.transfer(messages, self._exchange_sizes([m.numel() for m in messages], fingerprint))
+        sizes = self._exchange_sizes([m.numel() for m in messages], fingerprint)
+        for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
+            if size > bound:
+                raise DesyncError(
+                    f"rank {self._global[self.rank]}: rank {self._global[sender]} announces a message of "
+                    f"{size} bytes, where at most {bound} can be right"
+                )
+        return self.transfer(messages, sizes)
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """:meth:`all_to_all` where every rank knows beforehand that rank ``r`` sends it ``sizes[r]``."""
@@ -71,21 +85,29 @@ class Exchange:
                 operations.append(dist.P2POp(dist.isend, messages[target], self._global[target], self.group))
                 self.sent_bytes += messages[target].numel()
         if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            with self._transport("exchange of messages"):
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
         return received
+
+    def agree(self, fingerprint: int) -> None:
+        """Every rank is about to do what ``fingerprint`` describes, or all stop as in :meth:`all_to_all`."""
+        self._exchange_sizes([0] * self.world_size, fingerprint)
 
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; returns the bytes that count as sent."""
-        dist.all_reduce(tensor, group=self.group)
+        with self._transport("dense all-reduce"):
+            dist.all_reduce(tensor, group=self.group)
         # A ring all-reduce's bytes: the transport does not tell.
         size = round(2 * (self.world_size - 1) / self.world_size * tensor.numel() * tensor.element_size())
         self.sent_bytes += size
         return size
 
-    def all_gather(self, message: Tensor, fingerprint: int = 0) -> list[Tensor]:
+    def all_gather(
+        self, message: Tensor, fingerprint: int = 0, *, bounds: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Send ``message`` (1-D uint8) to every rank; returns all ranks' messages in rank order."""
-        return self.all_to_all([message] * self.world_size, fingerprint)
+        return self.all_to_all([message] * self.world_size, fingerprint, bounds=bounds)
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
@@ -103,10 +125,29 @@ class Exchange:
         except Exception:  # the transport is gone as well: the others will see that
             return
 
+    @contextmanager
+    def _transport(self, what: str) -> Iterator[None]:
+        """Around the transport's own work: what it raises names addresses at best, not ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            own = self._global[self.rank]
+            absent = absent_after_failure(self._global, own)
+            at = "" if self.step is None else f" in step {self.step}"
+            lost = (
+                f"rank(s) {absent} gave no sign of life since: dead, stopped or stuck; see their own output"
+                if absent
+                else "the other ranks report the same; see their own output"
+            )
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DesyncError(f"rank {own}: the {what}{at} failed: {lost} ({first})") from error
+
     def _exchange_sizes(self, sizes: list[int], fingerprint: int, *, check: bool = True) -> list[int]:
         table = torch.tensor([[size, fingerprint] for size in sizes], dtype=torch.int64).to(self.device)
         answer = torch.empty_like(table)
-        dist.all_to_all_single(answer, table, group=self.group)
+        with self._transport("exchange of sizes"):
+            dist.all_to_all_single(answer, table, group=self.group)
+            answer = answer.cpu()
         self.sent_bytes += 16 * (self.world_size - 1)
         rows = answer.tolist()
         if check:

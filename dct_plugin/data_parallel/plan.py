@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..codecs.payload import payload_bound
+from ..codecs.values import ValueDtype
+
 #: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
 #: the balance.
 MIN_SHARD = 16_384
@@ -82,6 +85,12 @@ class Plan:
         low = zlib.crc32("\n".join(text).encode())
         high = zlib.adler32("\n".join(text).encode())
         self.fingerprint = (high << 31 ^ low) & (2**63 - 1)
+
+    def bound(self, rank: int) -> int:
+        """Most bytes of a message with the shards of ``rank``."""
+        return sum(
+            payload_bound(shard.stop - shard.start, None, ValueDtype.FP32) for _, shard in self.owned_by(rank)
+        )
 
     def owned_by(self, rank: int) -> list[tuple[Item, Shard]]:
         """Shards of ``rank`` in the order in which their payloads stand in a message."""

@@ -134,7 +134,7 @@ class GradientReducer:
             PayloadError: A message arrived damaged.
         """
         self.look(entries)
-        if self._reduced_dense([tensor for _, tensor in entries], scale):
+        if self._reduced_dense(entries, scale):
             return
         with self._reduction() as whole:
             if self._direct():
@@ -161,7 +161,7 @@ class GradientReducer:
             ValueError: The shards of a tensor do not cover it.
         """
         self.look([(name, tensor) for name, tensor, _ in entries])
-        if self._reduced_dense([tensor for _, tensor, _ in entries], scale):
+        if self._reduced_dense([(name, tensor) for name, tensor, _ in entries], scale):
             return
         with self._reduction() as whole:
             plan = self._plan("reduce_scatter", entries)
@@ -174,7 +174,8 @@ class GradientReducer:
         """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
         message, *_ = self._encode(plan, whole, copies=self.world_size - 1)
         with whole.timed("exchange"):
-            messages = self.exchange.all_gather(message, plan.fingerprint)
+            bounds = [plan.bound(0)] * self.world_size
+            messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
         self._sum(messages, [item.tensor for item in plan.items], scale, whole)
 
     def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
@@ -191,7 +192,8 @@ class GradientReducer:
             ]
             (message,) = self._close([answer], written, whole)
         with whole.timed("exchange"):
-            answers = self.exchange.all_gather(message, plan.fingerprint)
+            bounds = [plan.bound(owner) for owner in range(self.world_size)]
+            answers = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
         for owner, message in enumerate(answers):
             views = [item.view(shard) for item, shard in plan.owned_by(owner)]
             self._sum([message], views, scale, whole, sender=owner)
@@ -318,11 +320,15 @@ class GradientReducer:
 
     # -- sending ---
 
-    def _reduced_dense(self, tensors: Sequence[Tensor], scale: float) -> bool:
+    def _reduced_dense(self, entries: Sequence[tuple[str, Tensor]], scale: float) -> bool:
         """Warm-up steps and single ranks: sum as the host framework would. Returns whether that was done."""
         if self.world_size > 1 and self.step >= self.config.warmup_steps:
             return False
+        tensors = [tensor for _, tensor in entries]
         with self._reduction() as whole:
+            if self.world_size > 1:  # a rank whose warm-up is over would wait in another collective for ever
+                plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
+                self.exchange.agree(plan.fingerprint)
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 same = [tensor for tensor in tensors if tensor.dtype == dtype]
                 if self.world_size > 1:
@@ -431,7 +437,8 @@ class GradientReducer:
         """From every sender, the message with the shards owned here in the plan's order."""
         messages = self._encode(plan, whole, copies=1)
         with whole.timed("exchange"):
-            return self.exchange.all_to_all(messages, plan.fingerprint)
+            bounds = [plan.bound(self.rank)] * self.world_size
+            return self.exchange.all_to_all(messages, plan.fingerprint, bounds=bounds)
 
     def _sum(
         self,
@@ -475,6 +482,7 @@ class GradientReducer:
     def _reduction(self) -> Iterator[Record]:
         """The record of a reduction as a whole: size messages, and the time of exchange and decoding."""
         whole = Record("gradient", sent_bytes=-self.exchange.sent_bytes, tensors=0)
+        self.exchange.step = self.step
         yield whole
         whole.sent_bytes += self.exchange.sent_bytes
         if self.metrics is not None:

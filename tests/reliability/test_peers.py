@@ -1,0 +1,96 @@
+"""Peers that are lost, out of step, or that announce nonsense: the others end in time and say who it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import launch
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).parents[1] / "support" / "lost_peer.py"
+
+
+def _warms_up_alone(rank: int, world_size: int) -> None:
+    config = DataParallelConfig(sparsity=0.9, warmup_steps=8 if rank == 1 else 0)
+    GradientReducer(config).all_reduce([("weight", torch.ones(5000))])
+
+
+def test_a_rank_whose_warm_up_is_not_over_stops_all() -> None:
+    """In different collectives they would wait for each other for ever."""
+    begin = time.monotonic()
+    for kind, text in launch(3, _warms_up_alone):
+        assert kind == "error"
+        assert "DesyncError" in text
+        assert "are exchanging other tensors" in text
+    assert time.monotonic() - begin < 30
+
+
+def _announces(rank: int, world_size: int, size: int) -> None:
+    reducer = GradientReducer(DataParallelConfig(sparsity=0.9))
+    exchange = reducer.exchange
+    if rank == 1:
+        real = exchange._exchange_sizes
+        exchange._exchange_sizes = lambda sizes, fingerprint: real([size] * 2, fingerprint)  # type: ignore
+    reducer.all_reduce([("weight", torch.ones(5000))])
+
+
+@pytest.mark.parametrize("size", [2**33, 2**40])
+def test_a_message_that_cannot_be_right_is_not_allocated(size: int) -> None:
+    (kind, text), _ = launch(2, _announces, size)
+    assert kind == "error"
+    assert f"DesyncError: rank 0: rank 1 announces a message of {size} bytes, where at most" in text
+
+
+def lose(folder: Path, how: str, world_size: int = 3, victim: int = 1) -> tuple[list[dict[str, Any]], float]:
+    """What every rank but the victim says, and the seconds from the loss until all of them had ended."""
+    store = str(folder / "store")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), store, str(rank), str(world_size), str(victim), how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        others = [process for rank, process in enumerate(processes) if rank != victim]
+        while not (folder / "store.lost").exists():
+            assert processes[victim].poll() is None or "stop" not in how
+            time.sleep(0.02)
+        begin = time.monotonic()
+        texts = [process.communicate(timeout=60)[0] for process in others]
+        return [json.loads(text.splitlines()[-1]) for text in texts], time.monotonic() - begin
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "limit"), [("kill warmup", 10.0), ("raise sparse", 10.0), ("stop sparse", 25.0)]
+)
+def test_a_lost_peer_is_named(tmp_path: Path, how: str, limit: float) -> None:
+    """Killed, failed elsewhere, or stopped: within the process group's time limit (here 8 s)."""
+    said, seconds = lose(tmp_path, how)
+    assert seconds < limit
+    for rank in said:
+        assert rank["error"] == "DesyncError"
+        assert "rank(s) [1] gave no sign of life since" in rank["text"]
+        assert "in step 3 failed" in rank["text"]
+        assert "exchange of sizes" in rank["text"]

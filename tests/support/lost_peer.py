@@ -1,0 +1,47 @@
+"""One rank of a job that loses another in its fourth step: STORE RANK SIZE VICTIM "HOW PHASE"."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
+
+
+def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
+    kind, phase = how.split()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=8),
+    )
+    reducer = GradientReducer(DataParallelConfig(sparsity=0.9, warmup_steps=9 if phase == "warmup" else 0))
+    try:
+        for step in range(10):
+            if rank == victim and step == 3:
+                Path(f"{path}.lost").touch()
+                if kind == "raise":
+                    raise MemoryError("no room for a forward pass")
+                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            reducer.all_reduce([("weight", torch.full((20_000,), float(rank + step)))])
+            reducer.end_step()
+            time.sleep(0.05)
+    except Exception as error:
+        print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
+        os._exit(1)
+    print(json.dumps({"error": None, "text": ""}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
