@@ -5,7 +5,8 @@ cache; a build into that cache. Standard library only: the installation runs thi
 
 Any number of processes may do this at once, also on a shared home directory: a build goes to a temporary file
 that replaces the final one atomically. A lock keeps the others waiting instead of building too, but nothing
-depends on it.
+depends on it: after :data:`LOCK_LIMIT` seconds they build as well. A library ends with a digest of itself:
+loading a truncated one would end the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -21,6 +23,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +39,13 @@ PREBUILT = Path(__file__).with_name("_dct_kernels.so")
 # No contraction to fused multiply-add: results must not depend on the machine.
 FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 COMPILE_TIMEOUT = 300.0  # seconds; a build takes about two
+#: Seconds to wait for another process's build, and after which to say so.
+LOCK_LIMIT, LOCK_PATIENCE = 120.0, 10.0
+#: Before the digest at the end of a library. Not where code is signed, which covers the whole file.
+_SEAL = b"\ndct_plugin sha256 "
+_SEALED = sys.platform != "darwin"
+
+logger = logging.getLogger("dct_plugin.kernels")
 
 
 class BuildError(OSError):
@@ -53,8 +63,11 @@ def build_id() -> str:
 
 def compilers() -> list[list[str]]:
     """Command prefixes of the C compilers to try: ``$CC`` alone if it is set, else cc, gcc, clang."""
-    if os.environ.get("CC"):
-        return [shlex.split(os.environ["CC"])]
+    if chosen := os.environ.get("CC", "").strip():
+        try:
+            return [shlex.split(chosen)]
+        except ValueError as error:
+            raise BuildError(f"CC={chosen}: not a command: {error}") from None
     return [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 
 
@@ -81,6 +94,7 @@ def compile_library(target: Path) -> None:
                 problems.append(f"{compiler[0]}: {error}")
                 continue
             if done.returncode == 0:
+                _seal(temporary)
                 os.chmod(temporary, 0o755)
                 os.replace(temporary, target)
                 return
@@ -94,6 +108,31 @@ def compile_library(target: Path) -> None:
     raise BuildError(problems[0])
 
 
+def _seal(path: str) -> None:
+    """Append the digest, and have it all on the disk before the file gets its name."""
+    with open(path, "r+b") as file:
+        if _SEALED:
+            digest = hashlib.sha256(file.read()).hexdigest()
+            file.write(_SEAL + digest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check(path: Path) -> None:
+    """Whether a library is whole."""
+    if _SEALED:
+        content, _, digest = path.read_bytes().rpartition(_SEAL)
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise BuildError(f"{path} is damaged")
+
+
+def _foreign(path: Path) -> bool:
+    """Whether another user could have written a file or folder."""
+    info = path.stat()
+    owner = hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0)
+    return owner or bool(info.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
+
+
 def cache_dirs() -> list[Path]:
     """Where built libraries are kept: the user's cache, else a private folder among the temporary ones."""
     home_cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -104,31 +143,53 @@ def cache_dirs() -> list[Path]:
 def _private(folder: Path) -> None:
     """Create ``folder`` if need be; refuse one that another user could have put a library into."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = folder.stat()
-    foreign = hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0)
-    if foreign or info.st_mode & stat.S_IWOTH:
-        raise BuildError(f"{folder} belongs to or can be written by another user")
+    if _foreign(folder):
+        raise BuildError(f"{folder} belongs to or can be written by another user (chmod go-w)")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise BuildError(f"{folder} is not writable")
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, if the file system has them."""
+    """Hold an exclusive lock, if the file system has them and it can be had in time."""
     with open(path, "w") as handle:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
+        began, said = time.monotonic(), False
+        while fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - began
+            except OSError:  # no locks here
+                break
+            if waited > LOCK_LIMIT:
+                logger.warning("gave up waiting for %s; building the kernels beside it", path)
+                break
+            if waited > LOCK_PATIENCE and not said:
+                said = True
+                logger.warning("another process has been building kernels for %.0f s (%s)", waited, path)
+            time.sleep(0.05)
         yield
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what builds that were killed have left."""
+    for path in folder.glob("dct_kernels-*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 2 * COMPILE_TIMEOUT:
+                path.unlink()
 
 
 def _open(path: Path) -> ctypes.CDLL:
     """Load a library and check that it belongs to this source."""
     try:
+        _check(path)
         library = ctypes.CDLL(str(path))
         library.dct_abi_version.restype = ctypes.c_int32
         library.dct_build_id.restype = ctypes.c_char_p
         found = library.dct_abi_version(), library.dct_build_id().decode()
+    except BuildError:
+        raise
     except (OSError, AttributeError) as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from None
     if found != (ABI_VERSION, build_id()):
@@ -150,9 +211,12 @@ def load() -> tuple[ctypes.CDLL, Path]:
         path = folder / f"dct_kernels-{build_id()}.so"
         try:
             _private(folder)
+            if path.exists() and _foreign(path):
+                path.unlink()
             if not path.exists():
                 with _locked(folder / f"{path.stem}.lock"):
                     if not path.exists():
+                        _sweep(folder)
                         compile_library(path)
             try:
                 return _open(path), path
