@@ -33,8 +33,10 @@ def autoload() -> None:
     """Watch for the DeepSpeed engine, or hook it if it is already there. Idempotent; never raises."""
     try:
         # Here, so that not even an incomplete installation breaks "import torch".
+        from .host import build_lock
         from .host.post_import import when_imported
 
+        when_imported(build_lock.MODULE, build_lock.watch)
         when_imported(ENGINE_MODULE, _install_safely)
     except Exception as error:
         _warn(f"could not wait for DeepSpeed: {error!r}")
@@ -107,6 +109,7 @@ def engine_ready(engine: Any) -> None:
     section = find_section(engine)
     if section is None:
         _announce_absence()
+        _refuse_near_misses(engine)
         return
     try:
         # By name: the package of that module imports this one.
@@ -119,11 +122,15 @@ def engine_ready(engine: Any) -> None:
     attach(engine, section, topic=TOPIC)
 
 
+def configuration_of(engine: Any) -> Any:
+    """An engine's JSON as it was written."""
+    config = getattr(engine.__dict__.get("_config"), "_param_dict", None)
+    return config if isinstance(config, dict) else engine.__dict__.get("config")
+
+
 def find_section(engine: Any) -> Any:
     """The ``dct`` section of an engine's JSON as written there, None when there is none."""
-    config = getattr(engine.__dict__.get("_config"), "_param_dict", None)
-    if not isinstance(config, dict):
-        config = engine.__dict__.get("config")
+    config = configuration_of(engine)
     if not isinstance(config, dict):
         _warn(f"the configuration of this DeepSpeed cannot be read; a {SECTION!r} section has no effect")
         return None
@@ -137,6 +144,20 @@ def _announce_absence() -> None:
             from .host.startup import abstain
 
             abstain(TOPIC)
+
+
+def _refuse_near_misses(engine: Any) -> None:
+    """A mistyped section would train dense without a word."""
+    from .host.deepspeed_keys import near_misses
+
+    config = configuration_of(engine)
+    if found := near_misses(config if isinstance(config, dict) else (), SECTION):
+        from dct_plugin.errors import ConfigError
+
+        raise ConfigError(
+            f"the DeepSpeed configuration has a section {found[0]!r}, which nothing reads; did you mean "
+            f"{SECTION!r}? (A leading underscore keeps it out of the way.)"
+        )
 
 
 def _warn(message: str) -> None:

@@ -13,6 +13,8 @@ from pydantic.fields import FieldInfo
 from ..errors import ConfigError
 from .options import allowed, show
 
+_DEEPEST = 32  # no section has more than four levels
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -28,23 +30,36 @@ def validated(
     Raises:
         ConfigError: All faults of the section, one per line.
     """
-    section = _plain(section)
+    origin = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
+    try:
+        section = _plain(section)
+    except RecursionError:
+        raise ConfigError(
+            f"invalid {source.split('.')[0]} configuration{origin}: nested too deeply"
+        ) from None
     try:
         return cls.model_validate(section)
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
         faults = list(dict.fromkeys(_fault(cls, section, item, source) for item in items))
-    origin = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     raise ConfigError(
         f"invalid {source.split('.')[0]} configuration{origin} ({count}):\n  " + "\n  ".join(faults)
     )
 
 
-def _plain(value: Any) -> Any:
-    """Mappings of other kinds (ordered, read-only) as the dicts that strict validation wants."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Mappings of other kinds (ordered, read-only) as the dicts that strict validation wants.
+
+    Raises:
+        RecursionError: They are nested more deeply than any section.
+    """
+    if depth > _DEEPEST:
+        raise RecursionError
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, depth + 1) for item in value]
     return value
 
 
@@ -68,6 +83,8 @@ def _fault(cls: type[BaseModel], section: Mapping[str, Any], item: Any, source: 
         return f"{path}.{shown} = {show(item['input'])}: unknown key; {_closest(unknown, model, path)}"
     if item["type"] == "dct_conflict":
         return f"{path}: {item['msg']}"
+    if item["type"] == "dct_limit":
+        return f"{path} = {show(value)}: must be {item['msg']}"
     # An error inside a pair is reported for the pair as a whole.
     return f"{path} = {show(value)}: must be {allowed(field) if field else 'a JSON object'}"
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 SECTION = "dct"
 
+# Upper limits of what has none of its own: beyond anything that makes sense, below what overflows somewhere.
+_LARGEST = {int: 2**48, float: 1e30}
+
 # Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
 _DEEPSPEED_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
@@ -37,6 +40,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _within_reason(cls, value: Any) -> Any:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(number > _LARGEST.get(type(number), number) for number in numbers if _is_number(number)):
+            raise PydanticCustomError("dct_limit", "at most 2^48 (integers) or 1e30 (numbers)")
+        if isinstance(value, str) and "\0" in value:
+            raise PydanticCustomError("dct_limit", "without the character NUL")
+        return value
+
     @classmethod
     def of(cls, values: Mapping[str, Any] | None = None, /, **keys: Any) -> Self:
         """A validated section; like the constructor, but faults are raised as :class:`ConfigError`."""
@@ -46,6 +59,10 @@ class Section(BaseModel):
     def read(cls, section: Mapping[str, Any], source: str, *, where: str | None = None) -> Self:
         """A section that stands at ``source`` in the file ``where``; faults are :class:`ConfigError`."""
         return validated(cls, section, source, where=where)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_band(band: tuple[float, float]) -> tuple[float, float]:
@@ -126,6 +143,7 @@ class DataParallelConfig(Section):
     capacity: float = Field(
         default=2.0,
         ge=1,
+        le=1e6,
         description="Most entries of one message, as a multiple of the target density; "
         "what overflows stays in the residual.",
     )
@@ -280,6 +298,7 @@ class PipelineConfig(ActivationConfig):
     capacity: float = Field(
         default=1.0,
         ge=0.5,
+        le=1e6,
         description="Room of a message, as a multiple of the target density; receivers need its size in "
         "advance, so this is what crosses. What does not fit is dropped like entries below tau.",
     )
@@ -451,6 +470,7 @@ class KernelConfig(Section):
     threads: int | None = Field(
         default=None,
         ge=1,
+        le=4096,
         description="Threads of the compiled library; null follows torch.get_num_threads().",
     )
 
@@ -515,6 +535,8 @@ class DCTConfig(Section):
             raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise ConfigError(f"{where}: not valid JSON: {error}") from error
+        except RecursionError:
+            raise ConfigError(f"{where}: nested too deeply") from None
         if not isinstance(content, dict):
             raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
         if SECTION in content:

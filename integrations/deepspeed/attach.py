@@ -15,7 +15,9 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
 
+from ..autoload import configuration_of
 from ..host import startup
+from ..host.deepspeed_keys import unread
 from ..host.patches import Patches
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
@@ -203,6 +205,8 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
             settings.value_dtype,
             config.fingerprint(),
         )
+        if strange := unread(configuration_of(engine) or (), ("dct", "dlrm")):
+            logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(strange))
         if advice := known_fault(engine, deepspeed.__version__):
             logger.warning("dct: %s", advice)
     return attachment

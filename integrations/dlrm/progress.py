@@ -49,7 +49,8 @@ class LaunchProgress:
         """Take an event of the launch."""
         kind = event["event"]
         if kind == "slow_start":
-            self._say_what_it_may_be(event["locks"])
+            for advice in event["advice"]:
+                self._say(f"Still starting, {advice}")
         elif kind == "start":
             self._runs = event["runs"]
             self._bars.update(self._task, total=event["steps"])
@@ -76,13 +77,6 @@ class LaunchProgress:
     def _describe(self, state: str) -> None:
         run = f"{self._run}/{self._runs} {self._name}{state}"
         self._bars.update(self._task, description=run)
-
-    def _say_what_it_may_be(self, locks: list[str]) -> None:
-        if locks:
-            self._say(
-                "Still starting. Another process may be compiling the same part of DeepSpeed; if none is, "
-                f"one that was killed left its lock behind: remove {' '.join(locks)}"
-            )
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -18,12 +18,14 @@ from typing import Any
 from dct_plugin.errors import DCTError
 from dct_plugin.metrics import InterfaceCounter
 
+from ..host import build_lock
+
 __all__ = ["RunFailed", "Runner", "config_file", "run_name"]
 
 Event = dict[str, Any]
 
-#: Importing DeepSpeed takes about 10 seconds, compiling its helper about 30 more.
-SLOW_START_SECONDS = 90.0
+#: Seconds after which a start that waits for a lock says so; importing DeepSpeed takes about as long.
+SLOW_START_SECONDS = 10.0
 
 TRAINER = "dct_plugin.integrations.dlrm.trainer"
 
@@ -83,8 +85,8 @@ class Runner:
     def run(self, follow: Callable[[Event], None], *, poll_seconds: float = 0.1) -> list[Event]:
         """Start the ranks, pass on every event of rank 0 as it comes, return all of them.
 
-        When they take long to start, ``follow`` also gets ``slow_start`` with the lock files that they may be
-        waiting for.
+        When they take long to start and may be waiting for a compilation, ``follow`` also gets ``slow_start``
+        with what to do about it.
 
         Raises:
             RunFailed: A rank failed; no rank is left running. So it is after any other exception.
@@ -133,9 +135,9 @@ class Runner:
                 yield from map(json.loads, lines)
             if ended:
                 return
-            if offset == 0 and time.monotonic() > slow_at:
+            if offset == 0 and time.monotonic() > slow_at and (locks := build_lock.locks()):
                 slow_at = float("inf")
-                yield {"event": "slow_start", "locks": [str(lock) for lock in _build_locks()]}
+                yield {"event": "slow_start", "advice": [build_lock.advice(lock) for lock in locks]}
             time.sleep(poll_seconds)
 
     def _failure(self, what: str, code: int, launcher_log: Path) -> str:
@@ -160,12 +162,6 @@ def _enough_gpus(ranks: int) -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-
-
-def _build_locks() -> list[Path]:
-    """Lock files of compilations that torch runs; one that was killed leaves its own, and all others wait."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
-    return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/deepspeed*/lock"))
 
 
 def _tail(text: str, lines: int = 25) -> str:

@@ -434,4 +434,4 @@ def test_a_start_that_waits_for_a_lock_left_behind_says_so(
         with pytest.raises(Followed):
             Runner("test", 2, [], tmp_path).run(follow)
     assert isinstance(console.file, io.StringIO)
-    assert f"remove {lock}" in console.file.getvalue()
+    assert f"rm {lock}" in console.file.getvalue()

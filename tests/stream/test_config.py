@@ -42,6 +42,7 @@ DATA_PARALLEL = {
     "warmup_steps": st.integers(0, 10**9),
     "sparsity_warmup_steps": st.integers(0, 10**9),
 }
+TEXTS = st.text(st.characters(exclude_characters="\0"), min_size=1)
 SECTIONS = st.fixed_dictionaries(
     {},
     optional={
@@ -50,9 +51,9 @@ SECTIONS = st.fixed_dictionaries(
         "metrics": st.fixed_dictionaries(
             {},
             optional={
-                "path": st.none() | st.text(min_size=1),
+                "path": st.none() | TEXTS,
                 "every": st.integers(1, 10**9),
-                "tensorboard": st.none() | st.text(min_size=1),
+                "tensorboard": st.none() | TEXTS,
             },
         ),
         "kernels": st.fixed_dictionaries(
@@ -156,8 +157,8 @@ def test_any_json_as_section(section: Any) -> None:
         ("threshold_lifespan", True, "an integer >= 1"),
         ("threshold_tracking", 1, "true or false"),
         ("threshold_tracking", "true", "true or false"),
-        ("capacity", 0.5, "a number >= 1"),
-        ("capacity", math.inf, "a number >= 1"),
+        ("capacity", 0.5, "a number in [1, 1000000.0]"),
+        ("capacity", math.inf, "a number in [1, 1000000.0]"),
         ("min_numel", -1, "an integer >= 0"),
         ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8", "int4", "int2"'),
         ("index_encoding", "elias", 'one of "auto", "bitmap", "gaps8", "block16", "rice"'),

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from dct_plugin import __version__
+from dct_plugin.config.sections import SECTION
 from dct_plugin.errors import ConfigError
+
+from ...host.deepspeed_keys import near_misses, unread
+from ..settings import MODEL_SECTION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,6 +143,11 @@ def complete(
     for key in ("optimizer", "zero_optimization"):
         if not isinstance(made[key], dict):
             raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
+    for key in near_misses(content, SECTION) + near_misses(content, MODEL_SECTION):
+        raise ConfigError(f"{source}: {key}: unknown section; did you mean {SECTION!r} or {MODEL_SECTION!r}?")
+    for key in unread(content, (SECTION, MODEL_SECTION)):
+        if "did you mean" in key:
+            raise ConfigError(f"{source}: unknown key {key}")
     accumulation = "gradient_accumulation_steps"
     for key in (*BATCH_KEYS, accumulation):
         value = made.get(key, 1)

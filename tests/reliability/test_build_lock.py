@@ -1,0 +1,54 @@
+"""A compilation's lock that is waited for, or was left behind, is spoken of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dct_plugin.integrations.host import build_lock
+
+
+def test_a_lock_that_was_left_behind_is_said_to_be_old(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    assert f"if no process is compiling, one that was killed left it: rm {lock}" in build_lock.advice(lock)
+    os.utime(lock, (time.time() - 3600,) * 2)
+    assert "nothing has changed in its folder for 60 minutes" in build_lock.advice(lock)
+
+
+@pytest.mark.slow
+def test_any_process_that_waits_says_so(tmp_path: Path) -> None:
+    """Nothing but ``import torch``: as under torchrun and the deepspeed launcher."""
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    code = """
+import threading, time
+import torch
+from dct_plugin.integrations.host import build_lock
+build_lock.SAY_AFTER = 0.2
+import torch.utils.cpp_extension
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(LOCK)
+assert not baton.try_acquire()
+threading.Timer(1.0, lambda: __import__("os").remove(LOCK)).start()
+baton.wait()
+assert baton.try_acquire()
+time.sleep(0.5)
+baton.release()
+assert baton.try_acquire()
+baton.release()
+time.sleep(0.5)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"LOCK = {str(lock)!r}\n{code}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    waiting, compiling = [line for line in done.stderr.splitlines() if line.startswith("dct: ")]
+    assert waiting.startswith("dct: waiting for another process to compile a part of DeepSpeed")
+    assert waiting.endswith(f"rm {lock}")
+    assert compiling.startswith(f"dct: still compiling in {lock.parent}")
