@@ -22,7 +22,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast lint bench wheel clean
+.PHONY: help setup demo test test-fast lint bench links wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -57,6 +57,9 @@ lint: $(READY) ## ruff, mypy and the import contracts
 
 bench: $(READY) ## Selection kernels beside their alternatives
 	@$(BIN)/python benchmarks/selection.py
+
+links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
+	@$(BIN)/dct bench links --out $(OUT)/links
 
 wheel: $(READY) ## Build a wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -36,7 +36,13 @@ import torch
 import torch.distributed as dist
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
 from dct_plugin.integrations.dlrm.models import DLRM
-from links import HEADER_BYTES, Links, LinksError, Network, packets_sent
+from dct_plugin.integrations.links.namespaces import (
+    HEADER_BYTES,
+    Links,
+    LinksError,
+    Network,
+    packets_sent,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table

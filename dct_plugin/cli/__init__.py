@@ -66,6 +66,13 @@ COMMANDS = [
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",
     ),
+    LazyCommand(
+        name="bench",
+        target="dct_plugin.integrations.bench.command:app",
+        help="Step times on links of limited rate, beside those of other methods.",
+        needs=("deepspeed", "sklearn", "matplotlib"),
+        extra="demo",
+    ),
 ]
 
 

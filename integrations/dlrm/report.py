@@ -24,6 +24,7 @@ __all__ = [
     "markdown",
     "run_tables",
     "speed_table",
+    "step_table",
     "verdict",
 ]
 
@@ -97,6 +98,25 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
     ]
 
 
+def step_table(runs: Sequence[Run], link: str) -> Rows:
+    """Step times of all runs on links of one rate."""
+    first = runs[0]
+    rows = [
+        [
+            run.name,
+            f"{run.step_ms:.1f} ms",
+            f"{run.step_ms / first.step_ms:.2f}x",
+            "" if run.wire_bytes is None else format_bytes(run.wire_bytes),
+        ]
+        for run in runs
+    ]
+    return Rows(
+        f"Step on links of {link}, median, and bytes on the wire per step, all ranks",
+        ["", "step", f"of {first.name}", "on the wire"],
+        rows,
+    )
+
+
 def _times(factor: float | None) -> str:
     return "" if factor is None else f"{factor:.3g}x"
 
@@ -133,7 +153,11 @@ def speed_table(comparison: Comparison, *, title: str) -> Rows:
     faster = _faster(dense.step_ms / dct.step_ms)
     add("Step here, median", "{:.1f} ms".format, dense.step_ms, dct.step_ms, faster)
     measured = len(rows) - 1
-    for link in comparison.links():
+    for each in comparison.measured:
+        ours = each.dct.median
+        add(f"Step at {each.name}", "{:.1f} ms".format, each.dense.median, ours, _faster(each.speed_up))
+        add("  dense in bf16", "{:.1f} ms".format, each.bf16.median, ours, _faster(each.speed_up_bf16))
+    for link in comparison.links() if not comparison.measured else ():
         times = link.dense_ms, link.dct_ms
         add(f"Step at {link.name}, computed", "{:.1f} ms".format, *times, _faster(link.speed_up))
     return Rows(title, ["", "dense", "DCT", "difference"], rows, section_after=measured)
@@ -166,18 +190,7 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
             f"{MARGIN_AUC} (one seed; --seed gives others). A lower --sparsity narrows the gap."
         )
 
-    links = comparison.links()
-    here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
-    speed = (
-        "All ranks are on this machine and talk over its loopback interface, which is not the slow link that "
-        f"DCT is for: here a DCT step was {here}. The last rows are computed, not measured: "
-        f"{comparison.compute_ms:.1f} ms of computation, {comparison.overhead_ms:.1f} ms more for DCT (both "
-        "as measured here), and bytes of a rank / rate of its link, without latency or overlap."
-    )
-    if faster := [link.name for link in links if link.speed_up > 1]:
-        speed += f" By that DCT is faster at {_listed(faster)}."
-    if slower := [link.name for link in links if link.speed_up <= 1]:
-        speed += f" It is not at {_listed(slower)}: leave it off there."
+    speed = _speed_measured(comparison) if comparison.measured else _speed_computed(comparison)
     if comparison.disturbed:
         speed += (
             " But the same computation took much longer in one run than in the other: the machine is busy "
@@ -195,6 +208,36 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
             "unshare --user --map-root-user --net sh -c 'ip link set lo up; dct demo'"
         )
     return paragraphs
+
+
+def _speed_measured(comparison: Comparison) -> str:
+    here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
+    speed = f"Over this machine's loopback interface a DCT step was {here}."
+    for each in comparison.measured:
+        low, high = each.dct.quartiles
+        speed += (
+            f" On links of {each.name} between the ranks (network namespaces, methods in turns) it took "
+            f"{each.dct.median:.0f} ms (half of the turns {low:.0f} to {high:.0f}), "
+            f"{_faster(each.speed_up)} than dense in fp32 ({each.dense.median:.0f} ms) and "
+            f"{_faster(each.speed_up_bf16)} than with bf16 communication ({each.bf16.median:.0f} ms)."
+        )
+    return speed
+
+
+def _speed_computed(comparison: Comparison) -> str:
+    links = comparison.links()
+    here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
+    speed = (
+        "All ranks are on this machine and talk over its loopback interface, which is not the slow link that "
+        f"DCT is for: here a DCT step was {here}. The last rows are computed, not measured: "
+        f"{comparison.compute_ms:.1f} ms of computation, {comparison.overhead_ms:.1f} ms more for DCT (both "
+        "as measured here), and bytes of a rank / rate of its link, without latency or overlap."
+    )
+    if faster := [link.name for link in links if link.speed_up > 1]:
+        speed += f" By that DCT is faster at {_listed(faster)}."
+    if slower := [link.name for link in links if link.speed_up <= 1]:
+        speed += f" It is not at {_listed(slower)}: leave it off there."
+    return speed
 
 
 def faults(runs: Iterable[Run]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Start the trainer as local ranks under torchrun, follow it, and end all of it when a rank fails."""
+"""Start the trainer as local ranks under torchrun, follow it, and end all of it when a rank fails.
+
+On links of a limited rate every rank has a namespace, and a torchrun, of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,16 @@ from dct_plugin.errors import DCTError
 from dct_plugin.metrics import InterfaceCounter
 
 from ..host import build_lock
+from ..links.namespaces import Links, Network
 
-__all__ = ["RunFailed", "Runner", "config_file", "run_name"]
+__all__ = ["RunFailed", "Runner", "config_file", "enough_gpus", "run_name"]
 
 Event = dict[str, Any]
 
 #: Seconds after which a start that waits for a lock says so; importing DeepSpeed takes about as long.
 SLOW_START_SECONDS = 10.0
 
+_LINK = "data"  # interface
 TRAINER = "dct_plugin.integrations.dlrm.trainer"
 
 _SUFFIX = ".deepspeed.json"
@@ -54,20 +59,24 @@ class Runner:
         ranks: Number of processes.
         arguments: Arguments of the trainer, without ``--events`` and ``--interface``.
         folder: Where ``NAME.events.jsonl`` and the ranks' output (``logs/NAME``) go.
+        link: Rate of the links between the ranks, in the notation of ``tc``; None: the loopback interface.
     """
 
-    def __init__(self, name: str, ranks: int, arguments: Sequence[str], folder: Path) -> None:
-        self.name, self.ranks, self.folder = name, ranks, folder
+    def __init__(
+        self, name: str, ranks: int, arguments: Sequence[str], folder: Path, *, link: str | None = None
+    ) -> None:
+        self.name, self.ranks, self.folder, self.link = name, ranks, folder, link
         self.events_file = folder / f"{name}.events.jsonl"
         self.logs = folder / "logs" / name
         self.environment = {"OMP_NUM_THREADS": "1"}
         self.arguments = [*arguments, "--events", str(self.events_file)]
-        if "DS_ACCELERATOR" not in os.environ and not _enough_gpus(ranks):
+        if link is not None or ("DS_ACCELERATOR" not in os.environ and not enough_gpus(ranks)):
             self.environment["DS_ACCELERATOR"] = "cpu"
         # The interface whose bytes can be counted, if there is one.
-        if Path("/sys/class/net/lo").exists() and InterfaceCounter().available:
-            self.environment["GLOO_SOCKET_IFNAME"] = "lo"
-            self.arguments += ["--interface", "lo"]
+        if link is not None or (Path("/sys/class/net/lo").exists() and InterfaceCounter().available):
+            interface = "lo" if link is None else _LINK
+            self.environment["GLOO_SOCKET_IFNAME"] = interface
+            self.arguments += ["--interface", interface]
 
     @property
     def command(self) -> list[str]:
@@ -75,6 +84,22 @@ class Runner:
         launcher = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         launcher += ["--nproc-per-node", str(self.ranks)]
         return [sys.executable, "-m", *launcher, "-m", TRAINER, *self.arguments]
+
+    def _launchers(self, links: Links | None) -> list[tuple[list[str], Path]]:
+        """Commands to start, and the folders of their ranks' output."""
+        torchrun, trainer = self.command[:3], ["-m", TRAINER, *self.arguments]
+        if links is None:
+            return [
+                ([*torchrun, "--redirects", "3", "--log-dir", str(self.logs), *self.command[3:]], self.logs)
+            ]
+        made = []
+        for rank in range(self.ranks):
+            logs = self.logs / f"rank{rank}"
+            launcher = ["--nnodes", str(self.ranks), "--nproc-per-node", "1", "--node-rank", str(rank)]
+            launcher += ["--master-addr", links.address(0), "--master-port", "29500"]
+            launcher += ["--local-addr", links.address(rank), "--redirects", "3", "--log-dir", str(logs)]
+            made.append((links.inside(rank, [*torchrun, *launcher, *trainer]), logs))
+        return made
 
     @property
     def command_line(self) -> str:
@@ -90,26 +115,34 @@ class Runner:
 
         Raises:
             RunFailed: A rank failed; no rank is left running. So it is after any other exception.
+            LinksError: There can be no links of a limited rate here.
         """
         self.events_file.unlink(missing_ok=True)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        launcher_log = self.logs / "launcher.log"
-        command = [*self.command[:3], "--redirects", "3", "--log-dir", str(self.logs), *self.command[3:]]
         events: list[Event] = []
-        with open(launcher_log, "wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-            )
-        with _ending(process), _signals_raised(signal.SIGTERM, signal.SIGHUP):
-            for event in self._new_events(process, poll_seconds):
+        with contextlib.ExitStack() as stack:
+            links = None
+            if self.link is not None:
+                links = stack.enter_context(Links(self.ranks, [Network(_LINK, self.link, offload=True)]))
+            launchers = []
+            for command, logs in self._launchers(links):
+                logs.mkdir(parents=True, exist_ok=True)
+                with open(logs / "launcher.log", "wb") as output:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **self.environment},
+                        start_new_session=True,
+                    )
+                stack.enter_context(_ending(process))
+                launchers.append((process, logs))
+            stack.enter_context(_signals_raised(signal.SIGTERM, signal.SIGHUP))
+            for event in self._new_events([process for process, _ in launchers], poll_seconds):
                 if event["event"] != "slow_start":
                     events.append(event)
                 follow(event)
+            failed = next(((p.returncode, logs) for p, logs in launchers if p.returncode), None)
         complete = bool(events) and events[-1]["event"] == "result"
         # After the result ranks only take down their connections, and gloo may abort in that.
         if complete:
@@ -118,16 +151,19 @@ class Runner:
         what = f"{self.name} run"
         if doing is not None:
             what += f" (configuration {doing['config']}, seed {doing['seed']})"
-        if process.returncode != 0:
-            raise RunFailed(self._failure(what, process.returncode, launcher_log))
+        if failed is not None:
+            raise RunFailed(self._failure(what, *failed))
         raise RunFailed(f"the {what} ended without a result; its output is in {self.logs}")
 
-    def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[Event]:
-        """Lines of the events file as they are written, until the process has ended."""
+    def _new_events(
+        self, processes: Sequence[subprocess.Popen[bytes]], poll_seconds: float
+    ) -> Iterator[Event]:
+        """Lines of the events file as they are written, until the processes have ended, or one has failed."""
         rest, offset = "", 0
         slow_at = time.monotonic() + SLOW_START_SECONDS
         while True:
-            ended = process.poll() is not None
+            codes = [process.poll() for process in processes]
+            ended = any(codes) or None not in codes
             with contextlib.suppress(FileNotFoundError), open(self.events_file, encoding="utf-8") as file:
                 file.seek(offset)
                 *lines, rest = (rest + file.read()).split("\n")
@@ -140,17 +176,23 @@ class Runner:
                 yield {"event": "slow_start", "advice": [build_lock.advice(lock) for lock in locks]}
             time.sleep(poll_seconds)
 
-    def _failure(self, what: str, code: int, launcher_log: Path) -> str:
+    def _failure(self, what: str, code: int, logs: Path) -> str:
         """What to tell of a failed run: which rank, and the end of what it wrote."""
-        report = launcher_log.read_text(errors="replace")
+        report = (logs / "launcher.log").read_text(errors="replace")
         # torchrun names the rank that failed first at the end of its report.
-        first = re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", report, re.DOTALL)
+        first = re.search(
+            r"Root Cause.*?\brank\s*:\s*(\d+) \(local_rank: (\d+)\).*?exitcode\s*:\s*(-?\d+)",
+            report,
+            re.DOTALL,
+        )
         if first is None:
             return f"the {what} ended with exit code {code}:\n{_tail(report)}"
-        rank, exit_code = first.groups()
+        rank, local_rank, exit_code = first.groups()
         written = ""
         for stream in ("stderr", "stdout"):
-            for file in sorted(self.logs.glob(f"*/attempt_*/{rank}/{stream}.log"), key=os.path.getmtime)[-1:]:
+            for file in sorted(logs.glob(f"*/attempt_*/{local_rank}/{stream}.log"), key=os.path.getmtime)[
+                -1:
+            ]:
                 written = written or file.read_text(errors="replace").strip()
         return (
             f"rank {rank} of the {what} failed with exit code {exit_code}; the end of its output:\n"
@@ -158,7 +200,8 @@ class Runner:
         )
 
 
-def _enough_gpus(ranks: int) -> bool:
+def enough_gpus(ranks: int) -> bool:
+    """Whether every rank can have one."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks

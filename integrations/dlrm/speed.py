@@ -1,22 +1,27 @@
-"""What communication costs in the demo's two runs, and step times computed from that for slower links."""
+"""What communication costs in the demo's two runs, and step times on slower links: measured, or computed."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..links.interleave import Figures, interleaved, warmed
+from ..links.namespaces import Links, rate_name
+from ..links.team import NETWORKS, Team
 from .figures import Run
 
-__all__ = ["LINKS", "Comparison", "Cost", "Link", "read_metrics", "ring_bytes"]
+__all__ = ["LINKS", "Comparison", "Cost", "Link", "Measured", "measured_on", "read_metrics", "ring_bytes"]
 
 Metrics = Sequence[dict[str, Any]]
 
 #: Rates for which step times are computed: name, bits per second.
 LINKS = (("100 Mbit/s", 100e6), ("1 Gbit/s", 1e9), ("10 Gbit/s", 10e9))
+
+_ON_LINKS = "dct_plugin.integrations.dlrm.on_links:Trainings"
 
 #: Bytes on the wire per payload byte, and per step beside it, that the ranks themselves may account for.
 HEADERS, PER_STEP = 1.1, 4096
@@ -97,6 +102,66 @@ class Link:
         return self.dense_ms / self.dct_ms
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Steps that were measured on links of one rate: dense in fp32, dense in bf16, and with DCT."""
+
+    name: str
+    dense: Figures
+    bf16: Figures
+    dct: Figures
+
+    @property
+    def speed_up(self) -> float:
+        """Dense in fp32 over DCT: above 1 DCT is faster."""
+        return self.dense.median / self.dct.median
+
+    @property
+    def speed_up_bf16(self) -> float:
+        """Dense with bf16 communication over DCT."""
+        return self.bf16.median / self.dct.median
+
+
+def measured_on(
+    rates: Sequence[str],
+    dense: Mapping[str, Any],
+    dct: Mapping[str, Any],
+    *,
+    ranks: int,
+    data: Mapping[str, Any],
+    seconds: float,
+    folder: Path,
+) -> list[Measured]:
+    """Step times of both configurations between ranks in namespaces of their own.
+
+    Args:
+        rates: Of the links, in the notation of ``tc``.
+        dense, dct: DeepSpeed JSON; the first also runs with bf16 communication.
+        ranks: How many.
+        data: Options ``format``, ``data`` and ``max_rows`` of :class:`~.on_links.Trainings`.
+        seconds: To measure at each rate, about.
+        folder: For the ranks' output.
+
+    Raises:
+        LinksError: There can be no namespaces here.
+        TeamError: A rank failed.
+    """
+    configs = {"dense": dense, "bf16": {**dense, "communication_data_type": "bf16"}, "dct": dct}
+    options = {**data, "configs": {"": configs}}
+    found = []
+    with (
+        Links(ranks, NETWORKS) as links,
+        Team(_ON_LINKS, ranks, links, options=options, folder=folder, name="links") as team,
+    ):
+        methods = team.open("")
+        warmed(team.block, methods)
+        for rate in rates:
+            links.limit(rate)
+            found.append(Measured(rate_name(rate), *interleaved(team.block, list(methods), seconds)))
+        team.close()
+    return found
+
+
 @dataclass
 class Comparison:
     """Dense against DCT, one seed each. See :meth:`links` for what is computed rather than measured."""
@@ -107,6 +172,7 @@ class Comparison:
     dct_cost: Cost
     ranks: int
     zero_stage: int = 0
+    measured: list[Measured] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # GPUs of one machine may talk past its network interfaces: then these bytes are not the ranks'.
@@ -211,5 +277,6 @@ class Comparison:
             "reduction_wire": self.wire_reduction,
             "compute_ms": self.compute_ms,
             "overhead_ms": self.overhead_ms,
+            "measured_step_ms": [asdict(each) | {"speed_up": each.speed_up} for each in self.measured],
             "computed_step_ms": [{**asdict(link), "speed_up": link.speed_up} for link in self.links()],
         }

@@ -39,7 +39,7 @@ from .engine import make_engine
 from .measure import bytes_per_step, gathered, same_on_all_ranks, time_all_reduce, unrecorded
 from .runner import run_name
 
-__all__ = ["Training", "main"]
+__all__ = ["Training", "main", "tensors_of"]
 
 Report = Callable[..., None]  # takes the name of an event, and its fields as keywords
 
@@ -180,7 +180,7 @@ class Training:
             begin = time.perf_counter()
             for batch in epoch_batches(self.clicks.num_train, self.batch_size, seed=self.seed, epoch=epoch):
                 started = time.perf_counter()
-                loss = self._step(batch, to_tensors)
+                loss = self.step(batch, to_tensors)
                 self.metrics.step(len(self.step_ms) + 1)
                 self.step_ms.append(1e3 * (time.perf_counter() - started))
                 self.report("step", step=len(self.step_ms), loss=loss, ms=round(self.step_ms[-1], 3))
@@ -205,13 +205,19 @@ class Training:
             seed=self.seed,
             step_ms=statistics.median(self.step_ms),
             seconds=seconds,
-            interface_bytes=on_wire / self.steps if counter.available else None,
+            interface_bytes=self._all_bytes(on_wire, interface) / self.steps if counter.available else None,
             bytes=bytes_per_step(engine, self.metrics, self.steps),
             ranks_in_step=same_on_all_ranks(replicated, engine.device),
         )
 
-    def _step(self, batch: np.ndarray, to_tensors: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> float:
-        """One optimizer step; returns this rank's loss."""
+    def _all_bytes(self, mine: int, interface: str | None) -> float:
+        """Bytes of all ranks: on one machine they share the loopback interface. A collective."""
+        if interface == "lo":
+            return mine
+        return float(sum(gathered(torch.tensor([mine], device=self.engine.device))))
+
+    def step(self, batch: np.ndarray, to_tensors: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> float:
+        """One optimizer step on the rows of a global batch; returns this rank's loss."""
         losses = []
         for part in batch.reshape(self.shape)[:, self.rank]:
             dense, categorical, label = to_tensors(part)

@@ -20,7 +20,8 @@ from dct_plugin.integrations.dlrm.figures import Run, read_runs
 from dct_plugin.integrations.dlrm.progress import LaunchProgress
 from dct_plugin.integrations.dlrm.report import draw_training, faults, moving_average, speed_table, verdict
 from dct_plugin.integrations.dlrm.runner import RunFailed, Runner, config_file
-from dct_plugin.integrations.dlrm.speed import Comparison, Cost, read_metrics
+from dct_plugin.integrations.dlrm.speed import Comparison, Cost, Measured, read_metrics
+from dct_plugin.integrations.links.interleave import Figures
 from rich.console import Console
 
 from dct_plugin.errors import ConfigError
@@ -254,6 +255,26 @@ def test_table_and_plot(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_measured_steps_take_the_place_of_computed_ones() -> None:
+    def steps(ms: float) -> Figures:
+        return Figures("", [ms - 2, ms, ms + 2], 1e6, {}, 9)
+
+    comparison = compare()
+    comparison.measured = [Measured("1 Gbit/s", steps(60.0), steps(40.0), steps(20.0))]
+    rows = [
+        row for row in speed_table(comparison, title="").rows if row[0].startswith(("Step at", "  dense"))
+    ]
+    assert rows == [
+        ["Step at 1 Gbit/s", "60.0 ms", "20.0 ms", "3.00x faster"],
+        ["  dense in bf16", "40.0 ms", "20.0 ms", "2.00x faster"],
+    ]
+    text = "\n".join(verdict(comparison))
+    assert "it took 20 ms (half of the turns 18 to 22), 3.00x faster than dense in fp32 (60 ms)" in text
+    assert "computed" not in text
+    (written,) = comparison.as_dict()["measured_step_ms"]
+    assert written["speed_up"] == 3.0
+
+
 def test_moving_average() -> None:
     assert moving_average([1, 2, 3, 6], 1) == [1, 2, 3, 6]
     assert moving_average([1, 2, 3, 6], 3) == pytest.approx([2, 11 / 3])
@@ -299,8 +320,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     for part in (
         "AUC (test)",
         "DCT",
-        "Step at 1 Gbit/s, computed",
-        "not the slow link",
+        "Step at 1 Gbit/s",
         "torchrun",
         "demo.png",
     ):
@@ -325,6 +345,15 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     if dct["wire_bytes"] is not None:  # other programs may add to it
         assert dct["wire_bytes"] >= 2 * dct["payload_bytes"]
         assert dense["wire_bytes"] >= 2 * dense["payload_bytes"]
+
+    if figures["measured_step_ms"]:
+        (link,) = figures["measured_step_ms"]
+        assert link["name"] == "1 Gbit/s"
+        assert all(len(link[method]["ms"]) >= 3 for method in ("dense", "bf16", "dct"))
+        assert link["dct"]["sent"] < link["bf16"]["sent"] < link["dense"]["sent"]
+        assert "computed" not in output
+    else:
+        assert "computed, not measured: " in output
 
     assert "dct, seed 3, epoch 1: AUC" in output
 
@@ -352,6 +381,7 @@ def test_demo_on_criteo_lines_with_zero_2_and_other_settings(tmp_path: Path) -> 
     }
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     arguments = ["--data", "train.txt", "--config", "ds.json", "--zero-stage", "2", "--sparsity", "0.9"]
+    arguments += ["--link", "none"]
     process = start_demo(*arguments, "--json", "demo.json", folder=tmp_path)
     output, _ = process.communicate()
     assert process.returncode == 0, output
@@ -361,6 +391,8 @@ def test_demo_on_criteo_lines_with_zero_2_and_other_settings(tmp_path: Path) -> 
     assert figures["deepspeed_config"]["zero_optimization"]["stage"] == 2
     assert figures["dct"]["ranks_in_step"]
     assert "ZeRO-2" in output
+    assert "Step at 1 Gbit/s, computed" in output
+    assert figures["measured_step_ms"] == []
 
 
 @pytest.mark.slow

@@ -333,7 +333,7 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    from support import megatron_cpu
+    from dct_plugin.integrations.bench import megatron_cpu
 
     megatron_cpu.install()
     from types import SimpleNamespace
@@ -422,7 +422,7 @@ def _identities(rank: int, world_size: int) -> tuple[int, int]:
     from types import SimpleNamespace
 
     import torch.distributed as dist
-    from support import megatron_cpu
+    from dct_plugin.integrations.bench import megatron_cpu
 
     megatron_cpu.install()
     from dct_plugin.integrations.megatron import hooks, tensor

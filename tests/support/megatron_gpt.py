@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from support import megatron_cpu
+from dct_plugin.integrations.bench import megatron_cpu
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dct_plugin.errors import DCTError
 
+from ...links.namespaces import LinksError, rate_fault, rate_name
+from ..figures import BASELINE
 from ..settings import MODEL_SECTION
 from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
+
+if TYPE_CHECKING:
+    from ..speed import Measured
 
 __all__ = ["deepspeed_config", "demo"]
 
@@ -35,6 +40,10 @@ class Preset:
 PRESETS = {"diabetes": Preset(epochs=3, batch_size=512), "criteo": Preset(epochs=1, batch_size=128)}
 QUICK = Preset(epochs=1, batch_size=128)
 QUICK_ROWS = 16_000
+
+#: Rates of links that steps are measured at where that is possible, and for how long at each.
+LINKS, LINK_SECONDS = ["1gbit", "100mbit"], 8.0
+QUICK_LINKS, QUICK_LINK_SECONDS = ["1gbit"], 2.0
 
 #: Data-parallel tables: all gradients cross in the all-reduce that DCT replaces.
 MODEL = {"model": "dlrm", "tables": "replicated", "embedding_dim": 32, "bottom": [512], "top": [512, 256]}
@@ -80,6 +89,13 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures, curves and versions to this file.")
     ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rate of links, as tc writes it, at which steps are measured; may be repeated (1gbit and "
+            "100mbit where network namespaces can be made), or none."
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few seconds of training, to see that it runs; not for figures.")
     ] = False,
@@ -91,11 +107,12 @@ def demo(
 
     from dct_plugin.config import DCTConfig
 
-    from ..figures import BASELINE, read_runs
+    from ..figures import read_runs
     from ..report import draw_training, faults, speed_table, verdict
     from ..speed import Comparison, Cost, read_metrics
 
     started = time.monotonic()
+    rates = _rates(link, quick=quick)
     format = chosen_format(format, data, tuple(PRESETS))
     preset = QUICK if quick else PRESETS[format]
     with_dct = deepspeed_config(
@@ -138,6 +155,7 @@ def demo(
         dct_cost=Cost.of_dct(metrics, density_target=DCTConfig.parse(with_dct["dct"]).data_parallel.density),
         ranks=ranks,
         zero_stage=stage,
+        measured=_on_links(rates, job, ranks, out, console, quick=quick, wanted=bool(link)),
     )
     start, trained = done.events[0], comparison.dct
     of_data = f"{start['data']}: {start['training_rows']:,} training rows,"
@@ -176,6 +194,56 @@ def demo(
     console.print(Text(f"\nWrote {' and '.join(files)} in {time.monotonic() - started:.0f} s."))
     if broken:
         raise typer.Exit(1)
+
+
+def _rates(link: list[str] | None, *, quick: bool) -> list[str]:
+    """Rates of the links to measure at.
+
+    Raises:
+        typer.BadParameter: One is no rate.
+    """
+    if not link:
+        return QUICK_LINKS if quick else LINKS
+    rates = [rate for rate in link if rate != "none"]
+    for rate in rates:
+        if fault := rate_fault(rate):
+            raise typer.BadParameter(f"{fault}, or none", param_hint="--link")
+    return rates
+
+
+def _on_links(
+    rates: list[str], job: Job, ranks: int, out: Path, console: Any, *, quick: bool, wanted: bool
+) -> list[Measured]:
+    """Steps on links of these rates; nothing, with a line that says why, if they cannot be measured here.
+
+    Raises:
+        LinksError: They cannot, and were ``wanted``.
+    """
+    from ..runner import enough_gpus
+    from ..speed import measured_on
+
+    if not rates:
+        return []
+    names = " and ".join(map(rate_name, rates))
+    try:
+        if enough_gpus(ranks):
+            raise LinksError("ranks on GPUs talk past network namespaces")
+        with console.status(f"measuring steps on links of {names}"):
+            dct = {key: value for key, value in job.configs["dct"]["dct"].items() if key != "metrics"}
+            return measured_on(
+                rates,
+                job.configs[BASELINE],
+                {**job.configs["dct"], "dct": dct},
+                ranks=ranks,
+                data={"format": job.format, "data": job.data, "max_rows": job.max_rows},
+                seconds=QUICK_LINK_SECONDS if quick else LINK_SECONDS,
+                folder=out / "logs",
+            )
+    except LinksError as error:
+        if wanted:
+            raise
+        console.print(f"Steps at {names} are computed, not measured: {error}", markup=False, soft_wrap=True)
+        return []
 
 
 def deepspeed_config(

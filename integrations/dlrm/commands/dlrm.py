@@ -16,6 +16,7 @@ import typer
 
 from dct_plugin.errors import ConfigError
 
+from ...links.namespaces import rate_fault, rate_name
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
@@ -57,6 +58,10 @@ def dlrm(
     seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1,
     max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None,
     baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Rate of the links between the ranks, as tc writes it (1gbit); without, loopback."),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
     ] = None,
@@ -80,6 +85,8 @@ def dlrm(
     for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
+    if link is not None and (fault := rate_fault(link)):
+        raise typer.BadParameter(fault, param_hint="--link")
     format = chosen_format(format, data, FORMATS)
     job = Job(
         format,
@@ -93,7 +100,7 @@ def dlrm(
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
     # After a failure it stays: the message says where the ranks' output is.
-    _train(job, ranks, report, plot, folder)
+    _train(job, ranks, report, plot, folder, link)
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -166,19 +173,23 @@ def configuration(
     return made
 
 
-def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
+def _train(
+    job: Job, ranks: int, report: Path | None, plot: Path | None, folder: Path, link: str | None
+) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     from ..figures import read_runs
-    from ..report import draw_quality, faults, markdown, run_tables
+    from ..report import draw_quality, faults, markdown, run_tables, step_table
 
     console = Console()
     started = time.monotonic()
-    done = launch("dlrm", job, ranks=ranks, folder=folder, console=console)
+    done = launch("dlrm", job, ranks=ranks, folder=folder, console=console, link=link)
     runs = read_runs(done.events)
     tables = run_tables(runs)
+    if link is not None:
+        tables.append(step_table(runs, rate_name(link)))
     start = done.events[0]
     title = (
         f"{start['data']}: {start['training_rows']:,} training rows, {start['fields']} fields, "
@@ -207,6 +218,7 @@ def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder:
                 "seconds": round(time.monotonic() - started, 1),
                 "data": {key: start[key] for key in of_data},
                 "job": job._asdict(),
+                "link": link,
                 "outcomes": {run.name: run.as_dict() for run in runs},
                 "versions": versions(),
             }

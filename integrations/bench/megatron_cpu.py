@@ -1,4 +1,4 @@
-"""Test-only: megatron-core on CPU with gloo. ``install()`` runs before ``megatron`` is imported.
+"""megatron-core on CPU with gloo, for measurements and tests; ``install()`` comes before its import.
 
 megatron-core asks for CUDA devices, streams and random-number states by name; here they are the CPU's.
 """
@@ -12,6 +12,8 @@ import sys
 from typing import Any
 
 import torch
+
+__all__ = ["install", "patch_megatron"]
 
 
 def _is_cuda(device: Any) -> bool:
@@ -33,10 +35,11 @@ class _Stream:
 
 def install() -> None:
     """Make torch's CUDA interface serve the CPU. Idempotent."""
-    if getattr(torch, "_dct_cpu_shim", False):
+    owner: Any = torch
+    if getattr(owner, "_dct_cpu_shim", False):
         return
-    torch._dct_cpu_shim = True
-    cuda = torch.cuda
+    owner._dct_cpu_shim = True
+    cuda, tensor, module = owner.cuda, owner.Tensor, owner.nn.Module
     constants = {
         "current_device": 0,
         "device_count": 1,
@@ -75,15 +78,15 @@ def install() -> None:
         "empty zeros ones full tensor as_tensor arange rand randn empty_like zeros_like ones_like full_like"
     )
     for name in factories.split():
-        on_cpu(torch, name)
+        on_cpu(owner, name)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
-        on_cpu(torch.Tensor, name)
-    on_cpu(torch.Tensor, "to", first=True)
-    on_cpu(torch.nn.Module, "to", first=True)
-    torch.Tensor.cuda = lambda self, *a, **k: self
-    torch.nn.Module.cuda = lambda self, *a, **k: self
+        on_cpu(tensor, name)
+    on_cpu(tensor, "to", first=True)
+    on_cpu(module, "to", first=True)
+    tensor.cuda = lambda self, *a, **k: self
+    module.cuda = lambda self, *a, **k: self
 
-    kind = torch.Tensor.type
+    kind = tensor.type
 
     def type_name(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         result = kind(self, *arguments, **keywords)
@@ -92,7 +95,7 @@ def install() -> None:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = type_name
+    tensor.type = type_name
 
 
 def patch_megatron() -> None:
@@ -104,7 +107,7 @@ def patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
     def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **keywords: Any) -> torch.nn.Module:
-        made = torch.nn.LayerNorm(hidden_size, eps=eps)
+        made: Any = torch.nn.LayerNorm(hidden_size, eps=eps)
         for parameter in made.parameters():
             parameter.data = parameter.data.to(config.params_dtype)
             parameter.sequence_parallel = config.sequence_parallel

@@ -1,0 +1,153 @@
+"""torch ``DistributedDataParallel``: its own hooks, PowerSGD, top-k and the plugin's hook, on one model.
+
+All methods but PowerSGD share one model with 25 MB buckets, so that they differ in the hook alone. On gloo,
+PowerSGD's collectives follow each other in callbacks, whose order differs between the ranks when there are
+several buckets: it gets a model with one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.metrics import Metrics
+
+from ..ddp import DCTState, dct_hook
+from ..links.method import Method
+from .perceptron import apart, batch, perceptron, width_of
+
+__all__ = ["DDP"]
+
+Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
+
+#: Of the plugin: sparsity and type of values.
+SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"))
+TOPK_DENSITY = 0.01
+
+
+def ideal(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sends nothing: what a step takes without communication."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class TopK:
+    """Top-k with error feedback as it is usually written: an all-gather of values and of positions."""
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+        self._residuals: dict[int, Tensor] = {}
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        flat, world_size = bucket.buffer(), dist.get_world_size()
+        # By size: buckets are numbered anew after the first step, and parameters do not move between them.
+        residual = self._residuals.setdefault(bucket.index(), torch.zeros_like(flat))
+        if residual.numel() != flat.numel():
+            residual = self._residuals[bucket.index()] = torch.zeros_like(flat)
+        residual += flat
+        count = max(1, int(self.density * flat.numel()))
+        _, positions = torch.topk(residual.abs(), count, sorted=False)
+        values = residual[positions]
+        residual[positions] = 0
+        all_values = [torch.empty_like(values) for _ in range(world_size)]
+        all_positions = [torch.empty_like(positions) for _ in range(world_size)]
+        dist.all_gather(all_values, values)
+        dist.all_gather(all_positions, positions)
+        flat.zero_()
+        for theirs, where in zip(all_values, all_positions, strict=True):
+            flat.index_add_(0, where, theirs)
+        flat /= world_size
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(flat)
+        return future
+
+
+class Trained:
+    """One model under DDP, whose hook is whichever was chosen last."""
+
+    def __init__(self, width: int, bucket_cap_mb: float) -> None:
+        model = perceptron(width)
+        self.ddp = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
+        )
+        self.hook: Hook = ideal
+        self.ddp.register_comm_hook(self, _dispatch)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self._data = batch(width)
+
+    def step(self) -> None:
+        """One step of SGD."""
+        x, y = self._data
+        self._optimizer.zero_grad(set_to_none=False)
+        nn.functional.mse_loss(self.ddp(x), y).backward()
+        self._optimizer.step()
+
+    @contextmanager
+    def using(self, hook: Hook) -> Iterator[None]:
+        """Inside, steps go through ``hook``."""
+        self.hook = hook
+        yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, steps send nothing."""
+        with self.using(ideal), apart(self.ddp.parameters()):
+            yield
+
+
+def _dispatch(trained: Trained, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return trained.hook(bucket)
+
+
+# DDP checks the annotations of a hook as objects, not as the strings they are in this file.
+_dispatch.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
+
+
+class DDP:
+    """``parameters`` (millions) of the options says how large the model is."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._width = width_of(options["parameters"])
+
+    def open(self, variant: str) -> list[Method]:
+        group = dist.group.WORLD
+        assert group is not None
+        shared, one_bucket = Trained(self._width, 25), Trained(self._width, 1e6)
+        methods = [
+            Method("ideal", shared.step, around=shared.alone),
+            self._method("fp32", shared, partial(default_hooks.allreduce_hook, group)),
+            self._method("bf16", shared, partial(default_hooks.bf16_compress_hook, group)),
+            self._method("fp16", shared, partial(default_hooks.fp16_compress_hook, group)),
+        ]
+        for rank in (1, 4):
+            state = powerSGD_hook.PowerSGDState(
+                group, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            hook = partial(powerSGD_hook.powerSGD_hook, state)
+            methods.append(self._method(f"PowerSGD {rank}", one_bucket, hook, warmup=5))
+        methods.append(self._method("top-k 1 %", shared, TopK(TOPK_DENSITY)))
+        return [*methods, *(self._dct(shared, *setting) for setting in SETTINGS)]
+
+    def close(self) -> None:
+        pass
+
+    @staticmethod
+    def _method(name: str, trained: Trained, hook: Hook, **more: Any) -> Method:
+        return Method(name, trained.step, around=partial(trained.using, hook), **more)
+
+    def _dct(self, trained: Trained, sparsity: float, values: str) -> Method:
+        config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
+        metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
+        state = DCTState(config, metrics=metrics)
+        name, hook = f"DCT {sparsity:g} {values}", partial(dct_hook, state)
+        # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
+        return self._method(name, trained, hook, metrics=[metrics], warmup=10)

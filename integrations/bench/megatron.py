@@ -1,0 +1,160 @@
+"""A small GPT of megatron-core's own parts under Megatron's own schedules, on CPU: PP 2, and DP 2.
+
+The hooks belong to a whole process, so dense and DCT have ranks of their own; ``dct`` says which these are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dct_plugin.config import DCTConfig
+
+from ..links.method import Method
+from . import megatron_cpu
+
+__all__ = ["Megatron"]
+
+LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 4, 512, 64, 8
+#: Variant -> pipeline stages, micro-batches, ``dct`` section.
+VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "PP 2": (2, 4, {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": {"sparsity": 0.75}}}),
+    "DP 2": (1, 1, {"data_parallel": {"sparsity": 0.9}}),
+}
+
+
+class Megatron:
+    """Options: ``dct``, whether the hooks are installed. Variants: ``PP 2`` and ``DP 2``."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._dct = bool(options["dct"])
+        warnings.filterwarnings("ignore")
+        megatron_cpu.install()
+        import megatron.core
+
+        del megatron.core
+        megatron_cpu.patch_megatron()
+
+    def open(self, variant: str) -> list[Method]:
+        """One method."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        from ..megatron import hooks
+
+        stages, micro_batches, section = VARIANTS[variant]
+        if self._dct:
+            hooks.install(DCTConfig.parse(section))
+        parallel_state.initialize_model_parallel(1, stages)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        step = partial(next, training(micro_batches))
+        session = hooks.current()
+        if session is None:
+            return [Method("dense", step)]
+        return [Method("DCT", step, [session.metrics], warmup=8)]
+
+    def close(self) -> None:
+        from megatron.core import parallel_state
+
+        from ..megatron import hooks
+
+        hooks.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+def training(micro_batches: int) -> Iterator[None]:
+    """Builds this rank's part of the model at once; every ``next`` is one step."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=True,
+        deallocate_pipeline_outputs=True,
+    )
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(check_for_nan_in_grad=False),
+        GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="learned_absolute",
+        ),
+    )
+    model.broadcast_params()
+    settings = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, params_dtype=torch.float32)
+    optimizer = get_megatron_optimizer(settings, [model])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    schedule, data = get_forward_backward_func(), batches()
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+    positions = torch.arange(LENGTH).unsqueeze(0).expand(BATCH, -1)
+
+    def forward_step(source: Iterator[Tensor], module: Any) -> Any:
+        tokens = next(source)
+        return module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss_of
+
+    def steps() -> Iterator[None]:
+        while True:
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            schedule(
+                forward_step_func=forward_step,
+                data_iterator=data,
+                model=[model],
+                num_microbatches=micro_batches,
+                seq_length=LENGTH,
+                micro_batch_size=BATCH,
+                forward_only=False,
+            )
+            optimizer.step()
+            yield
+
+    return steps()
+
+
+def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over the tokens, as Megatron's schedules want it."""
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def batches() -> Iterator[Tensor]:
+    """Sequences that count in sevens from a random start, int64 [8, 65]."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(1 + parallel_state.get_data_parallel_rank())
+    while True:
+        start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+        yield (start + 7 * torch.arange(LENGTH + 1)) % VOCABULARY

@@ -1,0 +1,46 @@
+"""The model of the data-parallel workloads: four square layers, as many parameters as asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["BATCH", "apart", "batch", "perceptron", "width_of"]
+
+LAYERS = 4
+#: Samples per rank: about as much computation as four layers of a small transformer would be.
+BATCH = 64
+
+
+def width_of(parameters: float) -> int:
+    """Width of the layers for so many million parameters."""
+    return round(math.sqrt(parameters * 1e6 / LAYERS))
+
+
+def perceptron(width: int) -> nn.Sequential:
+    """The same weights on every rank and in every call."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def batch(width: int) -> tuple[Tensor, Tensor]:
+    """A rank's own samples and targets, fp32 [64, width] and [64, 1]: a task that can be learnt."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    x = torch.randn(BATCH, width, generator=generator)
+    return x, x[:, :8].sum(1, keepdim=True)
+
+
+@contextmanager
+def apart(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """For steps that send nothing: afterwards the weights, which have drifted apart, are as before."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    yield
+    with torch.no_grad():
+        for parameter, before in kept:
+            parameter.copy_(before)

@@ -1,0 +1,153 @@
+"""Tables, plot and JSON of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dct_plugin.metrics import format_bytes
+
+from ..dlrm.report import Rows
+from ..links.interleave import Figures
+from ..links.namespaces import rate_name
+from .suite import WORKLOADS, Cell
+
+__all__ = ["as_dict", "draw", "tables", "unmeasured"]
+
+IDEAL = "ideal"
+#: Parts of the step beside those that the metrics time.
+COMPUTE, REST = "compute", "rest"
+
+
+class Group(NamedTuple):
+    """Cells of one variant and number of ranks, by rate."""
+
+    title: str
+    cells: list[Cell]
+
+
+def groups(cells: Iterable[Cell]) -> list[Group]:
+    """Measured cells that share a table."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.figures:
+            title = f"{WORKLOADS[cell.workload].title}, {cell.variant}, {cell.ranks} ranks"
+            found.setdefault(title, []).append(cell)
+    return [Group(title, members) for title, members in found.items()]
+
+
+def tables(cells: Iterable[Cell]) -> Iterator[Rows]:
+    """Of every variant: the step on every link, and where the plugin's part of it goes."""
+    for group in groups(cells):
+        yield _steps(group)
+        if (parts := _split(group)) is not None:
+            yield parts
+
+
+def _steps(group: Group) -> Rows:
+    baseline = group.cells[0].baseline
+    rows = []
+    for number, figures in enumerate(group.cells[0].figures):
+        row = [figures.name, format_bytes(figures.sent)]
+        for cell in group.cells:
+            one = cell.figures[number]
+            low, high = one.quartiles
+            row.append(f"{one.median:.0f} ({low:.0f}-{high:.0f})")
+            row.append(f"{one.median / _named(cell, baseline).median:.2f}x")
+        rows.append(row)
+    header = ["", "sent"]
+    for cell in group.cells:
+        header += [rate_name(cell.rate), f"of {baseline}"]
+    return Rows(f"{group.title}: ms per step (quartiles); bytes per step, all ranks", header, rows)
+
+
+def split(cell: Cell, figures: Figures) -> dict[str, float]:
+    """Milliseconds of a step by what they go to; ``compute`` is the ideal step, where it was measured."""
+    parts = {name.removesuffix("_ms"): value for name, value in figures.split.items()}
+    ideal = next((other.median for other in cell.figures if other.name == IDEAL), None)
+    if ideal is None:
+        return parts
+    seen = sum(value for name, value in parts.items() if "hidden" not in name)
+    return {COMPUTE: ideal, **parts, REST: figures.median - ideal - seen}
+
+
+def _split(group: Group) -> Rows | None:
+    rows: list[list[str]] = []
+    names: list[str] = []
+    for cell in group.cells:
+        for figures in cell.figures:
+            if not any(figures.split.values()):
+                continue
+            parts = split(cell, figures)
+            names = names or list(parts)
+            values = [f"{parts.get(name, 0.0):.1f}" for name in names]
+            rows.append([figures.name, rate_name(cell.rate), f"{figures.median:.1f}", *values])
+    if not rows:
+        return None
+    header = ["", "link", "step", *(name.replace("_", " ") for name in names)]
+    return Rows(f"{group.title}: where the step goes, ms (mean of the ranks)", header, rows)
+
+
+def _named(cell: Cell, name: str) -> Figures:
+    return next(figures for figures in cell.figures if figures.name == name)
+
+
+def unmeasured(cells: Iterable[Cell]) -> list[str]:
+    """One line for each reason why something was not measured."""
+    reasons: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.skipped:
+            what = f"{cell.workload} {cell.variant}, {cell.ranks} ranks, {rate_name(cell.rate)}"
+            reasons.setdefault(cell.skipped, []).append(what)
+    return [f"Not measured: {'; '.join(what)}: {reason}" for reason, what in reasons.items()]
+
+
+def as_dict(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Cells for JSON, with medians and quartiles."""
+    made = []
+    for cell in cells:
+        content = asdict(cell)
+        for entry, figures in zip(content["figures"], cell.figures, strict=True):
+            low, high = figures.quartiles
+            entry |= {"median_ms": figures.median, "quartiles_ms": [low, high]}
+        made.append(content)
+    return made
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Bars of the step of every method on every link, a panel for each variant, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    drawn = groups(cells)
+    if not drawn:
+        return
+    columns = min(2, len(drawn))
+    lines = -(-len(drawn) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(7.5 * columns, 3.4 * lines), layout="constrained", squeeze=False
+    )
+    for panel, group in zip(axes.flat, drawn, strict=False):
+        count = len(group.cells[0].figures)
+        for number in range(count):
+            those = [cell.figures[number] for cell in group.cells]
+            medians = [one.median for one in those]
+            spread = [
+                [one.median - one.quartiles[0] for one in those],
+                [one.quartiles[1] - one.median for one in those],
+            ]
+            places = [place + (number - (count - 1) / 2) * 0.85 / count for place in range(len(those))]
+            panel.bar(places, medians, 0.85 / count, yerr=spread, label=those[0].name, color=f"C{number}")
+        panel.set_xticks(range(len(group.cells)), [rate_name(cell.rate) for cell in group.cells])
+        panel.set_yscale("log")
+        panel.set_ylabel("ms per step")
+        panel.set_title(group.title, fontsize=10)
+        panel.legend(fontsize=7, ncols=2)
+    for panel in list(axes.flat)[len(drawn) :]:
+        panel.set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

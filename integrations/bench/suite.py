@@ -1,0 +1,261 @@
+"""What ``dct bench links`` measures: every workload on every link, within the time that is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..links.interleave import Figures, interleaved, warmed
+from ..links.namespaces import Links, LinksError
+from ..links.team import NETWORKS, Block, Team, TeamError
+
+__all__ = ["UNLIMITED", "WORKLOADS", "Cell", "Plan", "measure"]
+
+UNLIMITED = "unlimited"
+#: Seconds that the ranks of a workload take to start, and a variant to be made and warmed up; rough.
+STARTING, WARMING = 15.0, 8.0
+LEAST_SECONDS = 1.0
+
+#: Label of the ranks -> options of the workload.
+Teams = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Cell:
+    """A variant of a workload on one link: its figures, or why there are none."""
+
+    workload: str
+    variant: str
+    ranks: int
+    rate: str
+    baseline: str
+    figures: list[Figures] = field(default_factory=list)
+    skipped: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured; ``rates`` from the fastest to the slowest are best."""
+
+    workloads: Sequence[str]
+    ranks: Sequence[int]
+    rates: Sequence[str]
+    seconds: float
+    out: Path
+    parameters: float = 10.65
+    format: str = "diabetes"
+    data: str | None = None
+    batch_sizes: Sequence[int] = (256, 2048)
+    stages: Sequence[int] = (0, 1, 2)
+
+
+class Entry(NamedTuple):
+    """A workload.
+
+    Attributes:
+        title: For people.
+        target: ``module:class`` of it.
+        needs: Modules that must be installed.
+        variants: Of it, under a plan.
+        teams: Under a plan and a number of ranks; several where methods cannot share processes.
+        baseline: Method that the others are compared with.
+        ranks: Numbers of ranks that it can have; empty: any.
+    """
+
+    title: str
+    target: str
+    needs: tuple[str, ...]
+    variants: Callable[[Plan], Sequence[str]]
+    teams: Callable[[Plan, int], Teams]
+    baseline: str
+    ranks: tuple[int, ...] = ()
+
+
+def _sized(plan: Plan, ranks: int) -> Teams:
+    return {"all": {"parameters": plan.parameters}}
+
+
+def _recommender(plan: Plan, ranks: int) -> Teams:
+    from .recommender import configurations
+
+    configs = configurations(ranks, list(plan.batch_sizes))
+    return {"all": {"format": plan.format, "data": plan.data, "max_rows": None, "configs": configs}}
+
+
+WORKLOADS: dict[str, Entry] = {
+    "ddp": Entry(
+        "torch DDP",
+        "dct_plugin.integrations.bench.ddp:DDP",
+        (),
+        lambda plan: [f"{plan.parameters:g}M parameters"],
+        _sized,
+        "fp32",
+    ),
+    "deepspeed": Entry(
+        "DeepSpeed",
+        "dct_plugin.integrations.bench.zero:Zero",
+        ("deepspeed",),
+        lambda plan: [f"ZeRO-{stage}" for stage in plan.stages],
+        _sized,
+        "dense fp32",
+    ),
+    "dlrm": Entry(
+        "hybrid DLRM",
+        "dct_plugin.integrations.dlrm.on_links:Trainings",
+        ("deepspeed", "sklearn"),
+        lambda plan: [f"batch {size}" for size in plan.batch_sizes],
+        _recommender,
+        "dense",
+    ),
+    "megatron": Entry(
+        "Megatron GPT",
+        "dct_plugin.integrations.bench.megatron:Megatron",
+        ("megatron.core",),
+        lambda plan: ["PP 2", "DP 2"],
+        lambda plan, ranks: {"dense": {"dct": False}, "DCT": {"dct": True}},
+        "dense",
+        ranks=(2,),
+    ),
+}
+
+
+def measure(plan: Plan, follow: Callable[[Cell], None]) -> list[Cell]:
+    """Every cell of the plan, in turn; one that cannot be measured says why.
+
+    Args:
+        plan: What to measure.
+        follow: Gets every cell when it is done.
+    """
+    return list(_Run(plan, follow).cells())
+
+
+class _Run:
+    def __init__(self, plan: Plan, follow: Callable[[Cell], None]) -> None:
+        self.plan, self.follow = plan, follow
+        self.end = time.monotonic() + plan.seconds
+        self.jobs = [
+            (ranks, name)
+            for ranks in plan.ranks
+            for name in plan.workloads
+            if not WORKLOADS[name].ranks or ranks in WORKLOADS[name].ranks
+        ]
+        # What is still to come, to share out the time.
+        self.variants = sum(len(WORKLOADS[name].variants(plan)) for _, name in self.jobs)
+        self.starts = len(self.jobs)
+        self.left = self.variants * len(plan.rates)
+
+    def cells(self) -> Iterator[Cell]:
+        for ranks, name in self.jobs:
+            self.starts -= 1
+            for cell in self._workload(name, ranks):
+                self.left -= 1
+                self.follow(cell)
+                yield cell
+
+    def _workload(self, name: str, ranks: int) -> Iterator[Cell]:
+        entry, rates = WORKLOADS[name], self.plan.rates
+        todo = {
+            (variant, rate): Cell(name, variant, ranks, rate, entry.baseline)
+            for variant in entry.variants(self.plan)
+            for rate in rates
+        }
+        if missing := [module for module in entry.needs if not _installed(module)]:
+            yield from _skipped(todo.values(), f"{', '.join(missing)} not installed")
+            return
+        with ExitStack() as stack:
+            links: Links | None = None
+            try:
+                links = stack.enter_context(Links(ranks, NETWORKS))
+            except LinksError as error:
+                limited = [todo.pop(key) for key in list(todo) if key[1] != UNLIMITED]
+                yield from _skipped(limited, str(error))
+                if not todo:
+                    return
+            try:
+                yield from self._measured(entry, ranks, links, todo, stack)
+            except TeamError as error:
+                yield from _skipped(todo.values(), str(error), failed=True)
+
+    def _measured(
+        self,
+        entry: Entry,
+        ranks: int,
+        links: Links | None,
+        todo: dict[tuple[str, str], Cell],
+        stack: ExitStack,
+    ) -> Iterator[Cell]:
+        """Takes from ``todo`` what it yields."""
+        if self._late():
+            return (yield from self._out_of_time(todo))
+        teams = [
+            stack.enter_context(
+                Team(
+                    entry.target,
+                    ranks,
+                    links,
+                    options=options,
+                    folder=self.plan.out / "logs",
+                    name="-".join([next(iter(todo.values())).workload, str(ranks), label]),
+                )
+            )
+            for label, options in entry.teams(self.plan, ranks).items()
+        ]
+        for variant in dict.fromkeys(variant for variant, _ in todo):
+            self.variants -= 1
+            if self._late():
+                break
+            if links is not None:
+                links.limit(None)
+            owners: dict[str, Team] = {}
+            warmups: dict[str, int] = {}
+            for team in teams:
+                made = team.open(variant)
+                owners |= dict.fromkeys(made, team)
+                warmups |= made
+
+            def take(method: str, steps: int, owners: Mapping[str, Team] = owners) -> Block:
+                return owners[method].block(method, steps)
+
+            warmed(take, warmups)
+            for rate in [rate for v, rate in todo if v == variant]:
+                if self._late():
+                    break
+                if links is not None:
+                    links.limit(None if rate == UNLIMITED else rate)
+                cell = todo.pop((variant, rate))
+                cell.figures = interleaved(take, list(warmups), self._share())
+                yield cell
+            for team in teams:
+                team.close()
+        yield from self._out_of_time(todo)
+
+    def _share(self) -> float:
+        """Seconds for the next cell."""
+        to_come = self.starts * STARTING + self.variants * WARMING
+        return max(LEAST_SECONDS, (self.end - time.monotonic() - to_come) / self.left)
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.end
+
+    def _out_of_time(self, todo: dict[tuple[str, str], Cell]) -> Iterator[Cell]:
+        yield from _skipped(todo.values(), f"the {self.plan.seconds / 60:g} minutes were over")
+        todo.clear()
+
+
+def _skipped(cells: Any, reason: str, *, failed: bool = False) -> Iterator[Cell]:
+    for cell in list(cells):
+        cell.skipped, cell.failed = reason, failed
+        yield cell
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False

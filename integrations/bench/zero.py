@@ -1,0 +1,72 @@
+"""DeepSpeed ZeRO-0, 1 and 2: dense in fp32, dense with bf16 communication, and with a ``dct`` section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import deepspeed
+from torch import nn
+
+from ..links.method import Method
+from .perceptron import BATCH, apart, batch, perceptron, width_of
+
+__all__ = ["Zero"]
+
+#: The section of the ready files ``configs/deepspeed_zero*_dct.json``.
+SECTION = {"data_parallel": {"sparsity": 0.99, "value_dtype": "bf16"}}
+METHODS: dict[str, dict[str, Any]] = {
+    "dense fp32": {},
+    "dense bf16": {"communication_data_type": "bf16"},
+    "DCT 0.99": {"dct": SECTION},
+}
+
+
+class Zero:
+    """Variants are ``ZeRO-0`` to ``ZeRO-2``; ``parameters`` (millions) says how large the model is."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._width = width_of(options["parameters"])
+        self._data = batch(self._width)
+        self._engines: list[Any] = []
+
+    def open(self, variant: str) -> list[Method]:
+        stage = int(variant.removeprefix("ZeRO-"))
+        methods = []
+        if stage == 0:
+            engine = self._engine(stage, {})
+            engine.allreduce_gradients = lambda *arguments, **keywords: None
+            around = partial(apart, list(engine.module.parameters()))
+            methods.append(Method("ideal", partial(self._step, engine), around=around))
+        for name, section in METHODS.items():
+            engine = self._engine(stage, section)
+            attached = engine.__dict__.get("dct")
+            metrics = [] if attached is None else [attached.metrics]
+            warmup = 3 if attached is None else 10
+            methods.append(Method(name, partial(self._step, engine), metrics, warmup=warmup))
+        return methods
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.destroy()
+        self._engines.clear()
+
+    def _engine(self, stage: int, section: Mapping[str, Any]) -> Any:
+        model = perceptron(self._width)
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+            **section,
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self._engines.append(engine)
+        return engine
+
+    def _step(self, engine: Any) -> None:
+        x, y = self._data
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()

@@ -1,0 +1,95 @@
+"""Measure methods beside each other, in turns of a few steps: a slow spell of the machine meets them all."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .team import Block
+
+__all__ = ["Figures", "interleaved", "warmed"]
+
+#: A turn of a method lasts about this long, and at most so many steps.
+TURN_SECONDS, TURN_STEPS = 0.4, 5
+LEAST_ROUNDS = 3
+
+Take = Callable[[str, int], Block]
+
+
+@dataclass
+class Figures:
+    """One method on one link.
+
+    ``ms`` are milliseconds per step of each turn, ``sent`` bytes per step (all ranks, headers included), and
+    ``split`` milliseconds per step by what the plugin's metrics time (median of the turns).
+    """
+
+    name: str
+    ms: list[float] = field(default_factory=list)
+    sent: float = 0.0
+    split: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ms)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third; the ends where there are too few turns."""
+        if len(self.ms) < 4:
+            return min(self.ms), max(self.ms)
+        first, _, third = statistics.quantiles(self.ms, n=4, method="inclusive")
+        return first, third
+
+    @classmethod
+    def of(cls, name: str, first: Block, turns: Sequence[Block]) -> Figures:
+        """From its turns, and the block before them."""
+        steps = sum(turn.steps for turn in turns)
+        split = {
+            key: statistics.median(
+                (turn.totals[key] - before.totals.get(key, 0.0)) / turn.steps
+                for before, turn in zip([first, *turns], turns, strict=False)
+            )
+            for key in turns[0].totals
+        }
+        sent = sum(turn.sent * turn.steps for turn in turns) / steps
+        return cls(name, [turn.ms for turn in turns], sent, split, steps)
+
+
+def warmed(take: Take, methods: Mapping[str, int]) -> None:
+    """The steps of every method that do not count."""
+    for name, steps in methods.items():
+        take(name, steps)
+
+
+def interleaved(take: Take, methods: Sequence[str], seconds: float) -> list[Figures]:
+    """Rounds in which each method has one turn, in another order every time.
+
+    Args:
+        take: Does so many steps of a method.
+        methods: Their names.
+        seconds: No round begins after so long; at least three rounds are made.
+    """
+    end = time.monotonic() + seconds
+    # One step each, which also meets what a new rate of the link leaves behind, says how long turns are.
+    first = {name: take(name, 1) for name in methods}
+    turns = {
+        name: max(1, min(TURN_STEPS, math.floor(1e3 * TURN_SECONDS / block.ms)))
+        for name, block in first.items()
+    }
+    blocks: dict[str, list[Block]] = {name: [] for name in methods}
+    number, slowest = 0, 0.0
+    while number < LEAST_ROUNDS or time.monotonic() + slowest / 2 < end:
+        began = time.monotonic()
+        shift = number % len(methods)
+        order = [*methods[shift:], *methods[:shift]]
+        # Back and forth, so that nobody always comes after the same other.
+        for name in order if number % 2 == 0 else reversed(order):
+            blocks[name].append(take(name, turns[name]))
+        slowest = max(slowest, time.monotonic() - began)
+        number += 1
+    return [Figures.of(name, first[name], blocks[name]) for name in methods]

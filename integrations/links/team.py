@@ -1,0 +1,196 @@
+"""Start the ranks of a workload, have them do blocks of steps, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from dct_plugin.errors import DCTError
+
+from .namespaces import Links, Network
+
+__all__ = ["CONTROL", "DATA", "NETWORKS", "Block", "Team", "TeamError", "rank_environment"]
+
+DATA, CONTROL = "data", "control"  # interfaces
+NETWORKS = (Network(DATA, offload=True), Network(CONTROL, offload=True))
+_WORKER = "dct_plugin.integrations.links.worker"
+_TAIL = 25
+
+
+class TeamError(DCTError):
+    """A rank failed; the message holds the end of what it wrote."""
+
+
+class Block(NamedTuple):
+    """What some steps of one method took.
+
+    Attributes:
+        ms: Milliseconds per step, until the slowest rank was done.
+        sent: Bytes per step that left the ranks' interfaces, all ranks together, with headers.
+        totals: Milliseconds so far by what the plugin's metrics time, mean over the ranks.
+        steps: How many.
+    """
+
+    ms: float
+    sent: float
+    totals: dict[str, float]
+    steps: int
+
+
+def rank_environment(rank: int, ranks: int, *, host: str, port: int, device: str) -> dict[str, str]:
+    """Environment of one rank of a job on this machine."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": device,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
+class Team:
+    """The ranks of one workload; use it in a ``with`` block.
+
+    Args:
+        workload: ``module:class`` of a :class:`~.method.Workload`.
+        ranks: How many.
+        links: Namespaces for them, made with :data:`NETWORKS`; None: all talk over the loopback interface.
+        options: For the workload; JSON.
+        folder: For what the ranks write.
+        name: Of their files.
+
+    Raises:
+        TeamError: A rank failed or does not answer; no rank is left running.
+    """
+
+    def __init__(
+        self,
+        workload: str,
+        ranks: int,
+        links: Links | None,
+        *,
+        options: Mapping[str, Any],
+        folder: Path,
+        name: str,
+        patience: float = 300.0,
+    ) -> None:
+        self.ranks, self.name, self.patience = ranks, name, patience
+        self._on_loopback = links is None
+        self._logs = [folder / f"{name}.rank{rank}.log" for rank in range(ranks)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        data, control = (DATA, CONTROL) if links is not None else ("lo", "lo")
+        host = "127.0.0.1" if links is None else links.address(0, 1)
+        port = free_port()
+        for rank in range(ranks):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", _WORKER, "--workload", workload]
+            command += ["--options", json.dumps(options), "--data", data, "--control", control]
+            command += ["--connection", str(theirs.fileno())]
+            if links is not None:
+                command = links.inside(rank, command)
+            environment = rank_environment(rank, ranks, host=host, port=port, device=data)
+            with open(self._logs[rank], "wb") as log:
+                process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                )
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections:
+            connection.close()
+        if error is None:
+            end = time.monotonic() + 10
+            for process in self._processes:
+                try:
+                    process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    break
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def open(self, variant: str) -> dict[str, int]:
+        """Have a variant made; its methods and how many steps each one needs before it counts."""
+        return dict(self._ask("open", variant)[0])
+
+    def close(self) -> None:
+        """Free the variant."""
+        self._ask("close")
+
+    def block(self, method: str, steps: int) -> Block:
+        """``steps`` steps of a method."""
+        seconds, sent, totals = zip(*self._ask("block", method, steps), strict=True)
+        # On the loopback interface every rank sees the bytes of all.
+        bytes_sent = sent[0] if self._on_loopback else sum(sent)
+        mean = {name: sum(part[name] for part in totals) / self.ranks for name in totals[0]}
+        return Block(1e3 * max(seconds) / steps, bytes_sent / steps, mean, steps)
+
+    def _ask(self, *request: Any) -> list[Any]:
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send(request)
+            except OSError:
+                self._fail(rank)
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self.patience
+        while missing := [rank for rank in range(self.ranks) if rank not in answers]:
+            ready = wait([self._connections[rank] for rank in missing], deadline - time.monotonic())
+            if not ready:
+                names = ", ".join(map(str, missing))
+                raise TeamError(f"{self.name}: no answer from rank {names} within {self.patience:.0f} s")
+            for rank in missing:
+                if self._connections[rank] in ready:
+                    try:
+                        answers[rank] = self._connections[rank].recv()
+                    except (EOFError, OSError):
+                        self._fail(rank)
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def _fail(self, rank: int) -> None:
+        """Raise for a rank that is gone. The one that failed first, as far as the others' ends tell."""
+        code = self._processes[rank].wait(30)
+        written = tail(self._logs[rank]) or "(nothing)"
+        raise TeamError(
+            f"{self.name}: rank {rank} ended with exit code {code}; the end of its output "
+            f"({self._logs[rank]}):\n{written}"
+        )
+
+
+def tail(log: Path, lines: int = _TAIL) -> str:
+    """The last lines of a file."""
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,102 @@
+"""One rank: makes a workload and does blocks of steps when it is told to.
+
+Started by :mod:`.team`, which it is connected to by a socket: requests and answers are pickled tuples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dct_plugin.metrics import InterfaceCounter
+
+from .method import Method, Workload, milliseconds
+
+__all__ = ["main"]
+
+#: Seconds that the ranks wait for each other. At 100 Mbit/s, 100 million fp32 gradients take half a minute.
+PATIENCE = timedelta(minutes=3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("workload", "options", "data", "control"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--connection", type=int, required=True)
+    arguments = parser.parse_args()
+    connection = Connection(arguments.connection)
+    torch.set_num_threads(1)
+    rank = Rank(arguments.data, arguments.control)
+    try:
+        module, _, attribute = arguments.workload.partition(":")
+        made = getattr(importlib.import_module(module), attribute)(json.loads(arguments.options))
+        rank.serve(made, connection)
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+class Rank:
+    """This process's place among the ranks.
+
+    Args:
+        data: Interface that the workload communicates on, whose bytes are counted.
+        control: Interface for keeping the ranks together between blocks.
+    """
+
+    def __init__(self, data: str, control: str) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = data
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        os.environ["GLOO_SOCKET_IFNAME"] = control
+        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        os.environ["GLOO_SOCKET_IFNAME"] = data
+        self._counter = InterfaceCounter([data])
+
+    def serve(self, workload: Workload, connection: Connection) -> None:
+        """Answer requests until the connection closes."""
+        methods: dict[str, Method] = {}
+        while True:
+            try:
+                request, *arguments = connection.recv()
+            except EOFError:
+                break
+            answer: Any = None
+            if request == "open":
+                methods = {method.name: method for method in workload.open(*arguments)}
+                answer = [(method.name, method.warmup) for method in methods.values()]
+            elif request == "close":
+                methods = {}
+                workload.close()
+            else:
+                name, steps = arguments
+                answer = self.block(methods[name], steps)
+            connection.send(answer)
+        dist.barrier(self._control)  # one that takes its connections down early can abort the others
+        dist.destroy_process_group()
+
+    def block(self, method: Method, steps: int) -> tuple[float, int, dict[str, float]]:
+        """Seconds that ``steps`` steps take here, bytes sent, and the totals of the method's metrics."""
+        with method.around():
+            dist.barrier(self._control)
+            self._counter.start()
+            began = time.perf_counter()
+            for _ in range(steps):
+                method.step()
+            seconds = time.perf_counter() - began
+            dist.barrier(self._control)
+            sent = self._counter.stop().tx
+        return seconds, sent, milliseconds(method.metrics)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Links of a limited rate, what is measured on them, and ``dct bench links``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dct_plugin.integrations.bench.recommender import SECTIONS, configurations
+from dct_plugin.integrations.bench.report import draw, split, tables, unmeasured
+from dct_plugin.integrations.bench.suite import Cell, Plan, measure
+from dct_plugin.integrations.links.interleave import LEAST_ROUNDS, Figures, interleaved
+from dct_plugin.integrations.links.namespaces import Links, LinksError, Network, rate_fault, rate_name
+from dct_plugin.integrations.links.team import NETWORKS, Block, Team, TeamError
+from support import CONFIGS
+from typer.testing import CliRunner
+
+from dct_plugin import cli
+
+# -- options ---
+
+
+@pytest.mark.parametrize("rate", ["100mbit", "1gbit", "2.5Gbit", "250kbit"])
+def test_rates_of_tc(rate: str) -> None:
+    assert rate_fault(rate) is None
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "1mb", "mbit", "1 kbit", "-1gbit", "1kbit"])
+def test_other_rates_are_refused(rate: str) -> None:
+    fault = rate_fault(rate)
+    assert fault is not None
+    assert repr(rate) in fault
+
+
+def test_names_of_rates() -> None:
+    assert [rate_name(rate) for rate in ("100mbit", "1gbit", "unlimited")] == [
+        "100 Mbit/s",
+        "1 Gbit/s",
+        "unlimited",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "links", "--rate", "fast"], "'fast': must be a number with one of kbit, mbit, gbit"),
+        (["bench", "links", "--workload", "jax"], "must be one of ddp, deepspeed, dlrm, megatron"),
+        (["bench", "links", "--workload", "megatron", "--ranks", "4"], "megatron has 2 ranks"),
+        (["bench", "links", "--batch-size", "255"], "must be a multiple of 2 ranks"),
+        (["bench", "links", "--data", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["dlrm", "--link", "fast"], "'fast': must be a number"),
+        (["demo", "--link", "fast"], "'fast': must be a number"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert message in text
+
+
+def test_without_the_tools_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(LinksError, match="unshare, which is not installed"), Links(2, [Network("data")]):
+        pass
+
+
+def test_limited_links_that_cannot_be_made_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    plan = Plan(["ddp", "megatron"], [2, 4], ["1gbit", "100mbit"], 60, tmp_path)
+    cells = measure(plan, lambda cell: None)
+    assert [(cell.workload, cell.ranks) for cell in cells if cell.rate == "1gbit"] == [
+        ("ddp", 2),
+        ("megatron", 2),
+        ("megatron", 2),
+        ("ddp", 4),
+    ]
+    assert all("not installed" in cell.skipped and not cell.failed for cell in cells)
+    (line,) = unmeasured(cells)
+    assert "ddp 10.65M parameters, 2 ranks, 1 Gbit/s" in line
+
+
+def test_the_recommender_runs_as_the_ready_files_say() -> None:
+    for name, file in (("lossless", "hybrid_lossless"), ("hybrid", "hybrid_dct")):
+        assert SECTIONS[name] == json.loads((CONFIGS / f"{file}.json").read_text())["dct"]
+    made = configurations(4, [256])
+    assert list(made) == ["batch 256"]
+    assert "dct" not in made["batch 256"]["dense"]
+    assert all(config["train_batch_size"] == 256 for config in made["batch 256"].values())
+
+
+# -- turns ---
+
+
+def test_methods_take_turns_in_changing_order() -> None:
+    costs = {"fast": 1.0, "slow": 900.0, "third": 150.0}
+    taken: list[tuple[str, int]] = []
+
+    def take(name: str, steps: int) -> Block:
+        taken.append((name, steps))
+        return Block(costs[name], 1000.0, {"select_ms": 2.0 * len(taken)}, steps)
+
+    figures = interleaved(take, list(costs), 0.0)
+    assert [one.name for one in figures] == list(costs)
+    assert [one.median for one in figures] == list(costs.values())
+    assert all(len(one.ms) == LEAST_ROUNDS for one in figures)
+    assert all(one.sent == 1000.0 for one in figures)
+    turns = taken[len(costs) :]
+    assert dict(turns) == {"fast": 5, "slow": 1, "third": 2}
+    rounds = [tuple(name for name, _ in turns[i : i + 3]) for i in range(0, len(turns), 3)]
+    assert len(set(rounds)) == LEAST_ROUNDS
+
+
+def figures(name: str, ms: float, **times: float) -> Figures:
+    return Figures(
+        name, [ms - 1, ms, ms + 1, ms], 1e6, {f"{key}_ms": value for key, value in times.items()}, 8
+    )
+
+
+def cells() -> list[Cell]:
+    made = []
+    for rate, factor in (("1gbit", 1), ("100mbit", 10)):
+        cell = Cell("ddp", "10.65M parameters", 2, rate, "fp32")
+        cell.figures = [
+            figures("ideal", 100.0),
+            figures("fp32", 100.0 + 300 * factor),
+            figures("DCT 0.99 bf16", 120.0, select=5.0, exchange=8.0, exchange_hidden=4.0),
+        ]
+        made.append(cell)
+    made.append(Cell("ddp", "10.65M parameters", 4, "1gbit", "fp32", skipped="no root"))
+    return made
+
+
+def test_tables_and_plot(tmp_path: Path) -> None:
+    steps, parts = tables(cells())
+    assert steps.rows[2][2:] == ["120 (120-120)", "0.30x", "120 (120-120)", "0.04x"]
+    # What is hidden behind the computation is no part of the step.
+    assert split(cells()[0], cells()[0].figures[2]) == {
+        "compute": 100.0,
+        "select": 5.0,
+        "exchange": 8.0,
+        "exchange_hidden": 4.0,
+        "rest": 7.0,
+    }
+    assert [row[:3] for row in parts.rows] == [
+        ["DCT 0.99 bf16", "1 Gbit/s", "120.0"],
+        ["DCT 0.99 bf16", "100 Mbit/s", "120.0"],
+    ]
+    draw(cells(), tmp_path / "links.png")
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- real ranks ---
+
+
+@pytest.fixture
+def namespaces() -> None:
+    try:
+        with Links(2, NETWORKS):
+            pass
+    except LinksError as error:
+        pytest.skip(str(error))
+
+
+def dct(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dct_plugin.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.slow
+def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
+    arguments = ["--workload", "ddp", "--ranks", "2", "--rate", "100mbit", "--parameters", "0.5"]
+    done = dct("bench", "links", *arguments, "--minutes", "0.2", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "out" / "links"
+    assert (out / "links.png").exists()
+    assert "fp32" in (out / "links.md").read_text()
+    (cell,) = json.loads((out / "links.json").read_text())["cells"]
+    assert (cell["workload"], cell["ranks"], cell["rate"]) == ("ddp", 2, "100mbit")
+    methods: dict[str, Any] = {entry["name"]: entry for entry in cell["figures"]}
+    assert set(methods) >= {"ideal", "fp32", "bf16", "PowerSGD 4", "top-k 1 %", "DCT 0.99 bf16"}
+    dense, ours = methods["fp32"], methods["DCT 0.99 bf16"]
+    # Two ranks send every gradient once, and not faster than their links let them.
+    assert dense["sent"] == pytest.approx(2 * 4 * 0.5e6, rel=0.03)
+    assert methods["bf16"]["sent"] == pytest.approx(dense["sent"] / 2, rel=0.03)
+    assert dense["median_ms"] > 8e3 * dense["sent"] / 2 / 100e6
+    assert ours["sent"] < dense["sent"] / 30
+    assert ours["median_ms"] < dense["median_ms"]
+    assert methods["ideal"]["sent"] < 1000
+    assert ours["split"]["exchange_ms"] > 0
+
+
+class FailsOnOne:
+    """A workload that one rank cannot make."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise RuntimeError("nothing to be done")
+
+    def open(self, variant: str) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with (
+        pytest.raises(TeamError, match=r"(?s)rank 1 ended with exit code 1.*nothing to be done"),
+        Team("test_links:FailsOnOne", 2, None, options={}, folder=tmp_path, name="failing") as team,
+    ):
+        team.open("")
+    assert all(process.returncode is not None for process in team._processes)
+
+
+@pytest.mark.slow
+def test_training_on_a_link(namespaces: None, tmp_path: Path) -> None:
+    arguments = ["--max-rows", "3000", "--epochs", "1", "--link", "1gbit", "--report", "report.json"]
+    done = dct("dlrm", "--config", str(CONFIGS / "hybrid_dct.json"), *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Step on links of 1 Gbit/s" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["link"] == "1gbit"
+    dense, ours = report["outcomes"]["dense"], report["outcomes"]["hybrid_dct"]
+    assert dense["ranks_in_step"]
+    assert ours["ranks_in_step"]
+    assert ours["interface_bytes_per_step"] < dense["interface_bytes_per_step"] / 2
