@@ -139,6 +139,7 @@ class _Run:
     def __init__(self, plan: Plan, follow: Callable[[Cell], None]) -> None:
         self.plan, self.follow = plan, follow
         self.end = time.monotonic() + plan.seconds
+        self.begun = False  # with measuring: a slow start must not use up all the time
         self.jobs = [
             (ranks, name)
             for ranks in plan.ranks
@@ -228,6 +229,7 @@ class _Run:
                     break
                 if links is not None:
                     links.limit(None if rate == UNLIMITED else rate)
+                self.begun = True
                 cell = todo.pop((variant, rate))
                 cell.figures = interleaved(take, list(warmups), self._share())
                 yield cell
@@ -241,7 +243,7 @@ class _Run:
         return max(LEAST_SECONDS, (self.end - time.monotonic() - to_come) / self.left)
 
     def _late(self) -> bool:
-        return time.monotonic() > self.end
+        return self.begun and time.monotonic() > self.end
 
     def _out_of_time(self, todo: dict[tuple[str, str], Cell]) -> Iterator[Cell]:
         yield from _skipped(todo.values(), f"the {self.plan.seconds / 60:g} minutes were over")

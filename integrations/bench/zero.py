@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-0, 1 and 2: dense in fp32, dense with bf16 communication, and with a ``dct`` section."""
+"""DeepSpeed ZeRO-0, 1 and 2: dense in fp32, dense with bf16 communication, and with ``dct`` sections."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from .perceptron import BATCH, apart, batch, perceptron, width_of
 __all__ = ["Zero"]
 
 #: The section of the ready files ``configs/deepspeed_zero*_dct.json``.
-SECTION = {"data_parallel": {"sparsity": 0.99, "value_dtype": "bf16"}}
+SECTION: dict[str, dict[str, Any]] = {"data_parallel": {"sparsity": 0.99, "value_dtype": "bf16"}}
 METHODS: dict[str, dict[str, Any]] = {
     "dense fp32": {},
     "dense bf16": {"communication_data_type": "bf16"},
     "DCT 0.99": {"dct": SECTION},
 }
+#: Under ZeRO-1 and 2, updated weights are thresholded, too.
+UPDATES = {"data_parallel": {**SECTION["data_parallel"], "parameters": {"enabled": True}}}
 
 
 class Zero:
@@ -39,7 +41,8 @@ class Zero:
             engine.allreduce_gradients = lambda *arguments, **keywords: None
             around = partial(apart, list(engine.module.parameters()))
             methods.append(Method("ideal", partial(self._step, engine), around=around))
-        for name, section in METHODS.items():
+        chosen = METHODS if stage == 0 else {**METHODS, "DCT 0.99, updates 0.97": {"dct": UPDATES}}
+        for name, section in chosen.items():
             engine = self._engine(stage, section)
             attached = engine.__dict__.get("dct")
             metrics = [] if attached is None else [attached.metrics]

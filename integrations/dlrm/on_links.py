@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import deepspeed
 import numpy as np
 
 from ..links.method import Method
@@ -23,6 +24,7 @@ class Trainings:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        deepspeed.init_distributed()
         self._clicks = load(options["format"], options["data"], max_rows=options["max_rows"])
         self._configs = options["configs"]
         self._trainings: list[Training] = []

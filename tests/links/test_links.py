@@ -196,28 +196,13 @@ def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
     assert ours["split"]["exchange_ms"] > 0
 
 
-class FailsOnOne:
-    """A workload that one rank cannot make."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            raise RuntimeError("nothing to be done")
-
-    def open(self, variant: str) -> list[Any]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    workload = "support.failing_workload:FailsOnOne"
     with (
         pytest.raises(TeamError, match=r"(?s)rank 1 ended with exit code 1.*nothing to be done"),
-        Team("test_links:FailsOnOne", 2, None, options={}, folder=tmp_path, name="failing") as team,
+        Team(workload, 2, None, options={}, folder=tmp_path, name="failing") as team,
     ):
         team.open("")
     assert all(process.returncode is not None for process in team._processes)
