@@ -15,7 +15,12 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "lossless": {"embedding": {"deduplicate": True}, "data_parallel": {"enabled": False}},
     "hybrid": {
         "embedding": {"deduplicate": True, "error_bound": 0.03, "gradient_bound": 0.1},
-        "data_parallel": {"sparsity": 0.9},
+        "data_parallel": {
+            "sparsity": 0.99,
+            "error_feedback": "step_ahead",
+            "warmup_steps": 10,
+            "sparsity_warmup_steps": 20,
+        },
     },
 }
 

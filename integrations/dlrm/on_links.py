@@ -9,6 +9,8 @@ from typing import Any
 import deepspeed
 import numpy as np
 
+from dct_plugin.config import DCTConfig
+
 from ..links.method import Method
 from .data import epoch_batches, load
 from .trainer import Training, tensors_of
@@ -45,7 +47,7 @@ class Trainings:
         attached = training.engine.__dict__.get("dct")
         metrics = [training.metrics, *([] if attached is None else [attached.metrics])]
         step = _stepper(training, self._batches(training.batch_size))
-        return Method(name, step, metrics, warmup=3 if "dct" not in config else 10)
+        return Method(name, step, metrics, warmup=_warmup(config))
 
     def _batches(self, size: int) -> Iterator[np.ndarray]:
         for epoch in itertools.count():
@@ -61,6 +63,14 @@ def _stepper(training: Training, batches: Iterator[np.ndarray]) -> Callable[[], 
         training.metrics.step(next(numbers))
 
     return step
+
+
+def _warmup(config: Mapping[str, Any]) -> int:
+    """Steps until what is sent is what will be sent."""
+    if "dct" not in config:
+        return 3
+    gradients = DCTConfig.parse(config["dct"]).data_parallel
+    return 10 + gradients.warmup_steps + gradients.sparsity_warmup_steps
 
 
 def _nothing(event: str, **fields: Any) -> None:
