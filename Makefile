@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TEST_READY := $(VENV)/.ready-test
 OUT ?= out
 
 # DeepSpeed compiles an op on first use: with the ninja of .venv, into a cache of .venv, whatever else the machine has.
@@ -22,13 +23,13 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast lint bench links wheel clean
+.PHONY: help setup demo test test-fast test-gpu lint bench bench-gpu links wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(READY) ## Create .venv with everything the other commands need
+setup: $(TEST_READY) ## Create .venv with everything the other commands need
 
 $(READY): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, found " + sys.version)'
@@ -36,20 +37,32 @@ $(READY): pyproject.toml setup.py constraints.txt
 	$(call step,virtual environment,$(PYTHON) -m venv $(VENV))
 	$(call step,pip,$(BIN)/python -m pip install --upgrade pip)
 	$(call step,torch (several minutes on a slow line),$(BIN)/python -m pip install -c constraints.txt torch)
-	$(call step,dct-plugin and DeepSpeed and Megatron-core and test tools,$(BIN)/python -m pip install -c constraints.txt -e '.[dev]')
+	$(call step,dct-plugin and DeepSpeed and the demo,$(BIN)/python -m pip install -c constraints.txt -e '.[demo]')
 	$(call step,DeepSpeed communication op (compiled once),$(BUILD_OP) || true)
+	@touch $@
+
+$(TEST_READY): $(READY)
+	$(call step,Megatron-core and Triton and test tools,$(BIN)/python -m pip install -c constraints.txt -e '.[dev]')
 	@touch $@
 
 demo: $(READY) ## Train a recommender on real data, dense and with DCT: table in the terminal, plot in out/
 	@$(BIN)/dct demo --out $(OUT)
 
-test: $(READY) ## Run the whole test suite
+test: $(TEST_READY) ## Run the whole test suite
 	@$(BIN)/python -m pytest
 
-test-fast: $(READY) ## Run the tests that start no processes, in about a minute
+test-fast: $(TEST_READY) ## Run the tests that start no processes, in about a minute
 	@$(BIN)/python -m pytest -m 'not slow'
 
-lint: $(READY) ## ruff, mypy and the import contracts
+# On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
+test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
+	@PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
+
+bench-gpu: ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8 minutes)
+	@mkdir -p $(OUT)
+	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --json $(OUT)/gpu.json
+
+lint: $(TEST_READY) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

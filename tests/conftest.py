@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 import subprocess
 from typing import Any
 
 import pytest
+import torch
+
+# Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
+# imported, here and in the processes that tests start.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

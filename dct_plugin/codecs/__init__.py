@@ -5,6 +5,7 @@ from __future__ import annotations
 from .index import IndexEncoding, decode_indices, encode_indices
 from .message import MessageWriter, read_messages
 from .payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, parse_payload, payload_bound
+from .stats import Stats, read_stats
 from .values import ValueDtype, decode_values, encode_values, value_nbytes
 
 __all__ = [

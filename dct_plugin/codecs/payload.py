@@ -81,6 +81,12 @@ class Header(NamedTuple):
         """Bytes of the whole payload."""
         return HEADER_NBYTES + self.index_nbytes + self.value_nbytes
 
+    @property
+    def body_checks(self) -> tuple[int, int]:
+        """What the body alone adds to both checksums."""
+        check1, check2 = _sums(self._pack_checked())
+        return (self.check1 - check1) & 0xFFFFFFFF, (self.check2 - check2) & 0xFFFFFFFF
+
     def pack(self) -> bytes:
         """The 40 bytes, with the checksums this header carries."""
         return self._pack_checked() + _CHECKS.pack(self.check1, self.check2)
@@ -135,11 +141,15 @@ class Header(NamedTuple):
             raise PayloadError("a non-finite payload has no body")
 
 
+def _sums(checked: bytes) -> tuple[int, int]:
+    """Both checksums of a header's first 32 bytes, not reduced."""
+    words = struct.unpack("<8I", checked)
+    return sum(words), sum((i + 1) * w for i, w in enumerate(words))
+
+
 def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
     """Both checksums of the header's first 32 bytes followed by ``body``, uint8 [any]."""
-    words = struct.unpack("<8I", checked)
-    check1 = sum(words)
-    check2 = sum((i + 1) * w for i, w in enumerate(words))
+    check1, check2 = _sums(checked)
     size = body.numel()
     # Sums wrap modulo 2**64, which keeps them right modulo 2**32.
     for lo in range(0, size, 4 * _WORDS_AT_ONCE):

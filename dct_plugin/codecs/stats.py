@@ -7,6 +7,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..errors import PayloadError
+
+#: What a device may find wrong with a payload, by number.
+DEVICE_ERRORS = {
+    1: "payload checksum is wrong: corrupted in transit or in memory",
+    2: "value section holds a non-finite value, or one that no encoder writes",
+    3: "value section holds scales that no encoder writes",
+    4: "index section holds an index outside the tensor",
+    5: "index section does not hold as many entries as the header says",
+    6: "block16 offsets are not ascending",
+}
+
 
 class Stats:
     """Figures of one compression.
@@ -51,7 +63,8 @@ class Stats:
         """Figures that a kernel writes or has written: not read, and not to be overwritten before they are.
 
         Args:
-            counts: int64 [4]: nbytes, nnz, above, nonfinite.
+            counts: int64 [4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload that was
+                decoded before (:data:`DEVICE_ERRORS`; 0: nothing).
             tau: on the host, or fp32 [] on the device of ``counts``.
         """
         stats = cls(0, 0, 0, False, tau=0.0, select_ns=select_ns, encode_ns=encode_ns)
@@ -105,12 +118,16 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
 
     Returns:
         the same objects, whose figures are free from now on.
+    Raises:
+        PayloadError: a payload that was decoded on the device since the last read was not valid; nothing
+            of it was added.
     """
     stats = list(stats)
     pending: dict[torch.device, list[tuple[Stats, Tensor]]] = {}
     for each in stats:
         if each._device_counts is not None:
             pending.setdefault(each._device_counts.device, []).append((each, each._device_counts))
+    wrong = 0
     for group in pending.values():
         with_tau = [(each, each._tau) for each, _ in group if isinstance(each._tau, Tensor)]
         parts = [counts for _, counts in group]
@@ -118,9 +135,12 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
             parts.append(torch.stack([tau for _, tau in with_tau]).view(torch.int32).to(torch.int64))
         host = torch.cat(parts).cpu()
         rows = host[: 4 * len(group)].view(-1, 4).tolist()
-        for (each, _), (nbytes, nnz, above, nonfinite) in zip(group, rows, strict=True):
-            each._counts, each._device_counts = (nbytes, nnz, above, bool(nonfinite)), None
+        for (each, _), (nbytes, nnz, above, found) in zip(group, rows, strict=True):
+            each._counts, each._device_counts = (nbytes, nnz, above, bool(found & 1)), None
+            wrong = wrong or found >> 1
         taus = host[4 * len(group) :].to(torch.int32).view(torch.float32).tolist()
         for (each, _), tau in zip(with_tau, taus, strict=True):
             each._tau = tau
+    if wrong:
+        raise PayloadError(f"a payload decoded before: {DEVICE_ERRORS[wrong]}")
     return stats

@@ -463,9 +463,9 @@ class KernelConfig(Section):
     backend: str = Field(
         default="auto",
         pattern=r"^[A-Za-z0-9_.-]+$",
-        description="Plain torch (reference), the compiled CPU library (cpu), another registered backend, or "
-        "the fastest there is for the tensor's device (auto).",
-        json_schema_extra={"allowed": '"auto", "reference", "cpu" or another registered name'},
+        description="Plain torch (reference), the compiled CPU library (cpu), the Triton kernels (triton), "
+        "another registered backend, or the fastest there is for the tensor's device (auto).",
+        json_schema_extra={"allowed": '"auto", "reference", "cpu", "triton" or another registered name'},
     )
     threads: int | None = Field(
         default=None,

@@ -1,6 +1,7 @@
 """The hot loops, behind one dispatch point: :func:`get_backend`.
 
-``reference`` (plain torch, any device) defines the results; compiled backends give the same bits faster.
+``reference`` (plain torch, any device) defines the results; compiled backends give the same bits faster:
+``cpu`` (C) and, on CUDA tensors, ``triton``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ _factories: dict[str, tuple[Callable[[], Backend], tuple[str, ...]]] = {}
 _instances: dict[str, Backend] = {}
 _failed: set[str] = set()
 _lock = threading.Lock()
+_NEEDED = {
+    "cpu": "A C compiler (gcc or clang) in PATH is all that is needed.",
+    "triton": "The package triton, which torch for CUDA brings along, is all that is needed; until then the "
+    "host waits for the device several times per tensor.",
+}
 
 
 def register_backend(name: str, factory: Callable[[], Backend], device_types: tuple[str, ...] = ()) -> None:
@@ -96,10 +102,12 @@ def _choose(device: torch.device, name: str) -> Backend:
                     _failed.add(candidate)
                 if first:
                     logger.warning(
-                        "kernel backend %r is not available (%s); using plain torch, which is several times "
-                        "slower. A C compiler (gcc or clang) in PATH is all that is needed.",
+                        "kernel backend %r is not available (%s); using plain torch on %s tensors, which is "
+                        "several times slower. %s",
                         candidate,
                         error,
+                        device.type,
+                        _NEEDED.get(candidate, ""),
                     )
     return _instance("reference")
 
@@ -126,5 +134,12 @@ def _cpu() -> Backend:
     return CpuBackend()
 
 
+def _triton() -> Backend:
+    from .triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
 register_backend("reference", _reference)
 register_backend("cpu", _cpu, device_types=("cpu",))
+register_backend("triton", _triton, device_types=("cuda",))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from ..codecs.index import IndexEncoding, decode_indices, encode_indices
+from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
@@ -76,11 +76,16 @@ def has_overflow(x: Tensor) -> bool:
 
 
 class ReferenceBackend:
-    """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`."""
+    """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
+
+    Args:
+        encodings: index encodings among which the smallest is taken.
+    """
 
     name = "reference"
 
-    def __init__(self) -> None:
+    def __init__(self, encodings: Collection[IndexEncoding] = tuple(CODECS)) -> None:
+        self._encodings = encodings
         self._local = threading.local()
 
     def _scratch(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -142,7 +147,7 @@ class ReferenceBackend:
         else:
             if idx is None:
                 idx = torch.arange(args.numel, dtype=torch.int64, device=grad.device)
-            enc, param, index = encode_indices(idx, args.numel, args.encoding)
+            enc, param, index = self.encode_indices(idx, args.numel, args.encoding)
         header = Header(enc, args.value_dtype, False, param, args.numel, nnz, index.numel())
         nbytes = write_payload(out, header, index, body)
         if clear:
@@ -239,7 +244,7 @@ class ReferenceBackend:
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
     ) -> tuple[IndexEncoding, int, Tensor]:
-        return encode_indices(idx, numel, encoding)
+        return encode_indices(idx, numel, encoding, among=self._encodings)
 
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         return decode_indices(encoding, param, data, nnz, numel)

@@ -161,9 +161,9 @@ def test_a_registered_backend_is_found_by_its_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
     monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
     with pytest.raises(
-        ValueError, match=r"kernels\.backend: .*'deferred' is unknown; allowed: auto, .*, cpu$"
+        ValueError, match=r"kernels\.backend: .*'deferred' is unknown; allowed: auto, .*, triton$"
     ):
         kernels.get_backend("cpu", "deferred")
     kernels.register_backend("deferred", DeferredBackend)
-    assert kernels.backend_names() == ("auto", "reference", "cpu", "deferred")
+    assert kernels.backend_names() == ("auto", "reference", "cpu", "triton", "deferred")
     assert isinstance(kernels.get_backend("cpu", "deferred"), DeferredBackend)

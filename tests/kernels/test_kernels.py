@@ -6,12 +6,12 @@ import ctypes
 import math
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_cases import GRAD_DTYPES, Case, cases, same_bits
 from torch import Tensor
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
@@ -21,8 +21,6 @@ from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
 
-GRAD_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [0, 1, 7, 16, 33, 255, 256, 257, 4095, 4097, 12345, 65535, 65536, 65537]
 REFERENCE = ReferenceBackend()
 CPU = CpuBackend()
 
@@ -43,89 +41,6 @@ def _one_thread_and_instruction_set_restored() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     CPU.set_isa("avx512")  # or the best there is
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@dataclass
-class Case:
-    """Arguments of one compression."""
-
-    grad: Tensor
-    residual: Tensor | None
-    in_place: bool
-    tau: float
-    capacity: int | None
-    start: int
-    value_dtype: ValueDtype
-    encoding: IndexEncoding | None
-    clear: bool
-
-    def run(self, backend: Backend) -> tuple[Stats, Tensor, Tensor | None]:
-        """Stats, payload, residual afterwards; checks that inputs are left alone."""
-        grad, residual = self.grad.clone(), None if self.residual is None else self.residual.clone()
-        left = residual if self.in_place else torch.full_like(self.grad, 5.0, dtype=torch.float32)
-        bound = payload_bound(
-            grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype, self.encoding
-        )
-        guard = 64
-        out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8)
-        stats = backend.compress(
-            grad,
-            residual,
-            self.tau,
-            out[:bound],
-            residual_out=None if self.in_place else left,
-            capacity=self.capacity,
-            start=self.start,
-            value_dtype=self.value_dtype,
-            encoding=self.encoding,
-            clear=self.clear,
-        )
-        assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
-        assert same_bits(grad, torch.zeros_like(grad) if self.clear else self.grad)
-        if not self.in_place and residual is not None:
-            assert self.residual is not None
-            assert same_bits(residual, self.residual)
-        return stats, out[: stats.nbytes].clone(), left
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    numel = draw(st.sampled_from(SIZES))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    exponent = draw(st.sampled_from([0, 0, 0, -44, -38, -7, 4, 30, 37]))
-    grad = torch.randn(numel, generator=generator) * 10.0**exponent
-    if draw(st.integers(0, 3)) == 0:
-        grad[torch.rand(numel, generator=generator) < 0.8] = draw(st.sampled_from([0.0, -0.0]))
-    grad = grad.to(draw(st.sampled_from(GRAD_DTYPES)))
-    grad = torch.where(torch.isfinite(grad), grad, torch.ones_like(grad))
-    residual = None
-    if draw(st.integers(0, 4)):
-        residual = torch.randn(numel, generator=generator) * 10.0 ** draw(st.sampled_from([0, 0, -44, 5, 37]))
-        if draw(st.integers(0, 5)) == 0:
-            residual = -grad.float()
-    if numel and draw(st.integers(0, 9)) == 0:
-        bad = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-        grad[draw(st.integers(0, numel - 1))] = bad
-    density = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 0.95, 1.0]))
-    kept = int(density * numel)
-    tau = REFERENCE.exact_threshold(grad, residual, kept) if kept else math.inf
-    if density == 1.0 and draw(st.booleans()):
-        tau = 0.0
-    return Case(
-        grad,
-        residual,
-        in_place=draw(st.booleans()),
-        tau=tau,
-        capacity=draw(st.sampled_from([None, None, 0, 1, kept // 2, 2 * kept + 1])),
-        start=draw(st.integers(0, numel + 3)),
-        value_dtype=draw(st.sampled_from(list(ValueDtype))),
-        encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
-        clear=draw(st.booleans()),
-    )
 
 
 # ---- reference against compiled -----------------------------------------------------------------------
@@ -641,42 +556,7 @@ def test_other_arguments(backend: Backend) -> None:
         backend.encode_shared(grad, forward, ValueDtype.FP32, torch.zeros(79, dtype=torch.uint8))
 
 
-# ---- other devices ------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("value_dtype", list(ValueDtype))
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
-def test_reference_on_cuda_writes_the_same_bytes(value_dtype: ValueDtype, grad_dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(6)
-    grad = torch.randn(70_001, generator=generator).to(grad_dtype)
-    residual = torch.randn(70_001, generator=generator) * 0.3
-    kernels = get_backend("cuda")
-    for encoding in (None, 1, 2, 3, 4):
-        for keep in (0.001, 0.01, 0.2):
-            tau = CPU.sample_threshold(grad, residual, keep, 5000, 3)
-            assert kernels.sample_threshold(grad.cuda(), residual.cuda(), keep, 5000, 3) == tau
-            bound = payload_bound(70_001, 8000, value_dtype, encoding)
-            results = []
-            for backend, device in ((CPU, "cpu"), (kernels, "cuda")):
-                left = residual.to(device, copy=True)
-                out = torch.empty(bound, dtype=torch.uint8, device=device)
-                stats = backend.compress(
-                    grad.to(device),
-                    left,
-                    tau,
-                    out,
-                    capacity=8000,
-                    start=5,
-                    value_dtype=value_dtype,
-                    encoding=encoding,
-                )
-                received = torch.zeros(70_001, device=device)
-                backend.decode_add(out[: stats.nbytes], received)
-                results.append((stats.counts, out[: stats.nbytes].cpu(), left.cpu(), received.cpu()))
-            assert results[0][0] == results[1][0]
-            for a, b in zip(results[0][1:], results[1][1:], strict=True):
-                assert same_bits(a, b)
+# ---- configuration ------------------------------------------------------------------------------------
 
 
 def test_threads_of_the_configuration_reach_the_backend() -> None:

@@ -18,7 +18,7 @@ lowest number on ties. Plain torch, any device; the compiled kernels write the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -111,8 +111,16 @@ def check_positions(idx: Tensor, numel: int, encoding: int | None) -> None:
         raise ValueError(f"{IndexEncoding(encoding).label} encoding cannot hold {nnz} of {numel} positions")
 
 
-def encode_indices(idx: Tensor, numel: int, encoding: int | None = None) -> tuple[IndexEncoding, int, Tensor]:
+def encode_indices(
+    idx: Tensor,
+    numel: int,
+    encoding: int | None = None,
+    *,
+    among: Collection[IndexEncoding] = tuple(CODECS),
+) -> tuple[IndexEncoding, int, Tensor]:
     """Encode strictly ascending positions ``idx``, int64 [nnz], all below ``numel``.
+
+    ``encoding`` None: the smallest of those ``among`` which to choose.
 
     Returns:
         encoding, parameter (Rice ``k``, else 0), index section uint8 [index_nbytes].
@@ -122,15 +130,15 @@ def encode_indices(idx: Tensor, numel: int, encoding: int | None = None) -> tupl
     """
     check_positions(idx, numel, encoding)
     positions = Positions(idx, numel)
-    chosen = IndexEncoding(encoding) if encoding is not None else _smallest(positions)
+    chosen = IndexEncoding(encoding) if encoding is not None else _smallest(positions, among)
     _, param = CODECS[chosen].plan(positions)
     return chosen, param, CODECS[chosen].encode(positions, param)
 
 
-def _smallest(positions: Positions) -> IndexEncoding:
+def _smallest(positions: Positions, among: Collection[IndexEncoding]) -> IndexEncoding:
     if CODECS[IndexEncoding.DENSE].can_hold(positions.nnz, positions.numel):
         return IndexEncoding.DENSE
-    able = [codec for codec in CODECS.values() if codec.can_hold(positions.nnz, positions.numel)]
+    able = [CODECS[e] for e in among if CODECS[e].can_hold(positions.nnz, positions.numel)]
     return min((codec.plan(positions)[0], codec.encoding) for codec in able)[1]
 
 

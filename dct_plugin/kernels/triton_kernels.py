@@ -1,0 +1,910 @@
+"""Device code of the Triton backend; :mod:`dct_plugin.kernels.triton_backend` launches it.
+
+Counting and writing are separate kernels with a prefix sum between them, so that every byte has one writer
+and results do not depend on the order of the programs; what programs add up with atomics are integers.
+
+``state`` is int64: what one kernel finds out and the next ones need, see the constants below. Positions are
+the lower 32 bits, as an unsigned number, in int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Entries of a program of the selection, and of a block of positions (that of ``block16``).
+TILE = tl.constexpr(4096)
+BLOCK = tl.constexpr(65536)
+#: Kept entries, words or bytes of a program of everything else; whole groups of values that share scales.
+CHUNK = tl.constexpr(1024)
+GROUP = tl.constexpr(256)
+HEADER = tl.constexpr(40)
+
+#: Places in ``state``.
+FLAG = tl.constexpr(0)  # the input overflows
+BEFORE = tl.constexpr(1)  # selected entries below ``start`` in its block
+CHECK1 = tl.constexpr(2)  # checksums of the body
+CHECK2 = tl.constexpr(3)
+ENCODING = tl.constexpr(4)
+NNZ = tl.constexpr(5)
+ABOVE = tl.constexpr(6)
+INDEX_NBYTES = tl.constexpr(7)
+ERROR = tl.constexpr(8)  # what is wrong with a payload that is read
+STATE = tl.constexpr(16)  # its size; behind it, a count per block
+
+FP32 = tl.constexpr(0)
+BF16 = tl.constexpr(1)
+FP16 = tl.constexpr(2)
+INT8 = tl.constexpr(3)
+INT4 = tl.constexpr(4)
+INT2 = tl.constexpr(5)
+DENSE = tl.constexpr(0)
+BITMAP = tl.constexpr(1)
+GAPS8 = tl.constexpr(2)
+BLOCK16 = tl.constexpr(3)
+SHARED = tl.constexpr(5)
+
+BAD_CHECKSUM = tl.constexpr(1)
+BAD_VALUE = tl.constexpr(2)
+BAD_SCALE = tl.constexpr(3)
+BAD_POSITION = tl.constexpr(4)
+BAD_COUNT = tl.constexpr(5)
+BAD_ORDER = tl.constexpr(6)
+
+MAGIC_AND_VERSION = tl.constexpr(0x0001DC7A)
+OVERFLOW = tl.constexpr(2.0**126)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
+FLOAT16_MAX = tl.constexpr(65504.0)
+GROUPED_MAX = tl.constexpr(2.0**127)
+SMALLEST_TAU = tl.constexpr(2.0**-126)
+#: Adding and subtracting it rounds to the nearest integer, ties to even, below 2**22.
+ROUNDER = tl.constexpr(12582912.0)
+#: Programs that only walk over counts take this many at once.
+STEP = tl.constexpr(1024)
+
+
+# ---- helpers ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bits_set(x):
+    """Set bits of uint32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _lowest(x):
+    """Lowest set bit of uint32, alone; 0 for 0."""
+    return x & (0 - x.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _as_position(low):
+    """int64 of the lower 32 bits that stand for it."""
+    return low.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _load_grad(grad, at, mask, GRAD: tl.constexpr):
+    """fp32; bf16 comes as int16, which every machine can load."""
+    if GRAD == BF16:
+        return _from_bf16(tl.load(grad + at, mask=mask, other=0))
+    return tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_whole(grad, at, GRAD: tl.constexpr):
+    """Like :func:`_load_grad`, without a mask: 16 bytes at once, whatever the number of entries."""
+    if GRAD == BF16:
+        return _from_bf16(tl.load(grad + at))
+    return tl.load(grad + at).to(tl.float32)
+
+
+@triton.jit
+def _from_bf16(bits):
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _clamp(x, limit: tl.constexpr):
+    return tl.minimum(tl.maximum(x, -limit), limit)
+
+
+@triton.jit
+def _load_bytes(data, at, mask, COUNT: tl.constexpr):
+    """Little-endian number of COUNT bytes, int32."""
+    word = tl.load(data + at, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(1, COUNT):
+        word = word | (tl.load(data + at + i, mask=mask, other=0).to(tl.int32) << (8 * i))
+    return word
+
+
+@triton.jit
+def _put(body, at, bits, mask, COUNT: tl.constexpr):
+    """COUNT bytes of ``bits``, int32, at byte ``at`` of the body; what they add to both checksums."""
+    check1 = tl.zeros(bits.shape, tl.int64)
+    check2 = tl.zeros(bits.shape, tl.int64)
+    for i in tl.static_range(COUNT):
+        byte = (bits >> (8 * i)) & 0xFF
+        tl.store(body + at + i, byte.to(tl.uint8), mask=mask)
+        place = at + i
+        part = tl.where(mask, byte.to(tl.int64) << (8 * (place & 3)), 0)
+        check1 += part
+        check2 += part * (9 + (place >> 2))
+    return check1, check2
+
+
+@triton.jit
+def _add_checks(state, check1, check2):
+    tl.atomic_add(state + CHECK1, tl.sum(tl.ravel(check1), 0) & 0xFFFFFFFF)
+    tl.atomic_add(state + CHECK2, tl.sum(tl.ravel(check2), 0) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _to_float_bits(x, VALUE: tl.constexpr):
+    """Bits of fp32 values in a floating-point type, and the values that they decode to."""
+    if VALUE == FP32:
+        return x.to(tl.int32, bitcast=True), x
+    if VALUE == BF16:
+        bits = _clamp(x, BFLOAT16_MAX).to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits, (bits << 16).to(tl.float32, bitcast=True)
+    half = _clamp(x, FLOAT16_MAX).to(tl.float16)
+    return half.to(tl.int16, bitcast=True).to(tl.int32), half.to(tl.float32)
+
+
+@triton.jit
+def _levels_of(bits, VALUE: tl.constexpr):
+    """``(start, step)`` of the levels of 4 and 2 bits, from both scales in one number."""
+    low = (bits << 16).to(tl.float32, bitcast=True)
+    high = (bits & -65536).to(tl.float32, bitcast=True)
+    step = high - low
+    if VALUE == INT4:
+        step = tl.math.div_rn(step, tl.full(step.shape, 7.0, tl.float32))
+    return low, step
+
+
+@triton.jit
+def _round(x):
+    return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def _flag_unless(state, ok):
+    """Flag the input unless all are ok."""
+    if tl.min(tl.ravel(ok.to(tl.int32)), 0) == 0:
+        tl.store(state + FLAG, tl.full((), 1, tl.int64))  # whoever writes, writes the same
+
+
+# ---- selection ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["numel"])
+def overflow(grad, numel, state, GRAD: tl.constexpr):
+    """Flag a gradient with an entry that is not finite, or far too large."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    if (tl.program_id(0).to(tl.int64) + 1) * TILE <= numel:
+        ok = tl.abs(_load_whole(grad, at, GRAD)) < OVERFLOW
+    else:
+        ok = tl.abs(_load_grad(grad, at, at < numel, GRAD)) < OVERFLOW
+    _flag_unless(state, ok)
+
+
+@triton.jit(do_not_specialize=["numel", "start"])
+def select(
+    grad, residual, left, words, state, tau_ptr, tau_value, numel, start, TAU_ON_DEVICE: tl.constexpr,
+    GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Accumulate and compare: one pass over gradient and residual.
+
+    ``left`` becomes the accumulated value everywhere. In place, ``overflow`` has looked before, and a flagged
+    tensor is left alone; else this flags, and ``put_back`` repairs.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, TILE // 32)
+    columns = tl.arange(0, 32)
+    at = tile * TILE + (rows[:, None] * 32 + columns[None, :])
+    inside = at < numel
+    tau = tau_value
+    if TAU_ON_DEVICE:
+        tau = tl.load(tau_ptr)
+    whole = (tile + 1) * TILE <= numel
+    if whole:
+        acc = _load_whole(grad, at, GRAD)
+        ok = tl.abs(acc) < OVERFLOW
+        if HAS_RESIDUAL:
+            acc += tl.load(residual + at)
+    else:
+        acc = _load_grad(grad, at, inside, GRAD)
+        ok = tl.abs(acc) < OVERFLOW
+        if HAS_RESIDUAL:
+            acc += tl.load(residual + at, mask=inside, other=0.0)
+    if HAS_LEFT:
+        live = tile >= 0
+        if IN_PLACE:
+            live = tl.load(state + FLAG) == 0
+        if live:
+            if whole:
+                tl.store(left + at, acc)
+            else:
+                tl.store(left + at, acc, mask=inside)
+    selected = ((tl.abs(acc) >= tau) & inside).to(tl.int32)
+    tl.store(words + tile * (TILE // 32) + rows, tl.sum(selected << columns[None, :], axis=1))
+    block = tile // (BLOCK // TILE)
+    tl.atomic_add(state + STATE + block, tl.sum(tl.ravel(selected), 0).to(tl.int64))
+    if not IN_PLACE:
+        _flag_unless(state, ok)
+    if (block == start // BLOCK) & (tile * TILE < start):
+        tl.atomic_add(state + BEFORE, tl.sum(tl.ravel(tl.where(at < start, selected, 0)), 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["numel"])
+def put_back(residual, left, state, numel, HAS_RESIDUAL: tl.constexpr):
+    """``left`` becomes the residual as it was, where the input overflows."""
+    if tl.load(state + FLAG) != 0:
+        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        old = tl.zeros((TILE,), tl.float32)
+        if HAS_RESIDUAL:
+            old = tl.load(residual + at, mask=at < numel, other=0.0)
+        tl.store(left + at, old, mask=at < numel)
+
+
+@triton.jit
+def _counts_before(counts, blocks, block, other):
+    """Sums of the counts before two blocks, and of all."""
+    lanes = tl.arange(0, STEP)
+    before = tl.zeros((STEP,), tl.int64)
+    before_other = tl.zeros((STEP,), tl.int64)
+    total = tl.zeros((STEP,), tl.int64)
+    first = 0
+    while first < blocks:
+        at = first + lanes
+        count = tl.load(counts + at, mask=at < blocks, other=0)
+        before += tl.where(at < block, count, 0)
+        before_other += tl.where(at < other, count, 0)
+        total += count
+        first += STEP
+    return tl.sum(before, 0), tl.sum(before_other, 0), tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["start", "capacity", "numel", "blocks"])
+def compact(words, state, positions, kept_counts, numel, blocks, capacity, start, READING: tl.constexpr):
+    """Positions of the set bits, ascending; of more than ``capacity``, those that follow ``start``.
+
+    Bits that are not kept are cleared. READING is a received bitmap: ``capacity`` is the number it must have.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    before, first, above = _counts_before(state + STATE, blocks, block, (start // BLOCK).to(tl.int64))
+    first += tl.load(state + BEFORE)
+    flagged = tl.load(state + FLAG) != 0
+    cut = above > capacity
+    # Of the selected entries, numbered from 0, [0, wrapped) and [first, first + capacity) are kept.
+    first = tl.where(cut, first, 0)
+    wrapped = tl.where(cut, tl.maximum(first + capacity - above, 0), 0)
+    end = tl.where(flagged, 0, tl.minimum(first + capacity, above))
+    wrapped = tl.where(flagged, 0, wrapped)
+
+    lanes = tl.arange(0, BLOCK // 32)
+    word_at = block * (BLOCK // 32) + lanes
+    inside = word_at < (numel + 31) // 32
+    word = tl.load(words + word_at, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    count = _bits_set(word)
+    number = before + (tl.cumsum(count, 0) - count).to(tl.int64)
+    kept_word = tl.zeros((BLOCK // 32,), tl.uint32)
+    base = word_at * 32
+    most = tl.max(count, 0)
+    bit = 0
+    while bit < most:
+        low = _lowest(word)
+        kept = (word != 0) & ((number < wrapped) | ((number >= first) & (number < end)))
+        target = tl.where(number < wrapped, number, number - first + wrapped)
+        position = base + _bits_set(low - 1)
+        tl.store(positions + target, position.to(tl.int32), mask=kept)
+        kept_word = kept_word | tl.where(kept, low, 0).to(tl.uint32)
+        word = word ^ low
+        number += 1
+        bit += 1
+    if READING:
+        if block == 0:
+            wrong = above != capacity
+            tl.atomic_max(state + ERROR, tl.where(wrong, BAD_COUNT, 0).to(tl.int64))
+    else:
+        tl.store(kept_counts + block, tl.sum(_bits_set(kept_word), 0))
+        if cut:
+            tl.store(words + word_at, kept_word.to(tl.int32, bitcast=True), mask=inside)
+        if block == 0:
+            tl.store(state + NNZ, tl.where(flagged, 0, tl.minimum(above, capacity)))
+            tl.store(state + ABOVE, tl.where(flagged, 0, above))
+
+
+@triton.jit
+def _gaps(positions, rank, mask):
+    """Entries between kept ones, int64, for the ranks given."""
+    here = _as_position(tl.load(positions + rank, mask=mask, other=0))
+    back = mask & (rank > 0)
+    before = _as_position(tl.load(positions + rank - 1, mask=back, other=0))
+    return tl.where(mask, here - tl.where(back, before, -1) - 1, 0)
+
+
+@triton.jit
+def skips(positions, state, sums):
+    """Bytes that ``gaps8`` needs beyond one per entry, per chunk of entries."""
+    chunk = tl.program_id(0).to(tl.int64)
+    rank = chunk * CHUNK + tl.arange(0, CHUNK)
+    gaps = _gaps(positions, rank, rank < tl.load(state + NNZ))
+    tl.store(sums + chunk, tl.sum(gaps // 255, 0))
+
+
+@triton.jit(do_not_specialize=["numel"])
+def plan(state, sums, numel, FORCED: tl.constexpr, SKIPS: tl.constexpr):
+    """The encoding, if none is FORCED (-1), and its size; ``sums`` (SKIPS) become those before each chunk."""
+    nnz = tl.load(state + NNZ)
+    blocks = (numel + BLOCK - 1) // BLOCK
+    skipped = tl.zeros((), tl.int64)
+    if SKIPS:
+        lanes = tl.arange(0, STEP)
+        chunks = (nnz + CHUNK - 1) // CHUNK
+        first = chunks * 0
+        while first < chunks:
+            at = first + lanes
+            here = tl.load(sums + at, mask=at < chunks, other=0)
+            tl.store(sums + at, skipped + tl.cumsum(here, 0) - here, mask=at < chunks)
+            skipped += tl.sum(here, 0)
+            first += STEP
+    bitmap = ((numel + 7) // 8).to(tl.int64)
+    gaps8 = nnz + skipped
+    block16 = blocks * 4 + 2 * nnz
+    if FORCED == -1:
+        size = bitmap
+        encoding = tl.full((), BITMAP, tl.int64)
+        encoding = tl.where(gaps8 < size, GAPS8, encoding)
+        size = tl.minimum(gaps8, size)
+        encoding = tl.where(block16 < size, BLOCK16, encoding)
+        size = tl.minimum(block16, size)
+        encoding = tl.where(nnz == numel, DENSE, encoding)
+        size = tl.where(nnz == numel, 0, size)
+    else:
+        encoding = tl.full((), FORCED, tl.int64)
+        if FORCED == BITMAP:
+            size = bitmap
+        elif FORCED == GAPS8:
+            size = gaps8
+        else:
+            size = block16
+    tl.store(state + ENCODING, encoding)
+    tl.store(state + INDEX_NBYTES, size)
+
+
+# ---- writing a payload --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _write_index(out, words, positions, kept_counts, state, sums, numel, nnz):
+    """This program's part of the index section: of a chunk of entries, of words and of blocks."""
+    chunk = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, CHUNK)
+    body = out + HEADER
+    rank = chunk * CHUNK + lanes
+    kept = rank < nnz
+    encoding = tl.load(state + ENCODING)
+    check1 = tl.zeros((CHUNK,), tl.int64)
+    check2 = tl.zeros((CHUNK,), tl.int64)
+    if encoding == BITMAP:
+        size = (numel + 7) // 8
+        word = tl.load(words + rank, mask=rank * 4 < size, other=0)
+        for i in tl.static_range(4):
+            a, b = _put(body, rank * 4 + i, word >> (8 * i), rank * 4 + i < size, 1)
+            check1 += a
+            check2 += b
+    if encoding == BLOCK16:
+        blocks = (numel + BLOCK - 1) // BLOCK
+        count = tl.load(kept_counts + rank, mask=rank < blocks, other=0)
+        a, b = _put(body, rank * 4, count, rank < blocks, 4)
+        check1 += a
+        check2 += b
+        low = tl.load(positions + rank, mask=kept, other=0)
+        a, b = _put(body, blocks * 4 + rank * 2, low, kept, 2)
+        check1 += a
+        check2 += b
+    if encoding == GAPS8:
+        gaps = _gaps(positions, rank, kept)
+        skip = gaps // 255
+        end = rank + tl.load(sums + chunk, mask=chunk * CHUNK < nnz, other=0) + tl.cumsum(skip, 0)
+        a, b = _put(body, end, (gaps - skip * 255).to(tl.int32), kept, 1)
+        check1 += a
+        check2 += b
+        most = tl.max(skip, 0)
+        step = most * 0
+        escape = tl.full((CHUNK,), 255, tl.int32)
+        while step < most:
+            step += 1
+            a, b = _put(body, end - step, escape, step <= skip, 1)
+            check1 += a
+            check2 += b
+    _add_checks(state, check1, check2)
+
+
+@triton.jit(do_not_specialize=["numel", "known_nnz"])
+def write(
+    out, words, positions, kept_counts, state, sums, grad, residual, left, numel, known_nnz,
+    ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr,
+):  # fmt: skip
+    """A chunk of the body: positions and values; what the values do not carry stays in ``left``.
+
+    ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; SHARED,
+    those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in ``left``.
+    """
+    if tl.load(state + FLAG) == 0:
+        chunk = tl.program_id(0).to(tl.int64)
+        nnz = known_nnz
+        values_at = 0
+        if ENTRIES == -1:
+            nnz = tl.load(state + NNZ)
+            values_at = tl.load(state + INDEX_NBYTES)
+            _write_index(out, words, positions, kept_counts, state, sums, numel, nnz)
+        rank = chunk * CHUNK + tl.arange(0, CHUNK)
+        if VALUE >= INT8:
+            rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
+        kept = rank < nnz
+        at = rank
+        if ENTRIES != DENSE:
+            at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+        if ACCUMULATED:
+            acc = tl.load(left + at, mask=kept, other=0.0)
+        else:
+            acc = _load_grad(grad, at, kept, GRAD)
+            if HAS_RESIDUAL:
+                acc += tl.load(residual + at, mask=kept, other=0.0)
+        # Only the residual can have made this infinite; the largest number is sent then, the excess is lost.
+        acc = _clamp(acc, FLOAT32_MAX)
+        body = out + HEADER
+        if VALUE < INT8:
+            bits, decoded = _to_float_bits(acc, VALUE)
+            if VALUE == FP32:
+                check1, check2 = _put(body, values_at + rank * 4, bits, kept, 4)
+            else:
+                check1, check2 = _put(body, values_at + rank * 2, bits, kept, 2)
+        else:
+            x = _clamp(acc, GROUPED_MAX)
+            groups = (nnz + GROUP - 1) // GROUP
+            group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+            if VALUE == INT8:
+                largest = tl.max(tl.abs(x), axis=1)
+                scale = tl.math.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+                scales = scale.to(tl.int32, bitcast=True)
+                by = tl.where(scale > 0, scale, 1.0)[:, None]
+                level = _round(tl.math.div_rn(x, tl.broadcast_to(by, x.shape)))
+                # A zero scale divides by zero; a subnormal one may have been rounded so far that the quotient
+                # passes 127. -0 becomes the +0 a receiver gets.
+                level = tl.where((scale > 0)[:, None], _clamp(level, 127.0), 0.0) + 0.0
+                decoded = level * scale[:, None]
+                code = level.to(tl.int32)
+            else:
+                magnitude = tl.abs(x)
+                low = tl.min(tl.where(kept, magnitude, FLOAT32_MAX), axis=1)
+                high = tl.max(magnitude, axis=1)
+                low = tl.minimum(low, high)  # a group without entries
+                lowest = low
+                highest = high
+                if VALUE == INT2:
+                    lowest = low + (high - low) * 0.125
+                    highest = low + (high - low) * 0.5
+                else:
+                    highest = low + (high - low)
+                lowest_bits, _ = _to_float_bits(lowest, BF16)
+                highest_bits, _ = _to_float_bits(highest, BF16)
+                scales = (lowest_bits & 0xFFFF) | (highest_bits << 16)
+                start, step = _levels_of(scales, VALUE)
+                start = tl.broadcast_to(start[:, None], x.shape)
+                step = tl.broadcast_to(step[:, None], x.shape)
+                levels = 2
+                if VALUE == INT4:
+                    levels = 8
+                # No more than the levels: the quotient may be too large to be rounded by adding.
+                level = tl.math.div_rn(magnitude - start, tl.where(step > 0, step, 1.0))
+                level = _round(tl.minimum(tl.maximum(level, 0.0), levels - 1.0))
+                level = tl.where(step > 0, level, 0.0)
+                decoded = start + level * step
+                decoded = tl.where(acc < 0, -decoded, decoded)
+                code = level.to(tl.int32) + tl.where(acc < 0, levels, 0)
+            check1, check2 = _put(body, values_at + group * 4, scales, group < groups, 4)
+            _add_checks(state, check1, check2)
+            values_at += groups * 4
+            code = tl.where(kept, code, 0)
+            if VALUE == INT8:
+                check1, check2 = _put(body, values_at + rank, code, kept, 1)
+            else:
+                WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+                PER_BYTE: tl.constexpr = 8 // WIDTH
+                pairs = tl.reshape(code, (CHUNK // PER_BYTE, PER_BYTE))
+                byte = tl.sum(pairs << (tl.arange(0, PER_BYTE) * WIDTH)[None, :], axis=1)
+                place = chunk * (CHUNK // PER_BYTE) + tl.arange(0, CHUNK // PER_BYTE)
+                check1, check2 = _put(body, values_at + place, byte, place * PER_BYTE < nnz, 1)
+        _add_checks(state, check1, check2)
+        if HAS_LEFT:
+            tl.store(left + at, acc - decoded, mask=kept)
+
+
+@triton.jit(do_not_specialize=["numel", "known_nnz", "known_above"])
+def seal(
+    out, state, counts, errors, numel, known_nnz, known_above, ENTRIES: tl.constexpr, VALUE: tl.constexpr
+):
+    """The header, and the figures of the payload: int64 nbytes, nnz, above, and its flag.
+
+    Whatever was wrong with a payload read before goes to the host with them, once: 2 * error + flag.
+    """
+    flagged = tl.load(state + FLAG) != 0
+    encoding = tl.load(state + ENCODING)
+    nnz = tl.load(state + NNZ)
+    above = tl.load(state + ABOVE)
+    index_nbytes = tl.load(state + INDEX_NBYTES)
+    if ENTRIES != -1:
+        encoding = tl.full((), ENTRIES, tl.int64)
+        nnz = known_nnz.to(tl.int64)
+        above = known_above.to(tl.int64)
+        index_nbytes = tl.full((), 0, tl.int64)
+    nnz = tl.where(flagged, 0, nnz)
+    encoding = tl.where(flagged, 0, encoding)
+    index_nbytes = tl.where(flagged, 0, index_nbytes)
+    numel = numel.to(tl.int64)
+    # The words of the header before its checksums.
+    word = tl.arange(0, 8)
+    long = tl.where(word < 4, numel, tl.where(word < 6, nnz, index_nbytes))
+    content = tl.where(word % 2 == 0, long, long >> 32) & 0xFFFFFFFF
+    content = tl.where(word == 0, MAGIC_AND_VERSION | (encoding << 24), content)
+    content = tl.where(word == 1, VALUE + tl.where(flagged, 256, 0), content)
+    check1 = tl.load(state + CHECK1) + tl.sum(content, 0)
+    check2 = tl.load(state + CHECK2) + tl.sum(content * (word + 1), 0)
+    for i in tl.static_range(4):
+        tl.store(out + word * 4 + i, ((content >> (8 * i)) & 0xFF).to(tl.uint8))
+        tl.store(out + 32 + i, ((check1 >> (8 * i)) & 0xFF).to(tl.uint8))
+        tl.store(out + 36 + i, ((check2 >> (8 * i)) & 0xFF).to(tl.uint8))
+    nbytes = HEADER + index_nbytes
+    if VALUE == FP32:
+        nbytes += nnz * 4
+    elif VALUE < INT8:
+        nbytes += nnz * 2
+    else:
+        WIDTH: tl.constexpr = 8 if VALUE == INT8 else (4 if VALUE == INT4 else 2)
+        nbytes += (nnz + GROUP - 1) // GROUP * 4 + (nnz * WIDTH + 7) // 8
+    tl.store(counts, nbytes)
+    tl.store(counts + 1, nnz)
+    if ENTRIES != SHARED:
+        above = tl.where(flagged, 0, above)
+    tl.store(counts + 2, above)
+    error = tl.atomic_xchg(errors, tl.full((), 0, tl.int32)).to(tl.int64)
+    tl.store(counts + 3, 2 * error + flagged.to(tl.int64))
+
+
+# ---- reading a payload --------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["nbytes", "count"])
+def headers(message, table, nbytes, count):
+    """``table``, uint8 [count, 40]: the headers of a message's first payloads, as far as they are there."""
+    lane = tl.arange(0, 64)
+    at = tl.full((), 0, tl.int64)
+    row = 0
+    while row < count:
+        inside = (at + lane < nbytes) & (lane < HEADER)
+        byte = tl.load(message + at + lane, mask=inside, other=0)
+        tl.store(table + row * HEADER + lane, byte, mask=lane < HEADER)
+        long = byte.to(tl.int64)
+        value = tl.sum(tl.where(lane == 4, long, 0), 0)
+        nnz = tl.sum(tl.where((lane >= 16) & (lane < 24), long << ((lane & 7) * 8), 0), 0)
+        index_nbytes = tl.sum(tl.where((lane >= 24) & (lane < 32), long << ((lane & 7) * 8), 0), 0)
+        width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
+        width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
+        size = HEADER + index_nbytes + (nnz * width + 7) // 8
+        size += tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
+        # Nonsense ends the walk: what the host gets then is no header.
+        sane = (nnz >= 0) & (nnz <= nbytes * 8) & (index_nbytes >= 0) & (index_nbytes <= nbytes)
+        at = tl.where(sane, at + size, nbytes)
+        row += 1
+
+
+@triton.jit(do_not_specialize=["nbytes", "nnz", "values_at"])
+def verify(body, state, nbytes, nnz, values_at, VALUE: tl.constexpr):
+    """Checksums of a body of ``nbytes``, and whether every value is one that an encoder writes."""
+    chunk = tl.program_id(0).to(tl.int64)
+    word = chunk * CHUNK + tl.arange(0, CHUNK)
+    content = tl.zeros((CHUNK,), tl.int64)
+    for i in tl.static_range(4):
+        at = word * 4 + i
+        content += tl.load(body + at, mask=at < nbytes, other=0).to(tl.int64) << (8 * i)
+    _add_checks(state, content, content * (9 + word))
+    kept = word < nnz
+    wrong = tl.zeros((CHUNK,), tl.int32)
+    if VALUE == FP32:
+        exponent = _load_bytes(body, values_at + word * 4 + 2, kept, 2) & 0x7F80
+        wrong = tl.where(exponent == 0x7F80, BAD_VALUE, 0)
+    elif VALUE == BF16:
+        exponent = _load_bytes(body, values_at + word * 2, kept, 2) & 0x7F80
+        wrong = tl.where(exponent == 0x7F80, BAD_VALUE, 0)
+    elif VALUE == FP16:
+        exponent = _load_bytes(body, values_at + word * 2, kept, 2) & 0x7C00
+        wrong = tl.where(exponent == 0x7C00, BAD_VALUE, 0)
+    else:
+        groups = (nnz + GROUP - 1) // GROUP
+        scales = _load_bytes(body, values_at + word * 4, word < groups, 4)
+        if VALUE == INT8:
+            scale = scales.to(tl.float32, bitcast=True)
+            fine = (scale >= 0) & (scale * 127.0 <= FLOAT32_MAX)
+            code = _load_bytes(body, values_at + groups * 4 + word, kept, 1)
+            wrong = tl.where(kept & (code == 128), BAD_VALUE, 0)
+        else:
+            low = (scales << 16).to(tl.float32, bitcast=True)
+            high = (scales & -65536).to(tl.float32, bitcast=True)
+            fine = (low >= 0) & (high >= low) & (high <= FLOAT32_MAX)
+            WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+            used = (nnz * WIDTH) % 8
+            last = (word == 0) & (word < used)  # of blocks alone: the interpreter takes no other masks
+            byte = _load_bytes(body, values_at + groups * 4 + (nnz * WIDTH) // 8 + word, last, 1)
+            wrong = tl.where(last & ((byte >> used) != 0), BAD_VALUE, 0)
+        wrong = tl.maximum(wrong, tl.where((word < groups) & (fine == 0), BAD_SCALE, 0))
+    tl.atomic_max(state + ERROR, tl.max(wrong, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["numel"])
+def read_bitmap(index, words, state, numel):
+    """Words of a bitmap, and how many bits of a block of entries are set."""
+    block = tl.program_id(0).to(tl.int64)
+    word = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    size = (numel + 7) // 8
+    content = tl.zeros((BLOCK // 32,), tl.int32)
+    for i in tl.static_range(4):
+        at = word * 4 + i
+        content = content | (tl.load(index + at, mask=at < size, other=0).to(tl.int32) << (8 * i))
+    outside = tl.maximum(tl.minimum(word * 32 + 32 - numel, 32), 0)
+    allowed = tl.where(outside < 32, (tl.full(content.shape, 0xFFFFFFFF, tl.int64) >> outside), 0)
+    stray = (content.to(tl.uint32, bitcast=True).to(tl.int64) & ~allowed) != 0
+    tl.atomic_max(state + ERROR, tl.where(tl.max(stray.to(tl.int32), 0) > 0, BAD_POSITION, 0).to(tl.int64))
+    content = (content.to(tl.int64) & allowed).to(tl.int32)
+    tl.store(words + word, content, mask=word * 32 < numel)
+    count = _bits_set(content.to(tl.uint32, bitcast=True))
+    tl.store(state + STATE + block, tl.sum(count, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["numel", "nnz", "blocks"])
+def read_block16(index, positions, state, numel, nnz, blocks):
+    """Positions of a block of entries."""
+    block = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, STEP)
+    before = tl.zeros((STEP,), tl.int64)
+    total = tl.zeros((STEP,), tl.int64)
+    largest = tl.zeros((STEP,), tl.int64)
+    first = 0
+    while first < blocks:
+        at = first + lanes
+        count = _as_position(_load_bytes(index, at * 4, at < blocks, 4))
+        before += tl.where(at < block, count, 0)
+        total += count
+        largest = tl.maximum(largest, count)
+        first += STEP
+    whole = tl.sum(total, 0)
+    wrong = tl.where((whole != nnz) | (tl.max(largest, 0) > BLOCK), BAD_COUNT, 0)
+    tl.atomic_max(state + ERROR, wrong.to(tl.int64))
+    if wrong == 0:
+        start = tl.sum(before, 0)
+        count = _as_position(_load_bytes(index, block * 4, block < blocks, 4))
+        offsets = index + blocks * 4 + start * 2
+        done = count * 0
+        worst = tl.zeros((STEP,), tl.int32)
+        while done < count:
+            at = done + lanes
+            mine = at < count
+            offset = _load_bytes(offsets, at * 2, mine, 2)
+            before_it = _load_bytes(offsets, at * 2 - 2, mine & (at > 0), 2)
+            position = block * BLOCK + offset
+            worst = tl.maximum(worst, tl.where(mine & (position >= numel), BAD_POSITION, 0))
+            worst = tl.maximum(worst, tl.where(mine & (at > 0) & (offset <= before_it), BAD_ORDER, 0))
+            tl.store(positions + start + at, position.to(tl.int32), mask=mine)
+            done += STEP
+        tl.atomic_max(state + ERROR, tl.max(worst, 0).to(tl.int64))
+
+
+@triton.jit
+def _steps(index, nbytes, chunk):
+    """Of a chunk of ``gaps8``: how far each byte goes, and whether it ends at an entry."""
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    byte = tl.load(index + at, mask=at < nbytes, other=0).to(tl.int64)
+    ends = (at < nbytes) & (byte != 255)
+    return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["nbytes", "nnz"])
+def gaps8_sums(index, sums, state, nbytes, nnz):
+    """``sums``: what a chunk's bytes step over, and, behind all of these, how many entries they hold."""
+    chunk = tl.program_id(0).to(tl.int64)
+    steps, ends = _steps(index, nbytes, chunk)
+    tl.store(sums + chunk, tl.sum(steps, 0))
+    tl.store(sums + tl.num_programs(0) + chunk, tl.sum(ends, 0))
+    if chunk == 0:
+        last = tl.load(index + nbytes - 1, mask=nbytes > 0, other=0)
+        wrong = tl.where((nbytes > 0) & (last == 255), BAD_COUNT, 0)
+        tl.atomic_max(state + ERROR, wrong.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["nbytes", "nnz", "numel"])
+def read_gaps8(index, positions, sums, state, nbytes, nnz, numel):
+    """Positions of a chunk of bytes."""
+    chunk = tl.program_id(0).to(tl.int64)
+    chunks = tl.num_programs(0)
+    passed, _, _ = _counts_before(sums, chunks, chunk, chunk)
+    entries, _, total = _counts_before(sums + chunks, chunks, chunk, chunk)
+    steps, ends = _steps(index, nbytes, chunk)
+    position = passed + tl.cumsum(steps, 0) - 1
+    rank = entries + tl.cumsum(ends, 0) - 1
+    mine = ends != 0
+    outside = tl.max((mine & (position >= numel)).to(tl.int32), 0) > 0
+    wrong = tl.where(total != nnz, BAD_COUNT, tl.where(outside, BAD_POSITION, 0))
+    tl.atomic_max(state + ERROR, wrong.to(tl.int64))
+    tl.store(positions + rank, position.to(tl.int32), mask=mine & (rank < nnz))
+
+
+@triton.jit
+def _found(state, check1, check2):
+    """Error of a payload whose body should have these checksums, each as int32."""
+    agree = (((tl.load(state + CHECK1) - check1) | (tl.load(state + CHECK2) - check2)) & 0xFFFFFFFF) == 0
+    return tl.where(agree, tl.load(state + ERROR), BAD_CHECKSUM)
+
+
+@triton.jit(do_not_specialize=["check1", "check2"])
+def pass_on(mask_state, state, check1, check2):
+    """A payload is as wrong as the one that its positions come from."""
+    tl.atomic_max(state + ERROR, _found(mask_state, check1, check2))
+
+
+@triton.jit
+def _found_by_all(state, errors, check1, check2):
+    """:func:`_found`, which the first program also tells the host."""
+    error = _found(state, check1, check2)
+    if tl.program_id(0) == 0:
+        tl.atomic_max(errors, error.to(tl.int32))
+    return error
+
+
+@triton.jit
+def _load_values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
+    """fp32 values of the ranks given."""
+    if VALUE == FP32:
+        return _load_bytes(body, values_at + rank * 4, kept, 4).to(tl.float32, bitcast=True)
+    if VALUE == BF16:
+        return (_load_bytes(body, values_at + rank * 2, kept, 2) << 16).to(tl.float32, bitcast=True)
+    if VALUE == FP16:
+        bits = _load_bytes(body, values_at + rank * 2, kept, 2).to(tl.int16)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    scales = _load_bytes(body, values_at + rank // GROUP * 4, kept, 4)
+    codes_at = values_at + (nnz + GROUP - 1) // GROUP * 4
+    if VALUE == INT8:
+        code = _load_bytes(body, codes_at + rank, kept, 1)
+        code = tl.where(code >= 128, code - 256, code)
+        return code.to(tl.float32) * scales.to(tl.float32, bitcast=True)
+    WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+    LEVELS: tl.constexpr = 8 if VALUE == INT4 else 2
+    byte = _load_bytes(body, codes_at + (rank * WIDTH) // 8, kept, 1)
+    code = (byte >> ((rank * WIDTH) % 8).to(tl.int32)) & (2 * LEVELS - 1)
+    start, step = _levels_of(scales, VALUE)
+    value = start + (code % LEVELS).to(tl.float32) * step
+    return tl.where(code >= LEVELS, -value, value)
+
+
+@triton.jit(do_not_specialize=["nnz", "values_at", "check1", "check2"])
+def add(
+    body, positions, out, state, errors, scale, nnz, values_at, check1, check2, DENSE_ENTRIES: tl.constexpr,
+    SCALED: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """``out[position] += value`` of a chunk of entries, if nothing is wrong with the payload."""
+    chunk = tl.program_id(0).to(tl.int64)
+    if _found_by_all(state, errors, check1, check2) == 0:
+        rank = chunk * CHUNK + tl.arange(0, CHUNK)
+        kept = rank < nnz
+        at = rank
+        if not DENSE_ENTRIES:
+            at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+        value = _load_values(body, values_at, rank, nnz, kept, VALUE)
+        if SCALED:
+            value *= scale
+        # A position occurs once in a payload: no atomics, one order of summation.
+        tl.store(out + at, tl.load(out + at, mask=kept, other=0.0) + value, mask=kept)
+
+
+@triton.jit(do_not_specialize=["numel", "check1", "check2"])
+def poison(out, state, errors, numel, check1, check2):
+    """Every entry becomes NaN, if nothing is wrong with the payload."""
+    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    if _found_by_all(state, errors, check1, check2) == 0:
+        tl.store(out + at, tl.full((CHUNK,), float("nan"), tl.float32), mask=at < numel)
+
+
+@triton.jit(do_not_specialize=["nnz", "check1", "check2"])
+def mark(positions, mask, state, errors, nnz, check1, check2, DENSE_ENTRIES: tl.constexpr):
+    """``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
+    chunk = tl.program_id(0).to(tl.int64)
+    if _found_by_all(state, errors, check1, check2) == 0:
+        rank = chunk * CHUNK + tl.arange(0, CHUNK)
+        at = rank
+        if not DENSE_ENTRIES:
+            at = _as_position(tl.load(positions + rank, mask=rank < nnz, other=0))
+        tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=rank < nnz)
+
+
+@triton.jit(do_not_specialize=["nnz", "check1", "check2"])
+def overflow_at(
+    source, positions, state, read_state, errors, nnz, check1, check2, GRAD: tl.constexpr,
+    DENSE_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Flag (in ``state``) what is to be sent if one of its entries overflows, or if its positions are bad."""
+    chunk = tl.program_id(0).to(tl.int64)
+    if _found_by_all(read_state, errors, check1, check2) == 0:
+        rank = chunk * CHUNK + tl.arange(0, CHUNK)
+        kept = rank < nnz
+        at = rank
+        if not DENSE_ENTRIES:
+            at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+        ok = tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW
+        _flag_unless(state, ok)
+    else:
+        tl.store(state + FLAG, tl.full((), 1, tl.int64))
+
+
+# ---- thresholds ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mixed(z):
+    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014)."""
+    z = (z ^ (z >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    z = (z ^ (z >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return z ^ (z >> 31)
+
+
+@triton.jit(do_not_specialize=["numel", "samples", "seed"])
+def sample(
+    grad, residual, magnitudes, numel, samples, seed, ALL: tl.constexpr, GRAD: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bits of ``|grad + residual|`` at random positions (ALL: of every entry), int32; -1 if not finite."""
+    place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    at = place
+    if not ALL:
+        counter = (place + 1).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+        high = _mixed(counter + seed.to(tl.uint64)) >> 32
+        at = ((high * numel.to(tl.uint64)) >> 32).to(tl.int64)
+    mask = place < samples
+    acc = _load_grad(grad, at, mask, GRAD)
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0.0)
+    bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.store(magnitudes + place, tl.where(bits < 0x7F800000, bits, -1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["share", "samples", "fixed_rank"])
+def kth_largest(magnitudes, tau, share, samples, fixed_rank, SIZE: tl.constexpr):
+    """The threshold: the ``fixed_rank``-th largest, or (0) that of the ``share`` to keep of those that are
+    finite. One program, SIZE >= samples; bit by bit from the top, as the bits of magnitudes are in order.
+
+    ``share`` is the bits of an fp64 number: the rank is the one that the host would find.
+    """
+    lanes = tl.arange(0, SIZE)
+    bits = tl.load(magnitudes + lanes, mask=lanes < samples, other=-1)
+    count = tl.sum((bits >= 0).to(tl.int32), 0)
+    rank = fixed_rank
+    if fixed_rank == 0:
+        rank = (share.to(tl.int64).to(tl.float64, bitcast=True) * count.to(tl.float64) + 0.5).to(tl.int32)
+        rank = tl.maximum(rank, 1)
+    rank = tl.minimum(rank, count)
+    found = count * 0
+    bit = count * 0 + (1 << 30)
+    while bit > 0:
+        trial = found | bit
+        enough = tl.sum((bits >= trial).to(tl.int32), 0) >= rank
+        found = tl.where(enough, trial, found)
+        bit = bit >> 1
+    value = tl.where(count > 0, found, 0).to(tl.float32, bitcast=True)
+    tl.store(tau, tl.maximum(value, SMALLEST_TAU))

@@ -1,0 +1,290 @@
+"""Triton kernels, run by Triton's interpreter (or a GPU): the reference's bits, and no look at the device."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import ROOT
+from support.host_reads import HostReads
+from support.kernel_cases import GRAD_DTYPES, Case, cases, same_bits
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is for Linux only")
+
+from dct_plugin import Compressor, kernels
+from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.config import KernelConfig
+from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import read_stats
+from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
+from dct_plugin.kernels.reference import ReferenceBackend
+from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
+)
+REFERENCE = ReferenceBackend(WRITTEN)
+TRITON = TritonBackend()
+BOTH: tuple[Backend, Backend] = (REFERENCE, TRITON)
+SIZES = [0, 1, 7, 33, 256, 257, 1023, 4095, 4097, 9000]
+
+
+def agree(case: Case) -> tuple[Tensor, tuple[int, int, int, bool]]:
+    expected, found = case.run(REFERENCE), case.run(TRITON)
+    assert found[0].counts == expected[0].counts
+    assert same_bits(found[1], expected[1])
+    if expected[2] is not None:
+        assert found[2] is not None
+        assert same_bits(found[2], expected[2])
+    return expected[1], expected[0].counts
+
+
+def read_alike(payload: Tensor, source: Tensor, nnz: int, value_dtype: ValueDtype) -> None:
+    """Everything that reads the payload gives the same bits."""
+    numel = source.numel()
+    outs = [torch.linspace(-1, 1, numel), torch.linspace(-1, 1, numel)]
+    masks, shared = [], []
+    bound = payload_bound(numel, nnz, value_dtype, IndexEncoding.SHARED_MASK)
+    for backend, out in zip(BOTH, outs, strict=True):
+        assert backend.decode_add(payload, out) == nnz
+        masks.append(backend.decode_mask(payload, numel))
+        room = torch.full((bound + 8,), 0xA5, dtype=torch.uint8)
+        stats = backend.encode_shared(source, payload, value_dtype, room[:bound])
+        assert bool((room[bound:] == 0xA5).all())
+        shared.append((stats.counts, room[: stats.nbytes]))
+        backend.decode_shared_add(shared[0][1], payload, out)
+    assert same_bits(*outs) or bool((outs[0].isnan() & outs[1].isnan()).all())
+    assert torch.equal(*masks)
+    assert shared[0][0] == shared[1][0]
+    assert same_bits(shared[0][1], shared[1][1])
+
+
+@given(case=cases(sizes=SIZES))
+@settings(max_examples=25, deadline=None)
+def test_triton_kernels_equal_the_reference(case: Case) -> None:
+    payload, (_, nnz, _, _) = agree(case)
+    read_alike(payload, case.grad.flip(0), nnz, case.value_dtype)
+
+
+@pytest.mark.parametrize("encoding", [None, *WRITTEN[1:]])
+@pytest.mark.parametrize("capacity", [None, 500])
+def test_several_blocks_and_programs(encoding: IndexEncoding | None, capacity: int | None) -> None:
+    """Two blocks of positions, one of them hardly used, and a limit that wraps around."""
+    generator = torch.Generator().manual_seed(3)
+    grad = torch.randn(70_001, generator=generator)
+    grad[2000:60_000] *= 0.1
+    case = Case(
+        grad, torch.randn(70_001, generator=generator) * 0.3, capacity is None, 2.0, capacity, 66_000,
+        ValueDtype.BF16, encoding, False,
+    )  # fmt: skip
+    payload, (_, nnz, above, _) = agree(case)
+    assert (nnz == capacity) == (capacity is not None)
+    assert above > 500
+    read_alike(payload, grad, nnz, ValueDtype.INT4)
+
+
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_thresholds_equal_the_reference(data: st.DataObject) -> None:
+    case = data.draw(cases(sizes=SIZES))
+    numel = case.grad.numel()
+    arguments = (
+        data.draw(st.floats(1e-6, 1.0)),
+        data.draw(st.sampled_from([1, 10, 1000, max(1, numel), 2 * numel + 1])),
+        data.draw(st.integers(-(2**63), 2**64)),
+    )
+    found, expected = (float(each.sample_threshold(case.grad, case.residual, *arguments)) for each in BOTH)
+    assert found == expected
+    k = data.draw(st.integers(1, numel + 2))
+    assert len({float(each.exact_threshold(case.grad, case.residual, k)) for each in BOTH}) == 1
+
+
+def test_thresholds_of_more_than_one_program_holds() -> None:
+    grad = torch.randn(70_000, generator=torch.Generator().manual_seed(1))
+    grad[::3] = math.nan
+    assert len({float(each.sample_threshold(grad, None, 0.02, 100_000, 5)) for each in BOTH}) == 1
+    assert len({float(each.exact_threshold(grad, None, 69_999)) for each in BOTH}) == 1
+    grad[:] = math.inf
+    assert float(TRITON.exact_threshold(grad, None, 5)) == SMALLEST_TAU
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("scale", [0.5, 1 / 3])
+def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    sizes, messages = [5, 3000, 0, 2000, 7], []
+    for sender in range(3):
+        writer = MessageWriter(torch.device("cpu"))
+        for position, size in enumerate(sizes):
+            tensor = torch.randn(size, generator=generator)
+            if size == 7 and sender == 1:
+                tensor[3] = math.inf
+            value_dtype = ValueDtype(position)
+            room = writer.reserve(payload_bound(size, None, value_dtype))
+            writer.advance(REFERENCE.compress(tensor, None, 1.5 * (size > 5), room, value_dtype=value_dtype))
+        messages.append(writer.message)
+    outs = [[torch.zeros(size, dtype=dtype) for size in sizes] for _ in BOTH]
+    for backend, into in zip(BOTH, outs, strict=True):
+        with HostReads() as reads:
+            backend.sum_messages(messages, into, scale)
+        assert backend is REFERENCE or reads.places == [place for place in reads.places if "triton" in place]
+    assert len(reads.places) <= 2  # one copy, seen as a tensor and as an array
+    for expected, found in zip(*outs, strict=True):
+        assert same_bits(found, expected) or bool((found.isnan() & expected.isnan()).all())
+    assert bool(outs[1][4].isnan().all())
+
+
+def written(backend: Backend, numel: int = 3000, encoding: int | None = None) -> Tensor:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    out = torch.empty(payload_bound(numel, None, ValueDtype.BF16, encoding), dtype=torch.uint8)
+    stats = backend.compress(grad, None, 1.5, out, value_dtype=ValueDtype.BF16, encoding=encoding)
+    return out[: stats.nbytes]
+
+
+@pytest.mark.parametrize("encoding", WRITTEN[1:])
+def test_a_damaged_payload_is_not_added_and_is_told_with_the_next_figures(encoding: IndexEncoding) -> None:
+    good = written(REFERENCE, encoding=encoding)
+    for at in (36, 41, good.numel() - 1):
+        damaged = good.clone()
+        damaged[at] ^= 0x55
+        out = torch.ones(3000)
+        TRITON.decode_add(damaged, out)
+        assert bool((out == 1.0).all())
+        with pytest.raises(PayloadError, match="decoded before"):
+            written(TRITON)
+        written(TRITON)  # told once
+
+
+@pytest.mark.parametrize("encoding", WRITTEN[1:])
+def test_wrong_positions_under_right_checksums(encoding: IndexEncoding) -> None:
+    """As a sender that is wrong would write them."""
+    good = written(REFERENCE, encoding=encoding)
+    header = Payload.from_tensor(good).header
+    for at in (40, 44, 40 + header.index_nbytes - 1):
+        body = good[40:].clone()
+        body[at - 40] ^= 0xFF
+        wrong = torch.cat([torch.tensor(list(header.with_checks(body).pack()), dtype=torch.uint8), body])
+        try:
+            REFERENCE.decode_add(wrong, torch.zeros(3000))
+        except PayloadError:
+            out = torch.zeros(3000)
+            TRITON.decode_add(wrong, out)
+            assert not bool(out.any())
+            with pytest.raises(PayloadError, match="decoded before"):
+                written(TRITON)
+        else:  # other positions, none of them impossible
+            outs = [torch.zeros(3000), torch.zeros(3000)]
+            for backend, out in zip(BOTH, outs, strict=True):
+                backend.decode_add(wrong, out)
+            assert same_bits(*outs)
+
+
+def test_rice_code_is_left_to_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
+    from dct_plugin.kernels import triton_backend
+
+    triton_backend._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
+        payload = written(TRITON, encoding=IndexEncoding.RICE)
+        assert same_bits(payload, written(REFERENCE, encoding=IndexEncoding.RICE))
+        outs = [torch.zeros(3000), torch.zeros(3000)]
+        for backend, out in zip(BOTH, outs, strict=True):
+            backend.decode_add(payload, out)
+    assert same_bits(*outs)
+    assert len(caplog.records) == 1
+    assert "Rice code" in caplog.text
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """From the threshold to the payload, and back: only figures and headers are read, once per message."""
+    grad, residual = torch.randn(5000), torch.zeros(5000)
+    writer = MessageWriter(torch.device("cpu"))
+    stats = []
+    with HostReads() as reads:
+        for value_dtype in ValueDtype:
+            tau = TRITON.sample_threshold(grad, residual, 0.05, 1000, seed=1)
+            room = writer.reserve(payload_bound(5000, 1000, value_dtype))
+            options: dict[str, Any] = {"capacity": 1000, "value_dtype": value_dtype}
+            stats.append(TRITON.compress(grad, residual, tau, room, **options))
+            writer.advance(stats[-1])
+        writer.reserve(payload_bound(5000, 5000, 0))
+        writer.advance(TRITON.compress(grad, None, 0.0, writer.reserve(payload_bound(5000, 5000, 0))))
+    assert reads.places == []
+    assert all(each.pending for each in stats)
+    with HostReads() as reads:
+        (message,) = read_messages([writer])
+        read_stats(stats)
+    assert [place for place in reads.places if "cpu" not in place] == reads.places
+    assert len({place.split(":")[0] for place in reads.places}) == 1
+    payloads = Payload.split(message)
+    with HostReads() as reads:
+        for payload in payloads:
+            TRITON.decode_add(payload, residual)
+            TRITON.decode_mask(payload, 5000)
+            room = torch.empty(payload_bound(5000, 5000, 0, IndexEncoding.SHARED_MASK), dtype=torch.uint8)
+            TRITON.encode_shared(grad, payload, ValueDtype.FP32, room)
+    assert reads.places == []
+
+
+def test_a_stream_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
+    monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
+    kernels.register_backend("interpreted", TritonBackend)
+    kernels.register_backend("plain", lambda: REFERENCE)
+    for transactional in (False, True):
+        streams = [
+            Compressor(sparsity=0.9, transactional=transactional, kernels=KernelConfig(backend=name))
+            for name in ("plain", "interpreted")
+        ]
+        for step in range(3):
+            gradient = torch.randn(3000, generator=torch.Generator().manual_seed(step)).bfloat16()
+            expected, found = (stream.compress(gradient).data for stream in streams)
+            assert same_bits(expected, found)
+            for stream in streams:
+                stream.end_step(skipped=transactional and step == 1)
+        states = [stream.state_dict() for stream in streams]
+        assert same_bits(states[0]["residual"], states[1]["residual"])
+        assert states[0]["threshold"] == states[1]["threshold"]
+
+
+def test_cuda_tensors_take_triton_where_there_is_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("DCT_KERNELS", raising=False)
+    monkeypatch.setattr(kernels, "_instances", {})
+    monkeypatch.setattr(kernels, "_failed", set())
+    assert kernels.get_backend("cuda").name == "triton"
+    assert kernels.get_backend("cpu").name != "triton"
+    with pytest.raises(ValueError, match="serves cuda tensors, not cpu"):
+        kernels.get_backend("cpu", "triton")
+    monkeypatch.setattr(kernels, "_instances", {})
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "dct_plugin.kernels.triton_backend")
+    with caplog.at_level(logging.INFO, logger="dct_plugin.kernels"):
+        assert kernels.get_backend("cuda").name == "reference"
+        assert kernels.get_backend("cuda").name == "reference"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "'triton' is not available (triton cannot be imported" in warnings[0]
+    assert "plain torch on cuda tensors" in warnings[0]
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu() -> None:
+    """What the interpreter takes, the compiler may refuse: machine code for sm_90, which needs no GPU."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = ROOT / "tests" / "support" / "triton_compile.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "select", "compact", "plan", "write", "seal", "read_block16", "add"],
+        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 7

@@ -1,0 +1,103 @@
+"""Compressions that backends are compared on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dct_plugin.codecs import IndexEncoding, ValueDtype, payload_bound
+from dct_plugin.kernels import Stats
+from dct_plugin.kernels.backend import Backend
+from dct_plugin.kernels.reference import ReferenceBackend
+
+GRAD_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [0, 1, 7, 16, 33, 255, 256, 257, 4095, 4097, 12345, 65535, 65536, 65537]
+REFERENCE = ReferenceBackend()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@dataclass
+class Case:
+    """Arguments of one compression."""
+
+    grad: Tensor
+    residual: Tensor | None
+    in_place: bool
+    tau: float
+    capacity: int | None
+    start: int
+    value_dtype: ValueDtype
+    encoding: IndexEncoding | None
+    clear: bool
+
+    def run(self, backend: Backend) -> tuple[Stats, Tensor, Tensor | None]:
+        """Stats, payload, residual afterwards; checks that inputs are left alone."""
+        grad, residual = self.grad.clone(), None if self.residual is None else self.residual.clone()
+        left = residual if self.in_place else torch.full_like(self.grad, 5.0, dtype=torch.float32)
+        bound = payload_bound(
+            grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype, self.encoding
+        )
+        guard = 64
+        out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8)
+        stats = backend.compress(
+            grad,
+            residual,
+            self.tau,
+            out[:bound],
+            residual_out=None if self.in_place else left,
+            capacity=self.capacity,
+            start=self.start,
+            value_dtype=self.value_dtype,
+            encoding=self.encoding,
+            clear=self.clear,
+        )
+        assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
+        assert same_bits(grad, torch.zeros_like(grad) if self.clear else self.grad)
+        if not self.in_place and residual is not None:
+            assert self.residual is not None
+            assert same_bits(residual, self.residual)
+        return stats, out[: stats.nbytes].clone(), left
+
+
+@st.composite
+def cases(draw: st.DrawFn, sizes: Sequence[int] = SIZES) -> Case:
+    numel = draw(st.sampled_from(sizes))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    exponent = draw(st.sampled_from([0, 0, 0, -44, -38, -7, 4, 30, 37]))
+    grad = torch.randn(numel, generator=generator) * 10.0**exponent
+    if draw(st.integers(0, 3)) == 0:
+        grad[torch.rand(numel, generator=generator) < 0.8] = draw(st.sampled_from([0.0, -0.0]))
+    grad = grad.to(draw(st.sampled_from(GRAD_DTYPES)))
+    grad = torch.where(torch.isfinite(grad), grad, torch.ones_like(grad))
+    residual = None
+    if draw(st.integers(0, 4)):
+        residual = torch.randn(numel, generator=generator) * 10.0 ** draw(st.sampled_from([0, 0, -44, 5, 37]))
+        if draw(st.integers(0, 5)) == 0:
+            residual = -grad.float()
+    if numel and draw(st.integers(0, 9)) == 0:
+        bad = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        grad[draw(st.integers(0, numel - 1))] = bad
+    density = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 0.95, 1.0]))
+    kept = int(density * numel)
+    tau = REFERENCE.exact_threshold(grad, residual, kept) if kept else math.inf
+    if density == 1.0 and draw(st.booleans()):
+        tau = 0.0
+    return Case(
+        grad,
+        residual,
+        in_place=draw(st.booleans()),
+        tau=tau,
+        capacity=draw(st.sampled_from([None, None, 0, 1, kept // 2, 2 * kept + 1])),
+        start=draw(st.integers(0, numel + 3)),
+        value_dtype=draw(st.sampled_from(list(ValueDtype))),
+        encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
+        clear=draw(st.booleans()),
+    )

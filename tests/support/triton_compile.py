@@ -1,0 +1,76 @@
+"""Compile Triton kernels for sm_90, on a machine with or without a GPU: `triton_compile.py [kernel ...]`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dct_plugin.kernels import triton_kernels
+
+_POINTERS = {
+    **dict.fromkeys(("grad", "source", "residual", "left", "tau", "tau_ptr"), "*fp32"),
+    **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
+    **dict.fromkeys(("state", "mask_state", "read_state", "sums", "counts"), "*i64"),
+    **dict.fromkeys(("out", "body", "index", "mask", "message", "table"), "*u8"),
+    "tau_value": "fp32",
+    "scale": "fp32",
+    "share": "i64",
+    "seed": "i64",
+}
+_FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
+_BF16, _INT4 = 1, 4
+#: One form of each kernel; constants, and None for pointers that are not there.
+FORMS: dict[str, list[dict[str, Any]]] = {
+    "overflow": [{"GRAD": 0}],
+    "select": [{**_FEEDBACK, "TAU_ON_DEVICE": True, "HAS_LEFT": True, "IN_PLACE": True}],
+    "put_back": [{"HAS_RESIDUAL": True}],
+    "compact": [{"READING": False}],
+    "skips": [{}],
+    "plan": [{"FORCED": -1, "SKIPS": True}],
+    "write": [{**_FEEDBACK, "ENTRIES": -1, "ACCUMULATED": True, "VALUE": _INT4, "HAS_LEFT": True}],
+    "seal": [{"ENTRIES": -1, "VALUE": _INT4}],
+    "headers": [{}],
+    "verify": [{"VALUE": _INT4}],
+    "read_bitmap": [{}],
+    "read_block16": [{}],
+    "gaps8_sums": [{}],
+    "read_gaps8": [{}],
+    "pass_on": [{}],
+    "add": [{"DENSE_ENTRIES": False, "SCALED": True, "VALUE": _INT4}],
+    "poison": [{}],
+    "mark": [{"DENSE_ENTRIES": False}],
+    "overflow_at": [{"GRAD": 0, "DENSE_ENTRIES": False}],
+    "sample": [{**_FEEDBACK, "ALL": False}],
+    "kth_largest": [{"SIZE": 8192}],
+}
+
+
+def compiled(name: str, constants: dict[str, Any]) -> Any:
+    """Machine code of one form of a kernel, for sm_90."""
+    kernel = getattr(triton_kernels, name)
+    types = _POINTERS | ({"out": "*fp32"} if name in ("add", "poison") else {})
+    signature = {
+        argument: "constexpr" if argument in constants else types.get(argument, "i32")
+        for argument in kernel.arg_names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, argument in enumerate(kernel.arg_names)
+        if signature[argument].startswith("*")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or FORMS:
+        for form in FORMS[wanted]:
+            ptx = compiled(wanted, form).asm["ptx"]
+            # Every rounding step is its own, and small numbers are not flushed: else bits differ.
+            assert "fma.rn.f32" not in ptx, wanted
+            assert ".ftz" not in ptx, wanted
+            print(wanted, len(ptx))
