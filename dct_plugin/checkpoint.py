@@ -263,7 +263,17 @@ def in_unit(state: State, ratio: float) -> State:
         }
         for name, stream in state["streams"].items()
     }
-    return {**state, "streams": streams, "ahead": _ahead_in_unit(state.get("ahead"), ratio * ratio)}
+    ahead = _ahead_in_unit(state.get("ahead"), ratio * ratio)
+    return {**state, "streams": streams, "ahead": ahead, "adaptive": _adaptive_in_unit(state, ratio)}
+
+
+def _adaptive_in_unit(state: State, ratio: float) -> State | None:
+    """What Accordion knows: sums of gradients, and norms of them."""
+    layers: State = state.get("adaptive") or {}
+    return {
+        name: {**layer, "total": layer["total"] * ratio, "norm": layer["norm"] * ratio}
+        for name, layer in layers.items()
+    } or None
 
 
 def _ahead_in_unit(ahead: State | None, ratio: float) -> State | None:

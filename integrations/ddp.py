@@ -41,6 +41,7 @@ class DCTState:
             the process ends.
         scaler: The gradient scaler of mixed precision: residuals follow its scale, and a step that it skips
             is taken back. A step is over when the next one's gradients come.
+        optimizer: The model's, whose learning rate ``adaptive: "accordion"`` follows.
         time_limit: Seconds in which the other ranks must reach their first bucket.
 
     Raises:
@@ -59,6 +60,7 @@ class DCTState:
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         metrics: Metrics | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         time_limit: float = startup.TIME_LIMIT,
     ) -> None:
         if isinstance(config, DataParallelConfig):
@@ -70,6 +72,7 @@ class DCTState:
                 "every rank has the whole optimizer, no weights are gathered after a step",
             )
         self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
+        self._optimizers = [] if optimizer is None else [optimizer]
         if metrics is None:
             rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
             metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
@@ -93,6 +96,8 @@ class DCTState:
                 kernels=self.config.kernels,
                 transactional=self.scaler is not None,
             )
+            if self._reducer.adaptive is not None:
+                self._reducer.adaptive.follow(*self._optimizers)
             self.steps.members = [self._reducer]
             self._restore(self._reducer)
         return self._reducer

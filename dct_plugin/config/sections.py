@@ -210,8 +210,20 @@ class DataParallelConfig(Section):
         description="Updates of the weights under ZeRO-1, ZeRO-2 and Megatron's distributed optimizer.",
     )
 
+    adaptive: Literal["off", "accordion"] = Field(
+        default="off",
+        description="accordion: layers whose gradients change much from interval to interval, or whose "
+        "learning rate fell by half, take adaptive_sparsity instead of sparsity.",
+    )
+    adaptive_sparsity: float = Field(
+        default=0.9, ge=0, lt=1, description="With adaptive: sparsity of layers in a critical regime."
+    )
+    adaptive_interval: int = Field(
+        default=100, ge=1, description="With adaptive: optimizer steps between two decisions."
+    )
+
     @model_validator(mode="after")
-    def _momentum_needs_a_residual(self) -> Self:
+    def _options_fit_together(self) -> Self:
         if self.momentum_correction != 0 and self.error_feedback != "local":
             why = {
                 "none": "keeps no residual for momentum_correction = {value} to act on",
@@ -224,6 +236,12 @@ class DataParallelConfig(Section):
                 + why[self.error_feedback]
                 + "; set error_feedback to 'local', or leave momentum_correction out",
                 {"feedback": self.error_feedback, "value": show(self.momentum_correction)},
+            )
+        if self.adaptive != "off" and self.adaptive_sparsity > self.sparsity:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "adaptive_sparsity = {gentle} is above sparsity = {strong}; it is the gentle one of the two",
+                {"gentle": show(self.adaptive_sparsity), "strong": show(self.sparsity)},
             )
         if self.momentum_masking and self.momentum_correction == 0:
             raise PydanticCustomError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ..kernels import GRAD_DTYPES
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, as_flat, backend_of, encode_all
+from .accordion import Accordion
 from .plan import Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
 
@@ -72,6 +74,9 @@ class GradientReducer:
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
         self.schedule = SparsitySchedule.of(config)
+        self._gentle = replace(self.schedule, sparsity=config.adaptive_sparsity)
+        self.adaptive = Accordion(config.adaptive_interval) if config.adaptive == "accordion" else None
+        """Decides which tensors take ``adaptive_sparsity``; hosts tell it their learning rate."""
         self.step = step
         """Optimizer steps so far."""
         self.loss_scale = loss_scale
@@ -143,7 +148,7 @@ class GradientReducer:
             else:
                 plan = self._plan("two_phase", [(n, t, self._shards(n, t.numel())) for n, t in entries])
                 self._all_reduce_two_phase(plan, scale, whole)
-            self._measure_coefficients(plan)
+            self._learn(plan)
 
     def reduce_scatter(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
@@ -168,7 +173,7 @@ class GradientReducer:
             received = self._send_to_owners(plan, whole)
             owned = [item.view(shard) for item, shard in plan.owned_by(self.rank)]
             self._sum(received, owned, scale, whole)
-            self._measure_coefficients(plan)
+            self._learn(plan)
 
     def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
         """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
@@ -215,9 +220,8 @@ class GradientReducer:
         """
         if reduced_at is not None:
             self.loss_scale = reduced_at
-        members: list[Compressor | StepAhead] = [*self.streams.values()]
-        if self._ahead is not None:
-            members.append(self._ahead)
+        members: list[Compressor | StepAhead | Accordion] = [*self.streams.values()]
+        members += [part for part in (self._ahead, self.adaptive) if part is not None]
         for member in members:
             member.end_step(skipped=skipped and self._transactional)
             if loss_scale is not None and loss_scale != self.loss_scale:
@@ -232,7 +236,10 @@ class GradientReducer:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
         streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
         ahead = self._loaded_ahead if self._ahead is None else self._ahead.state_dict()
-        return {"step": self.step, "loss_scale": self.loss_scale, "streams": streams, "ahead": ahead}
+        state = {"step": self.step, "loss_scale": self.loss_scale, "streams": streams, "ahead": ahead}
+        if self.adaptive is not None:
+            state["adaptive"] = self.adaptive.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
         """Restore :meth:`state_dict`; streams get their state when they are next used, unknown ones start
@@ -250,6 +257,8 @@ class GradientReducer:
         self._loaded_ahead = state.get("ahead")
         if self._ahead is not None:
             self._ahead.load_state_dict(self._loaded_ahead, step=self.step)
+        if self.adaptive is not None:
+            self.adaptive.load_state_dict(state.get("adaptive"))
 
     # -- looking ahead ---
 
@@ -289,7 +298,14 @@ class GradientReducer:
                 if not self._small(tensor.numel()):
                     self._ahead.observe(name, tensor)
 
-    def _measure_coefficients(self, plan: Plan) -> None:
+    def _learn(self, plan: Plan) -> None:
+        """From what was sent and what came of it."""
+        if self.adaptive is not None:
+            for item in plan.items:
+                if not item.small:
+                    scattered = plan.kind == "reduce_scatter"
+                    held = [(s.start, s.stop) for s in item.shards if not scattered or s.owner == self.rank]
+                    self.adaptive.observe(item.name, item.tensor, held, self.step)
         if self._ahead is not None and plan.sampled:
             own = self._ahead.samples(plan.sampled, self.step, self.device)
             mean = own.clone()
@@ -316,7 +332,15 @@ class GradientReducer:
             items = [Item(n, t, list(shards), self._small(t.numel())) for n, t, shards in entries]
             ahead = self._ahead
             sampled = ahead.sampled((i.name for i in items if not i.small), self.step) if ahead else []
-            return Plan(kind, items, sampled)
+            plan = Plan(kind, items, sampled)
+        if self.adaptive is not None and (
+            due := self.adaptive.due(((i.name, i.tensor) for i in items), self.step)
+        ):
+            squares = self.adaptive.squares(due)
+            if kind == "reduce_scatter":  # elsewhere every rank has the whole
+                self.exchange.all_reduce(squares)
+            self.adaptive.decide(due, squares, self.step)
+        return plan
 
     # -- sending ---
 
@@ -349,8 +373,9 @@ class GradientReducer:
             writer.clear()
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
         with self.exchange.abort_on_error():
-            density, written = self.schedule.density(self.step), []
+            written = []
             for item in plan.items:
+                density = self._density(item)
                 grad, stream = as_flat(item.tensor), None
                 parts = [(shard.start, shard.stop, self._writers[shard.owner]) for shard in item.shards]
                 if item.small:
@@ -382,7 +407,7 @@ class GradientReducer:
         """What an owner sends back: the sum, thresholded once more with the owner's own residual; zeros are
         left in ``total``.
         """
-        density, stream = min(1.0, self.schedule.density(self.step) * self.config.answer_density), None
+        density, stream = min(1.0, self._density(item) * self.config.answer_density), None
         if item.small:
             encoded = encode_all(self._backend, total, answer, ValueDtype.FP32, clear=True)
         elif density < 1.0 and not self.config.server_error_feedback:
@@ -415,6 +440,10 @@ class GradientReducer:
             sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
             self._record(encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent), whole)
         return messages
+
+    def _density(self, item: Item) -> float:
+        gentle = self.adaptive is not None and self.adaptive.critical(item.name)
+        return (self._gentle if gentle else self.schedule).density(self.step)
 
     def _stream(self, name: str) -> Compressor:
         stream = self.streams.get(name)

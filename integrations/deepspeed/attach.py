@@ -65,6 +65,8 @@ class Attachment:
             transactional=self._scaled,
             loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
         )
+        if self.reducer.adaptive is not None:
+            self.reducer.adaptive.follow(engine.optimizer)
         self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
         self.description = _describe(engine, kind)
         self._patches = Patches()

@@ -84,9 +84,10 @@ class DataParallelHook(Hook):
         """Loss scale of this iteration's gradients, and of the next's."""
         self._overflow = False
         patches = session.patches
-        self._optimizers: step_ahead.Optimizers | None = None
-        if self.config.error_feedback == "step_ahead":
-            self._optimizers = step_ahead.Optimizers(patches)
+        ahead, adaptive = self.config.error_feedback == "step_ahead", self.config.adaptive != "off"
+        noted = step_ahead.Optimizers(patches) if ahead or adaptive else None
+        self._optimizers = noted if ahead else None
+        self._followed = noted if adaptive else None
         self._ddp: list[weakref.ref[Any]] = []
         patches.wrap(
             param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._make_start_grad_sync
@@ -326,6 +327,8 @@ class DataParallelHook(Hook):
             transactional=self._transactional,
             step=self.session.step,
         )
+        if reducer.adaptive is not None and self._followed is not None:
+            reducer.adaptive.follow(self._followed)
         unit, saved = _unit(group, ranks), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))

@@ -49,6 +49,11 @@ class Optimizers:
                 return unit
         return None
 
+    @property
+    def param_groups(self) -> list[Any]:
+        """Those of all optimizers."""
+        return [group for optimizer in self._alive() for group in optimizer.param_groups]
+
     def _alive(self) -> Iterator[Any]:
         self._optimizers = [reference for reference in self._optimizers if reference() is not None]
         return (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)

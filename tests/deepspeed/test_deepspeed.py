@@ -129,7 +129,9 @@ def compared(names: list[str], dct: dict[str, Any], steps: int) -> list[Run]:
 
 def checkpointed(name: str, folder: Path) -> list[Run]:
     """Six steps at a stretch, and in two halves with a checkpoint between them."""
-    dct = {"data_parallel": {"sparsity": 0.95, "value_dtype": "fp32", "min_numel": 100, "warmup_steps": 1}}
+    adaptive = {"adaptive": "accordion", "adaptive_sparsity": 0.5, "adaptive_interval": 2}
+    section = {"sparsity": 0.95, "value_dtype": "fp32", "min_numel": 100, "warmup_steps": 1, **adaptive}
+    dct = {"data_parallel": section}
     save = str(folder / name)
     return [
         run(name, dct, 6, "whole/"),

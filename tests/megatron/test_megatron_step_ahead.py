@@ -116,7 +116,8 @@ def test_fp16_overflow_is_rolled_back() -> None:
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "distributed-optimizer"])
 def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> None:
     """From the first iteration on: it runs at displaced weights, whose residuals come from the files."""
-    job = Job(distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(section())
+    adaptive = section(adaptive="accordion", adaptive_sparsity=0.9, adaptive_interval=2)
+    job = Job(distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(adaptive)
     where = (str(tmp_path), 3)
     (whole,) = run(2, replace(job, save=where))
     processes._stop()

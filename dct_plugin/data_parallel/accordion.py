@@ -1,0 +1,173 @@
+"""Accordion: gentle thresholds while a layer's gradients change, strong ones while they do not.
+
+Source: Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, *Adaptive Gradient Communication via Critical
+Learning Regime Identification*, MLSys 2021, algorithm 1. Every interval the norm of a layer's gradient,
+accumulated over the interval, is compared with that of the interval before:
+
+    | ||G_before|| - ||G|| | / ||G_before|| >= change      the layer is in a critical regime
+
+So it is in the first interval, when a norm is zero, and when the learning rate drops. What is accumulated is
+the *reduced* gradient, which the optimizer sees, at up to :data:`SAMPLES` positions of a tensor: the same on
+every rank that holds them, so that ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Accordion"]
+
+#: Most positions of a tensor at which gradients are accumulated; memory: 8 bytes each.
+SAMPLES = 16_384
+#: A learning rate below this share of what it was when the interval began has dropped. The paper's schedules
+#: fall in steps, by 5 or 10; smooth ones fall at every step, and would make all of training critical.
+DROP = 0.5
+
+
+@dataclass
+class _Layer:
+    where: Tensor
+    """Sampled positions, ascending, int64."""
+    total: Tensor
+    """Reduced gradients there, summed over the interval; zero where another rank owns the entry."""
+    pending: Tensor
+    """Those of this step, which may yet be taken back."""
+    began: int
+    rate: float
+    """Learning rate when the interval began."""
+    norm: float = 0.0
+    """Of the interval before; 0: there was none."""
+    critical: bool = True
+
+
+class Accordion:
+    """Which layers are in a critical regime.
+
+    Args:
+        interval: Optimizer steps.
+        change: Relative change of the norm from which on a layer is critical.
+    """
+
+    def __init__(self, interval: int, change: float = 0.5) -> None:
+        self.interval, self.change = interval, change
+        self.learning_rate: Callable[[], float] = lambda: 0.0
+        self._layers: dict[str, _Layer] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def follow(self, *optimizers: Any) -> None:
+        """The optimizers (``param_groups`` as in torch) whose learning rate counts, the largest of all
+        groups; without them no drop of it is seen.
+        """
+        self.learning_rate = lambda: max(
+            (float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups), default=0.0
+        )
+
+    def critical(self, name: str) -> bool:
+        """Whether a layer takes the gentle setting."""
+        if name in self._layers:
+            return self._layers[name].critical
+        return bool(self._loaded[name]["critical"]) if name in self._loaded else True
+
+    def observe(self, name: str, reduced: Tensor, parts: Sequence[tuple[int, int]], step: int) -> None:
+        """A tensor whose entries ``[start, stop)`` of each part hold the reduced gradient.
+
+        Args:
+            name: Of the tensor.
+            reduced: 1-D, any floating type.
+            parts: What this rank owns of it; may be empty.
+            step: Optimizer steps so far.
+        """
+        layer = self._layer(name, reduced, step)
+        for start, stop in parts:
+            first, last = (int(torch.searchsorted(layer.where, bound)) for bound in (start, stop))
+            layer.pending[first:last] += reduced[layer.where[first:last]]
+
+    def due(self, tensors: Iterable[tuple[str, Tensor]], step: int) -> list[str]:
+        """Names of those tensors whose interval is over; the same on all ranks."""
+        known = [(n, self._layer(n, t, step)) for n, t in tensors if n in self._layers or n in self._loaded]
+        return [name for name, layer in known if step >= layer.began + self.interval]
+
+    def squares(self, names: Sequence[str]) -> Tensor:
+        """Squared norms of what this rank has of their accumulated gradients, fp64 [len(names)]."""
+        return torch.stack([self._layers[name].total.double().square().sum() for name in names])
+
+    def decide(self, names: Sequence[str], squares: Tensor, step: int) -> None:
+        """Begin their next interval.
+
+        Args:
+            names: Of :meth:`due`.
+            squares: Of :meth:`squares`, summed over the ranks that share the tensors.
+            step: Optimizer steps so far.
+        """
+        rate = self.learning_rate()
+        for name, square in zip(names, squares.tolist(), strict=True):
+            layer, norm = self._layers[name], math.sqrt(square) if math.isfinite(square) else 0.0
+            known = layer.norm > 0.0 and norm > 0.0
+            changed = not known or abs(layer.norm - norm) / layer.norm >= self.change
+            layer.critical = changed or rate < DROP * layer.rate
+            layer.norm, layer.began, layer.rate = norm, step, rate
+            layer.total.zero_()
+
+    def end_step(self, *, skipped: bool) -> None:
+        """An optimizer step is over; a ``skipped`` one leaves no trace."""
+        for layer in self._layers.values():
+            if not skipped:
+                layer.total += layer.pending
+            layer.pending.zero_()
+
+    def rescale(self, factor: float) -> None:
+        """The unit of the gradients changed (loss scale)."""
+        for layer in self._layers.values():
+            layer.total *= factor
+            layer.pending *= factor
+            layer.norm *= factor
+
+    def counts(self) -> tuple[int, int]:
+        """Layers in a critical regime, and layers."""
+        return sum(layer.critical for layer in self._layers.values()), len(self._layers)
+
+    def _layer(self, name: str, tensor: Tensor, step: int) -> _Layer:
+        layer = self._layers.get(name)
+        if layer is None:
+            numel = tensor.numel()
+            where = torch.arange(min(numel, SAMPLES))
+            if numel > SAMPLES:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                where = torch.randint(numel, (SAMPLES,), generator=generator).unique()
+            where = where.to(tensor.device)
+            total = torch.zeros(where.numel(), device=tensor.device)
+            layer = _Layer(where, total, torch.zeros_like(total), step, self.learning_rate())
+            saved = self._loaded.pop(name, None)
+            if saved is not None:
+                layer.norm, layer.critical, layer.rate = saved["norm"], saved["critical"], saved["rate"]
+                if saved["total"] is not None and saved["total"].shape == total.shape:
+                    layer.began = saved["began"]
+                    total.copy_(saved["total"])
+            self._layers[name] = layer
+        return layer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Accumulated gradients (fp32, copies on the CPU), norms and decisions of this rank."""
+        mine = {
+            name: {
+                "total": layer.total.to("cpu", copy=True),
+                "norm": layer.norm,
+                "critical": layer.critical,
+                "began": layer.began,
+                "rate": layer.rate,
+            }
+            for name, layer in self._layers.items()
+        }
+        return {**self._loaded, **mine}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore :meth:`state_dict`; None starts afresh."""
+        self._layers.clear()
+        self._loaded = dict(state or {})

@@ -1,0 +1,121 @@
+"""Accordion: which layers are in a critical regime."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.processes import run as run_ranks
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.accordion import SAMPLES, Accordion
+from dct_plugin.errors import ConfigError
+
+
+def run(accordion: Accordion, gradients: list[torch.Tensor], *, first: int = 0) -> list[bool]:
+    """Whether the layer was critical at every step."""
+    seen = []
+    for step, gradient in enumerate(gradients, first):
+        due = accordion.due([("w", gradient)], step)
+        if due:
+            accordion.decide(due, accordion.squares(due), step)
+        seen.append(accordion.critical("w"))
+        accordion.observe("w", gradient, [(0, gradient.numel())], step)
+        accordion.end_step(skipped=False)
+    return seen
+
+
+def test_norms_that_stay_leave_the_critical_regime_and_changes_enter_it() -> None:
+    one = torch.ones(50)
+    gradients = [one] * 8 + [2 * one] * 8
+    # Nothing to compare with in the first interval; a change is seen when its interval is over.
+    assert run(Accordion(4), gradients) == [True] * 8 + [False] * 4 + [True] * 4
+    assert run(Accordion(4, change=1.5), gradients) == [True] * 8 + [False] * 8
+
+
+def test_accumulated_gradients_count_not_single_ones() -> None:
+    one = torch.ones(50)
+    noise = [one, -one] * 8  # norms of single gradients stay; their sums are zero
+    assert all(run(Accordion(4), noise))
+
+
+def test_a_learning_rate_that_drops_is_critical_and_one_that_decays_is_not() -> None:
+    accordion, one = Accordion(2), torch.ones(10)
+    rates = iter([1.0, 1.0, 0.9, 0.8, 0.3])
+    accordion.learning_rate = lambda: next(rates)
+    assert run(accordion, [one] * 10) == [True] * 4 + [False] * 4 + [True] * 2
+
+
+def test_large_tensors_are_sampled_and_owners_share_the_norm() -> None:
+    numel = 3 * SAMPLES
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    whole, left, right = Accordion(1), Accordion(1), Accordion(1)
+    for accordion, parts in (
+        (whole, [(0, numel)]),
+        (left, [(0, 1000), (30_000, numel)]),
+        (right, [(1000, 30_000)]),
+    ):
+        accordion.observe("w", gradient, parts, 0)
+        accordion.end_step(skipped=False)
+    together = left.squares(["w"]) + right.squares(["w"])
+    assert torch.allclose(together, whole.squares(["w"]))
+    assert float(together) == pytest.approx(SAMPLES * (1 - 1 / 6), rel=0.05)  # unique ones of the draws
+
+
+def test_skipped_steps_leave_no_trace_and_states_continue() -> None:
+    gradients = [torch.full((9,), float(value)) for value in (1, 1, 1, 1, 5, 5, 5, 5)]
+    expected = run(Accordion(2), gradients)
+    first = Accordion(2)
+    seen = run(first, gradients[:4])
+    first.observe("w", torch.full((9,), float("nan")), [(0, 9)], 4)
+    first.end_step(skipped=True)
+    second = Accordion(2)
+    second.load_state_dict(first.state_dict())
+    assert second.critical("w") == first.critical("w")
+    assert seen + run(second, gradients[4:], first=4) == expected
+
+
+def test_the_unit_of_gradients_may_change() -> None:
+    accordion, one = Accordion(2), torch.ones(5)
+    assert run(accordion, [one] * 5)[-1] is False
+    accordion.rescale(1024.0)
+    assert run(accordion, [1024 * one] * 3, first=5)[-1] is False
+
+
+def test_the_gentle_setting_is_not_the_stronger_one() -> None:
+    with pytest.raises(ConfigError, match=r"adaptive_sparsity = 0.95 is above sparsity = 0.9"):
+        DataParallelConfig.of(adaptive="accordion", sparsity=0.9, adaptive_sparsity=0.95)
+
+
+def _reduced(rank: int, world_size: int, kind: str) -> list[bool]:
+    config = DataParallelConfig.of(
+        sparsity=0.5, adaptive="accordion", adaptive_sparsity=0.0, adaptive_interval=4, exchange="direct"
+    )
+    reducer = GradientReducer(config)
+    numel, critical = 20_000, []
+    shards = [
+        Shard(owner, owner * numel // world_size, (owner + 1) * numel // world_size) for owner in (0, 1)
+    ]
+    for step in range(16):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        size = 1.0 if step < 8 else 4.0
+        gradient = torch.randn(numel, generator=generator) * size + size
+        if kind == "all_reduce":
+            reducer.all_reduce([("w", gradient)], scale=0.5)
+        else:
+            reducer.reduce_scatter([("w", gradient, shards)], scale=0.5)
+        assert reducer.adaptive is not None
+        critical.append(reducer.adaptive.critical("w"))
+        reducer.end_step()
+        if step == 9:
+            state, reducer = reducer.state_dict(), GradientReducer(config)
+            reducer.load_state_dict(state)
+    return critical
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+def test_ranks_decide_alike_with_reduced_gradients_and_with_shards(kind: str) -> None:
+    first, second = run_ranks(2, _reduced, kind)
+    # Nothing to compare with at first; the change at step 8 is seen when its interval is over.
+    assert first == second == [True] * 8 + [False] * 4 + [True] * 4
