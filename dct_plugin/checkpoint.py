@@ -32,6 +32,9 @@ FORMAT = 2
 #: be of two steps.
 UNFINISHED = "dct_unfinished"
 
+#: Name of the file that :func:`gather` writes.
+GATHERED = "dct_residuals.pt"
+
 #: Name of an owner's stream in the two-phase exchange: the parameter and the entries ``[start:stop)`` of it.
 _SERVER_STREAM = re.compile(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]\Z", re.DOTALL)
 
@@ -150,6 +153,10 @@ def load(
         DCTError: A file cannot be read, is damaged, was written by another rank or version or in another save
             than the others, or does not fit the model; names the file and what is wrong in it.
     """
+    if Path(folder, GATHERED).exists():
+        content = read(Path(folder, GATHERED))
+        _check(Path(folder, GATHERED), content, 0, sizes)
+        return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
     own, first = file_of(folder, rank), file_of(folder, 0)
     known = own if own.exists() else first  # on node-local storage only the own file is here
     if Path(folder, UNFINISHED).exists():
@@ -169,6 +176,32 @@ def load(
     if not all(file_of(folder, r).exists() for r in range(saved)):
         return None
     return Loaded.of(reshard(_parts(Path(folder), content, sizes), unit=unit), content)
+
+
+def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+    """Put the states of all ranks of a checkpoint into one file, for any number of ranks (:func:`reshard`).
+
+    Args:
+        source: Folder with the ranks' files.
+        target: Folder of a checkpoint of the same step for any number of ranks.
+
+    Returns:
+        The file; :func:`load` takes it from ``target`` instead of ranks' files.
+
+    Raises:
+        DCTError: A file is missing or damaged, or they are not of one save.
+    """
+    if not file_of(source, 0).exists():
+        raise DCTError(f"{file_of(source, 0)}: no such file; {source} is to be a folder with dct_rank_*.pt")
+    first = read(file_of(source, 0))
+    state = reshard(_parts(Path(source), first, None))
+    configuration = first.get("configuration", "")
+    content = content_of(
+        state, rank=0, world_size=1, unit=1.0, identity=first["save"], configuration=configuration
+    )
+    path = Path(target, GATHERED)
+    write(path, content)
+    return path
 
 
 def _parts(folder: Path, first: State, sizes: Mapping[str, int] | None) -> Iterator[State]:

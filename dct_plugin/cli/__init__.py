@@ -48,6 +48,12 @@ COMMANDS = [
         help="Check what is installed, which kernels run, and how the plugin is activated.",
     ),
     LazyCommand(
+        name="universal",
+        target="dct_plugin.cli.universal:universal",
+        help="Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.",
+        needs=("torch",),
+    ),
+    LazyCommand(
         name="patch-launch",
         target="dct_plugin.integrations.megatron.patch.command:app",
         help="Have a Megatron launch script start its training with the plugin, or take that back.",

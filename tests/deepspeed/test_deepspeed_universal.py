@@ -1,0 +1,86 @@
+"""Residuals through DeepSpeed's universal checkpoints: other numbers of ranks, other stages of ZeRO."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.deepspeed_launch import Results, Run, config, execute, launch
+from typer.testing import CliRunner
+
+from dct_plugin import checkpoint
+from dct_plugin.cli import app
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DCT = {"data_parallel": {"sparsity": 0.97, "min_numel": 100}}
+STEPS = 6
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return config(stage, optimizer="AdamW", dct=DCT, **more)
+
+
+def converted(folder: Path) -> str:
+    """A checkpoint's folder with a universal one in it, and the residuals in that."""
+    name = f"global_step{STEPS}"
+    source, target = folder / name, folder / f"{name}_universal"
+    script = "deepspeed.checkpoint.ds_to_universal"
+    arguments = ["--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state"]
+    arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    done = execute([sys.executable, "-m", script, *arguments], folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = CliRunner().invoke(app, ["universal", str(source), str(target)])
+    assert result.exit_code == 0, result.output
+    assert checkpoint.GATHERED in result.output
+    (folder / "latest_universal").write_text(target.name)
+    return str(folder)
+
+
+def owed(results: Results, what: str) -> dict[str, float]:
+    """Sum of what is owed to the model by parameter: the mean over the ranks, of gradients that DeepSpeed has
+    divided by their number.
+    """
+    totals: dict[str, float] = {}
+    for rank in results:
+        for parameter, value in rank["run"][what].items():
+            totals[parameter] = totals.get(parameter, 0.0) + value
+    return totals
+
+
+def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
+    """ZeRO-1 on 2 ranks, ZeRO-2 on 4, ZeRO-1 on 2 again."""
+    universal = {"checkpoint": {"load_universal": True}}
+
+    def load(stage: int, source: str, steps: int, **more: Any) -> Run:
+        return {"id": "run", "config": settings(stage, **universal), "load": source, "steps": steps, **more}
+
+    folders = [tmp_path / name for name in ("first", "second")]
+    started = launch(
+        2, [{"id": "run", "config": settings(1), "steps": STEPS, "save": str(folders[0])}], tmp_path / "a"
+    )
+    wide = launch(4, [load(2, converted(folders[0]), STEPS, save=str(folders[1]))], tmp_path / "b")
+    back = launch(2, [load(1, converted(folders[1]), STEPS + 2)], tmp_path / "c")
+
+    before = owed(started, "residual")
+    assert any(abs(value) > 1e-4 for value in before.values())
+    for results in wide, back:
+        after = owed(results, "restored")
+        assert after.keys() == before.keys()
+        for parameter, value in before.items():
+            assert after[parameter] == pytest.approx(value, rel=1e-6, abs=1e-6)
+        assert len({rank["run"]["hash"] for rank in results}) == 1
+    assert back[0]["run"]["steps"] == STEPS + 2
+
+
+def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["universal", str(tmp_path), str(tmp_path)])
+    assert result.exit_code
+    assert "no universal checkpoint" in str(result.exception)
+    (tmp_path / "zero").mkdir()
+    result = CliRunner().invoke(app, ["universal", str(tmp_path), str(tmp_path)])
+    assert result.exit_code
+    assert "no such file" in str(result.exception)
