@@ -1,10 +1,11 @@
 """Messages of unequal size between the ranks of a process group.
 
-Sizes first (one small all-to-all), then point-to-point transfers of exactly the bytes there are: gloo refuses
-unequal all-gathers and runs equal ones 1.5 to 4 times slower than the line, while isend/irecv and all-to-all
-reach it. The size message carries a fingerprint of what the sender is about to send, so that ranks out of
-step stop with a message instead of adding up each other's wrong tensors, and a failed rank can tell the
-others before it stops.
+Point-to-point transfers of exactly the bytes there are: gloo refuses unequal all-gathers and runs equal
+ones 1.5 to 4 times slower than the line, while isend/irecv and all-to-all reach it. On gloo, whose
+receivers take less than they have room for, a message's size and first bytes are one transfer, and most
+messages are no longer than that; elsewhere sizes go first (one small all-to-all). With the size comes a
+fingerprint of what the sender sends, so that ranks out of step stop with a message instead of adding up
+each other's wrong tensors, and a failed rank can tell the others before it stops.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ..errors import DesyncError
 from .agreement import absent_after_failure
 
 _FAILED = -1
+_PREFIX = 16  # bytes: size and fingerprint
+#: Bytes of a message that travel with its size: room that every receiver has ready, so the same on all ranks.
+HEAD_BYTES = 1 << 16
 
 
 class Exchange:
@@ -42,6 +46,7 @@ class Exchange:
         """Bytes handed to the transport so far, size messages included."""
         self.step: int | None = None
         """Named in the message about a lost peer."""
+        self._head_bytes = HEAD_BYTES if device.type == "cpu" else 0
         # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
@@ -60,14 +65,26 @@ class Exchange:
             DesyncError: A rank reported a failure, is at another operation, announces more bytes than it can
                 have, or was lost; names the ranks.
         """
-        sizes = self._exchange_sizes([m.numel() for m in messages], fingerprint)
+        rows, heads = self._announce([m.numel() for m in messages], fingerprint, messages)
+        sizes = self._checked(rows, fingerprint)
         for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
             if size > bound:
                 raise DesyncError(
                     f"rank {self._global[self.rank]}: rank {self._global[sender]} announces a message of "
                     f"{size} bytes, where at most {bound} can be right"
                 )
-        return self.transfer(messages, sizes)
+        at = self._head_bytes
+        received = []
+        for r, (head, size) in enumerate(zip(heads, sizes, strict=True)):
+            if r == self.rank:
+                received.append(messages[r])
+            elif size <= at:
+                received.append(head[:size])
+            else:
+                received.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+                received[r][:at] = head
+        self._transfer([m[at:] for m in messages], [part[at:] for part in received], "messages")
+        return received
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """:meth:`all_to_all` where every rank knows beforehand that rank ``r`` sends it ``sizes[r]``."""
@@ -75,24 +92,29 @@ class Exchange:
             messages[r] if r == self.rank else torch.empty(sizes[r], dtype=torch.uint8, device=self.device)
             for r in range(self.world_size)
         ]
+        self._transfer(messages, received, "messages")
+        return received
+
+    def _transfer(self, messages: Sequence[Tensor], received: Sequence[Tensor], what: str) -> None:
+        """Send ``messages[r]`` to rank ``r`` and fill ``received[r]`` from it, unless empty."""
         operations = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            if sizes[source]:
+            if received[source].numel():
                 operations.append(dist.P2POp(dist.irecv, received[source], self._global[source], self.group))
             if messages[target].numel():
                 operations.append(dist.P2POp(dist.isend, messages[target], self._global[target], self.group))
                 self.sent_bytes += messages[target].numel()
         if operations:
-            with self._transport("exchange of messages"):
+            with self._transport(f"exchange of {what}"):
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
-        return received
 
     def agree(self, fingerprint: int) -> None:
         """Every rank is about to do what ``fingerprint`` describes, or all stop as in :meth:`all_to_all`."""
-        self._exchange_sizes([0] * self.world_size, fingerprint)
+        rows, _ = self._announce([0] * self.world_size, fingerprint)
+        self._checked(rows, fingerprint)
 
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; returns the bytes that count as sent."""
@@ -121,7 +143,7 @@ class Exchange:
     def abort(self) -> None:
         """Tell the ranks that are waiting in their next exchange that this one failed. Never raises."""
         try:
-            self._exchange_sizes([_FAILED] * self.world_size, 0, check=False)
+            self._announce([_FAILED] * self.world_size, 0)
         except Exception:  # the transport is gone as well: the others will see that
             return
 
@@ -142,25 +164,42 @@ class Exchange:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise DesyncError(f"rank {own}: the {what}{at} failed: {lost} ({first})") from error
 
-    def _exchange_sizes(self, sizes: list[int], fingerprint: int, *, check: bool = True) -> list[int]:
-        table = torch.tensor([[size, fingerprint] for size in sizes], dtype=torch.int64).to(self.device)
-        answer = torch.empty_like(table)
-        with self._transport("exchange of sizes"):
-            dist.all_to_all_single(answer, table, group=self.group)
-            answer = answer.cpu()
-        self.sent_bytes += 16 * (self.world_size - 1)
-        rows = answer.tolist()
-        if check:
-            failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
-            if failed:
-                raise DesyncError(
-                    f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange; "
-                    "see their own error output"
-                )
-            strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
-            if strange:
-                raise DesyncError(
-                    f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
-                    "(names, sizes or order differ); every rank must reduce the same gradients in one order"
-                )
+    def _announce(
+        self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None = None
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        """Size and fingerprint of the message from every rank, and its first bytes (none but on gloo)."""
+        table = torch.tensor([[size, fingerprint] for size in sizes], dtype=torch.int64)
+        if not self._head_bytes:
+            table = table.to(self.device)
+            answer = torch.empty_like(table)
+            with self._transport("exchange of sizes"):
+                dist.all_to_all_single(answer, table, group=self.group)
+                answer = answer.cpu()
+            self.sent_bytes += _PREFIX * (self.world_size - 1)
+            return answer.tolist(), [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
+        sent = list(table.view(torch.uint8))
+        if messages is not None:
+            sent = [torch.cat([row, m[: self._head_bytes]]) for row, m in zip(sent, messages, strict=True)]
+        received = [
+            sent[r] if r == self.rank else torch.empty(_PREFIX + self._head_bytes, dtype=torch.uint8)
+            for r in range(self.world_size)
+        ]
+        self._transfer(sent, received, "sizes")
+        rows = [head[:_PREFIX].view(torch.int64).tolist() for head in received]
+        return rows, [head[_PREFIX:] for head in received]
+
+    def _checked(self, rows: Sequence[Sequence[int]], fingerprint: int) -> list[int]:
+        """The sizes, if all ranks are well and at the same operation."""
+        failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
+        if failed:
+            raise DesyncError(
+                f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange; "
+                "see their own error output"
+            )
+        strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
+        if strange:
+            raise DesyncError(
+                f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
+                "(names, sizes or order differ); every rank must reduce the same gradients in one order"
+            )
         return [size for size, _ in rows]
