@@ -199,7 +199,7 @@ def merge(parts: Sequence[dict[str, Any]], *, on_loopback: bool) -> dict[str, An
         whole[key] = sum(part[key] for part in parts)
     for key in ("interface", "packets"):  # on loopback, every rank sees the bytes of all
         whole[key] = parts[0][key] if on_loopback else sum(part[key] for part in parts)
-    for key in ("step_ms", "cpu_ms", "coding_ms", "exchange_ms"):
+    for key in ("step_ms", "cpu_ms", "distinct_ms", "coding_ms", "exchange_ms"):
         whole[key] = max(part[key] for part in parts)
     return whole
 
@@ -270,7 +270,7 @@ def train(
     beside = InterfaceCounter([MLPS]) if device == EMBEDDINGS else None
     packets, cpu = 0, 0.0
     step_ms = []
-    channel_ms = [np.zeros(2)]  # coding and exchanges so far
+    channel_ms = [np.zeros(3)]  # distinct rows, coding and exchanges so far
     for step, rows in zip(
         range(arguments.warmup + arguments.steps), batches(clicks, batch_size, seed), strict=False
     ):
@@ -302,7 +302,7 @@ def train(
     time.sleep(0.2)  # nobody goes on to the next run's barrier while another still counts
     summary = metrics.summary().classes
     metrics.close()
-    coding, exchange = np.median(np.diff(channel_ms, axis=0), axis=0).tolist()
+    distinct, coding, exchange = np.median(np.diff(channel_ms, axis=0), axis=0).tolist()
     return {
         **{name: summary[cls].sent_bytes / arguments.steps for name, cls in CLASSES.items()},
         "interface": counter.tx / arguments.steps,
@@ -310,16 +310,18 @@ def train(
         "mlps": mlp_bytes / arguments.steps,
         "step_ms": statistics.median(step_ms),
         "cpu_ms": 1e3 * cpu / arguments.steps,
+        "distinct_ms": distinct,
         "coding_ms": coding,
         "exchange_ms": exchange,
     }
 
 
 def time_in_channel(metrics: Metrics, steps: int) -> np.ndarray:
-    """Milliseconds in coding and in exchanges so far, forward and backward together."""
-    parts = [metrics.summary().classes[CLASSES[name]] for name in ("forward", "backward")]
+    """Milliseconds in distinct rows, in coding and in exchanges so far: requests, vectors and gradients."""
+    parts = [metrics.summary().classes[name] for name in CLASSES.values()]
     coding = sum(part.encode_ms + part.decode_ms for part in parts)
-    return steps * np.array([coding, sum(part.exchange_ms for part in parts)])
+    times = [sum(part.select_ms for part in parts), coding, sum(part.exchange_ms for part in parts)]
+    return steps * np.array(times)
 
 
 def batches(clicks: ClickDataset, size: int, seed: int) -> Iterator[np.ndarray]:
@@ -359,7 +361,7 @@ def summarise(results: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"setting": name}
         for key in (*CLASSES, "interface", "packets", "mlps"):
             row[key] = statistics.fmean(run[key] for run in chosen)
-        for key in ("step_ms", "cpu_ms", "coding_ms", "exchange_ms"):
+        for key in ("step_ms", "cpu_ms", "distinct_ms", "coding_ms", "exchange_ms"):
             row[key] = statistics.median(run[key] for run in chosen)
         row["step_range"] = [f(run["step_ms"] for run in chosen) for f in (min, max)]
         row["payload"] = sum(row[key] for key in CLASSES)
@@ -378,7 +380,7 @@ def summarise(results: dict[str, Any], batch_size: int) -> list[dict[str, Any]]:
 
 
 BYTES = ["kB per step", "ids", "forward", "backward", "fewer", "on the wire", "fewer"]
-TIMES = ["ms per step", "step", "range", "dense / this", "CPU", "coding", "exchange"]
+TIMES = ["ms per step", "step", "range", "dense / this", "CPU", "distinct", "coding", "exchange"]
 
 
 def byte_cells(row: dict[str, Any]) -> list[str]:
@@ -388,7 +390,7 @@ def byte_cells(row: dict[str, Any]) -> list[str]:
 
 def time_cells(row: dict[str, Any]) -> list[str]:
     low, high = row["step_range"]
-    times = [f"{row[key]:.1f}" for key in ("cpu_ms", "coding_ms", "exchange_ms")]
+    times = [f"{row[key]:.1f}" for key in ("cpu_ms", "distinct_ms", "coding_ms", "exchange_ms")]
     return [
         row["setting"],
         f"{row['step_ms']:.1f}",
@@ -433,8 +435,9 @@ def footnotes(arguments: argparse.Namespace, collected: Sequence[dict[str, Any]]
         f"acknowledgements, ids included: {HEADER_BYTES} bytes per packet are headers, {low} to {high} per "
         f"step are the transport's own messages. Gradients of the MLPs: {mlp}.\n\n"
         f"ms: slowest rank. Step: median of the runs' median steps; dense / this is paired within "
-        "a run, below 1 is slower than dense. CPU: of the process, all threads. Coding and exchange: in the "
-        "channel, forward and backward, medians; the exchange includes waiting for the other ranks."
+        "a run, below 1 is slower than dense. CPU: of the process, all threads. Distinct (finding the rows to "
+        "ask for), coding and exchange: of requests, vectors and gradients, medians; the exchange includes "
+        "waiting for the other ranks."
     )
 
 

@@ -146,7 +146,7 @@ class _Crossing:
             sent, own = channel.messages.encode(self._layers(blocks), rank)
         report.lap()
         messages = self.exchange.all_to_all([message.data for message in sent], channel._fingerprint)
-        report.lap()
+        report.lap(messages)
         received, self.received_masks = channel.messages.decode(messages, rank, own, route.received_rows)
         self.sent_masks = [message.mask for message in sent]
         self.received_masks[rank] = self.sent_masks[rank]
@@ -171,7 +171,7 @@ class _Crossing:
                 )
             report.lap()
             messages = self.exchange.all_to_all(answers, channel._fingerprint + 1)
-            report.lap()
+            report.lap(messages)
             flat = channel.messages.decode_gradients(
                 messages, rank, parts[rank], route.sent_rows, self.sent_masks
             )
@@ -245,9 +245,13 @@ class _Report:
         self._before = self.crossing.exchange.sent_bytes
         self._times = [time.perf_counter()]
 
-    def lap(self) -> None:
-        """One of encode, exchange, decode is over."""
+    def lap(self, received: Sequence[Tensor] = ()) -> None:
+        """One of encode, exchange, decode is over; ``received`` are the messages of an exchange."""
         self._times.append(time.perf_counter())
+        if received:
+            sent = self.crossing.exchange.sent_bytes - self._before
+            most = max(sent, sum(received[r].numel() for r in self.crossing.peers))
+            self.crossing.channel.messages.observe(most, self._times[-1] - self._times[-2])
 
     def write(
         self, *, dense: int, kept: int | None = None, quantised: bool = False, wire: int | None = None

@@ -31,6 +31,8 @@ __all__ = ["Block", "Mask", "Message", "VectorMessages", "is_finite"]
 # Last byte of a message.
 _BOUNDED = 1
 _MASKED = 2
+#: Picoseconds per bit at 1 Mbit/s: any code's work is worth its bits.
+_SLOWEST = 1_000_000
 
 
 class Mask(NamedTuple):
@@ -81,7 +83,8 @@ class VectorMessages:
         host: The codec's kernels.
 
     Attributes:
-        bit_cost: Picoseconds that a bit takes on the wire: what ``entropy = auto`` weighs its work against.
+        bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`): what ``entropy = auto`` weighs
+            its work against.
     """
 
     def __init__(
@@ -96,9 +99,15 @@ class VectorMessages:
         self.config = config
         self.dim = dim
         self.name = name
-        self.bit_cost = 0
+        self.bit_cost = _SLOWEST
         self._backend = backend
         self._host = host
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """An exchange of so many bytes took so long; the fastest of the last ones tells of the link."""
+        if nbytes:
+            measured = int(1e12 * seconds / (8 * nbytes))
+            self.bit_cost = min(measured, self.bit_cost + self.bit_cost // 16 + 1, _SLOWEST)
 
     # -- vectors ---
 
@@ -277,11 +286,13 @@ class VectorMessages:
     def _bounded(self, parts: Sequence[Outgoing], decoded: bool) -> list[Encoded]:
         if not parts:
             return []
+        kernels = self._host()
         return encode_bounded(
             parts,
-            self._host(),
+            kernels,
             entropy=self.config.entropy,
-            bit_cost=self.bit_cost,
+            # Plain Python reads packed codes all at once, and Rice codes one by one.
+            bit_cost=0 if kernels.name == "reference" else self.bit_cost,
             decoded=decoded,
             repeats=not self.config.deduplicate,
         )
