@@ -434,10 +434,10 @@ def footnotes(arguments: argparse.Namespace, collected: Sequence[dict[str, Any]]
         "to the transport; on the wire is what left the ranks' interfaces, with all headers and "
         f"acknowledgements, ids included: {HEADER_BYTES} bytes per packet are headers, {low} to {high} per "
         f"step are the transport's own messages. Gradients of the MLPs: {mlp}.\n\n"
-        f"ms: slowest rank. Step: median of the runs' median steps; dense / this is paired within "
-        "a run, below 1 is slower than dense. CPU: of the process, all threads. Distinct (finding the rows to "
-        "ask for), coding and exchange: of requests, vectors and gradients, medians; the exchange includes "
-        "waiting for the other ranks."
+        "ms: slowest rank. Step: median of the runs' median steps; dense / this is paired within a run, "
+        "below 1 is slower than dense. CPU: of the process, all threads. Distinct: finding the rows to "
+        "ask for. Distinct, coding and exchange: of requests, vectors and gradients, medians; the "
+        "exchange includes waiting for the other ranks."
     )
 
 
