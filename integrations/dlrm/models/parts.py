@@ -197,12 +197,12 @@ class DotLayer(Operator):
         self.contracted = contract and layer.out_features < pairs
         self.width = layer.out_features if self.contracted else pairs
         self.pairs: Tensor
-        self.register_buffer("pairs", torch.tril_indices(num_vectors, num_vectors, -1), persistent=False)
+        row, column = torch.tril_indices(num_vectors, num_vectors, -1).unbind()
+        self.register_buffer("pairs", row * num_vectors + column, persistent=False)
 
     def partial(self, embeddings: Tensor) -> Tensor:
         products = torch.bmm(embeddings, embeddings.transpose(1, 2))
-        row, column = self.pairs.unbind()
-        products = products[:, row, column]
+        products = products.flatten(1).index_select(1, self.pairs)
         return products @ self._layer[0].weight[:, self.num_dense :].T if self.contracted else products
 
     def complete(self, total: Tensor, dense: Tensor) -> Tensor:
