@@ -22,8 +22,9 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_
 RATES = (UNLIMITED, "10gbit", "1gbit", "100mbit")
 RANKS = (2, 4)
 MINUTES = 10.0
-BATCH_SIZES = (256, 2048)
-QUICK_MINUTES, QUICK_RATES, QUICK_RANKS, QUICK_BATCH_SIZES = 1.5, ("1gbit",), (2,), (2048,)
+BATCH_SIZES, STAGES = (256, 2048), (0, 1, 2)
+QUICK_MINUTES, QUICK_RATES, QUICK_RANKS = 1.5, ("1gbit",), (2,)
+QUICK_BATCH_SIZES, QUICK_STAGES = (2048,), (0,)
 
 
 @app.callback()
@@ -52,6 +53,10 @@ def links(
         list[int] | None,
         typer.Option(min=2, help="Of dlrm, all ranks together; may be repeated (256, 2048)."),
     ] = None,
+    zero_stage: Annotated[
+        list[int] | None,
+        typer.Option(min=0, max=2, help="Of deepspeed; may be repeated (0, 1, 2)."),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")
     ] = None,
@@ -77,9 +82,18 @@ def links(
     from .report import as_dict, draw, tables, unmeasured
 
     plan = plan_of(
-        workload, ranks, rate, batch_size, parameters=parameters, data=data, format=format, minutes=minutes,
-        out=out, quick=quick,
-    )  # fmt: skip
+        workload,
+        ranks,
+        rate,
+        batch_size,
+        zero_stage,
+        parameters=parameters,
+        data=data,
+        format=format,
+        minutes=minutes,
+        out=out,
+        quick=quick,
+    )
     console = Console()
     started = time.monotonic()
 
@@ -126,6 +140,7 @@ def plan_of(
     ranks: list[int] | None,
     rates: list[str] | None,
     batch_sizes: list[int] | None,
+    stages: list[int] | None,
     *,
     parameters: float,
     data: Path | None,
@@ -177,5 +192,5 @@ def plan_of(
         format=format or "diabetes",
         data=None if data is None else str(data.resolve()),
         batch_sizes=sizes,
-        stages=(0,) if quick else (0, 1, 2),
+        stages=list(dict.fromkeys(stages or (QUICK_STAGES if quick else STAGES))),
     )

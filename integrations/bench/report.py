@@ -18,7 +18,7 @@ __all__ = ["as_dict", "draw", "tables", "unmeasured"]
 
 IDEAL = "ideal"
 #: Parts of the step beside those that the metrics time.
-COMPUTE, REST = "compute", "rest"
+COMPUTE, HIDDEN, REST = "compute", "hidden", "rest"
 
 
 class Group(NamedTuple):
@@ -64,13 +64,17 @@ def _steps(group: Group) -> Rows:
 
 
 def split(cell: Cell, figures: Figures) -> dict[str, float]:
-    """Milliseconds of a step by what they go to; ``compute`` is the ideal step, where it was measured."""
+    """Milliseconds of a step by what they go to.
+
+    ``compute`` is the ideal step, where it was measured; ``rest`` is what the step takes beyond that and the
+    plugin's own times. Of those, ``hidden`` passed beside the computation and are in no step.
+    """
     parts = {name.removesuffix("_ms"): value for name, value in figures.split.items()}
     ideal = next((other.median for other in cell.figures if other.name == IDEAL), None)
     if ideal is None:
         return parts
-    seen = sum(value for name, value in parts.items() if "hidden" not in name)
-    return {COMPUTE: ideal, **parts, REST: figures.median - ideal - seen}
+    exposed = sum(parts.values()) - 2 * parts.get(HIDDEN, 0.0)
+    return {COMPUTE: ideal, **parts, REST: figures.median - ideal - exposed}
 
 
 def _split(group: Group) -> Rows | None:
