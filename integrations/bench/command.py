@@ -105,15 +105,14 @@ def links(
         )
 
     cells = measure(plan, follow)
-    made = list(tables(cells))
-    for table in made:
+    for table in tables(cells, ratios=False):
         console.print(Padding(table.rich(), (1, 0, 0, 0)))
     notes = unmeasured(cells)
     for note in notes:
         console.print(Text(f"\n{note}"))
     heading = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"
     lines = [f"    {command()}", "", heading]
-    for table in made:
+    for table in tables(cells):
         lines += ["", *table.markdown()]
     for note in notes:
         lines += ["", note]

@@ -14,7 +14,7 @@ __all__ = ["BATCH", "apart", "batch", "perceptron", "width_of"]
 
 LAYERS = 4
 #: Samples per rank: about as much computation as four layers of a small transformer would be.
-BATCH = 64
+BATCH = 128
 
 
 def width_of(parameters: float) -> int:
@@ -30,7 +30,7 @@ def perceptron(width: int) -> nn.Sequential:
 
 
 def batch(width: int) -> tuple[Tensor, Tensor]:
-    """A rank's own samples and targets, fp32 [64, width] and [64, 1]: a task that can be learnt."""
+    """A rank's own samples and targets, fp32 [128, width] and [128, 1]: a task that can be learnt."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     x = torch.randn(BATCH, width, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True)

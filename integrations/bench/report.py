@@ -38,15 +38,20 @@ def groups(cells: Iterable[Cell]) -> list[Group]:
     return [Group(title, members) for title, members in found.items()]
 
 
-def tables(cells: Iterable[Cell]) -> Iterator[Rows]:
-    """Of every variant: the step on every link, and where the plugin's part of it goes."""
+def tables(cells: Iterable[Cell], *, ratios: bool = True) -> Iterator[Rows]:
+    """Of every variant: the step on every link, and where the plugin's part of it goes.
+
+    Args:
+        cells: What was measured.
+        ratios: With the steps as multiples of the baseline's; without, 80 columns hold four links.
+    """
     for group in groups(cells):
-        yield _steps(group)
+        yield _steps(group, ratios)
         if (parts := _split(group)) is not None:
             yield parts
 
 
-def _steps(group: Group) -> Rows:
+def _steps(group: Group, ratios: bool) -> Rows:
     baseline = group.cells[0].baseline
     rows = []
     for number, figures in enumerate(group.cells[0].figures):
@@ -54,13 +59,15 @@ def _steps(group: Group) -> Rows:
         for cell in group.cells:
             one = cell.figures[number]
             low, high = one.quartiles
-            row.append(f"{one.median:.0f} ({low:.0f}-{high:.0f})")
-            row.append(f"{one.median / _named(cell, baseline).median:.2f}x")
+            row.append(f"{one.median:.0f} ±{(high - low) / 2:.0f}")
+            if ratios:
+                row.append(f"{one.median / _named(cell, baseline).median:.2f}x")
         rows.append(row)
     header = ["", "sent"]
     for cell in group.cells:
-        header += [rate_name(cell.rate), f"of {baseline}"]
-    return Rows(f"{group.title}: ms per step (quartiles); bytes per step, all ranks", header, rows)
+        header += [rate_name(cell.rate), *([f"of {baseline}"] if ratios else [])]
+    title = f"{group.title}: ms per step, median ± half the interquartile range; bytes per step, all ranks"
+    return Rows(title, header, rows)
 
 
 def split(cell: Cell, figures: Figures) -> dict[str, float]:

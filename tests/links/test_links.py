@@ -139,7 +139,9 @@ def cells() -> list[Cell]:
 
 def test_tables_and_plot(tmp_path: Path) -> None:
     steps, parts = tables(cells())
-    assert steps.rows[2][2:] == ["120 (120-120)", "0.30x", "120 (120-120)", "0.04x"]
+    assert steps.rows[2][2:] == ["120 ±0", "0.30x", "120 ±0", "0.04x"]
+    narrow = next(iter(tables(cells(), ratios=False)))
+    assert narrow.rows[1][2:] == ["400 ±0", "3100 ±0"]
     # What is hidden beside the computation is no part of the step.
     assert split(cells()[0], cells()[0].figures[2]) == {
         "compute": 100.0,
