@@ -31,6 +31,7 @@ class Difference:
     embedding_reduction: float | None = None
     crossing_reduction: float | None = None
     gradient_reduction: float | None = None
+    total_reduction: float | None = None
 
 
 @dataclass
@@ -94,6 +95,11 @@ class Run:
     def gradient_bytes(self) -> float:
         return sum(self.sent.get(name, 0.0) for name in GRADIENTS)
 
+    @property
+    def total_bytes(self) -> float:
+        """All payload: embeddings, ids and gradients."""
+        return self.crossing_bytes + self.gradient_bytes
+
     def layers(self) -> dict[str, float]:
         """How many times fewer bytes each layer leaves, forward and backward together.
 
@@ -127,12 +133,13 @@ class Run:
             fewer(self.embedding_bytes, baseline.embedding_bytes),
             fewer(self.crossing_bytes, baseline.crossing_bytes),
             fewer(self.gradient_bytes, baseline.gradient_bytes),
+            fewer(self.total_bytes, baseline.total_bytes),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         same = ("auc", "log_loss", "step_ms", "ranks_in_step", "exchange", "epochs")
-        kinds = ("embedding", "id", "gradient", "crossing")
+        kinds = ("embedding", "id", "gradient", "crossing", "total")
         return {
             **{name: getattr(self, name) for name in same},
             **asdict(self.difference),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,9 @@ from rich.progress import (
 
 __all__ = ["LaunchProgress"]
 
+#: Where no bar is drawn, a line tells about the steps after so many seconds.
+QUIET_SECONDS = 15.0
+
 
 class LaunchProgress:
     """A context manager: one bar for all runs of a launch, and a line for each finished epoch."""
@@ -26,6 +30,7 @@ class LaunchProgress:
         self._runs = self._run = 0
         self._name = ""
         self._loss: float | None = None
+        self._said = time.monotonic()
         self._bars = Progress(
             SpinnerColumn(),
             BarColumn(bar_width=20),
@@ -64,6 +69,12 @@ class LaunchProgress:
             self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
             self._bars.advance(self._task)
             self._describe(f", loss {self._loss:.4f}")
+            if not self._console.is_terminal and time.monotonic() - self._said > QUIET_SECONDS:
+                self._said = time.monotonic()
+                task = self._bars.tasks[self._task]
+                self._say(
+                    f"{self._name}: step {task.completed:.0f} of {task.total:.0f}, loss {self._loss:.4f}"
+                )
         elif kind == "evaluate":
             self._describe(", evaluating")
         elif kind == "epoch":

@@ -67,7 +67,7 @@ class Rows(NamedTuple):
 
 def run_tables(runs: Sequence[Run]) -> list[Rows]:
     """Quality, bytes, and layers of all runs."""
-    quality, amounts, layers = [], [], []
+    quality, amounts, layers, totals = [], [], [], []
     for run in runs:
         against, auc, log_loss = run.difference, f"{run.mean_auc:.4f}", f"{run.mean_log_loss:.4f}"
         changes = [str(change or "") for change in (against.auc_difference, against.log_loss_difference)]
@@ -79,6 +79,8 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
         amounts.append([run.name, vectors, fewer, ids, both, fewer_both])
         left = [_times(run.layers().get(layer)) for layer in LAYERS]
         layers.append([run.name, *left, gradients, _times(against.gradient_reduction)])
+        whole, step = format_bytes(run.total_bytes), f"{run.step_ms:.1f} ms"
+        totals.append([run.name, whole, _times(against.total_reduction), step])
     return [
         Rows(
             "Quality on the test part: mean over seeds, difference to dense with 95 % interval",
@@ -94,6 +96,11 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
             "Saving of each layer on embeddings (they multiply), and bytes of MLP gradients",
             ["", *LAYERS, "MLP gradients", "fewer"],
             layers,
+        ),
+        Rows(
+            "All payload per step: embeddings, ids, gradients; median time of a step here",
+            ["", "all payload", "fewer", "step"],
+            totals,
         ),
     ]
 

@@ -147,6 +147,8 @@ class Runner:
         # After the result ranks only take down their connections, and gloo may abort in that.
         if complete:
             return events
+        if (fault := next((event for event in events if event["event"] == "fault"), None)) is not None:
+            raise RunFailed(fault["text"])
         doing = next((event for event in reversed(events) if event["event"] == "initialize"), None)
         what = f"{self.name} run"
         if doing is not None:

@@ -31,10 +31,11 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.config import MetricsConfig
+from dct_plugin.config import DCTConfig, MetricsConfig
+from dct_plugin.errors import DCTError
 from dct_plugin.metrics import InterfaceCounter, Metrics
 
-from .data import ClickDataset, Rows, epoch_batches, load
+from .data import ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
 from .engine import make_engine
 from .measure import bytes_per_step, gathered, same_on_all_ranks, time_all_reduce, unrecorded
 from .runner import run_name
@@ -50,7 +51,25 @@ def main() -> None:
     # A rank that died must not keep the others waiting for the default of half an hour.
     deepspeed.init_distributed(timeout=timedelta(minutes=5))
     report = reporter(arguments.events if dist.get_rank() == 0 else None)
-    clicks = load(arguments.format, arguments.data, seed=arguments.split_seed, max_rows=arguments.max_rows)
+    try:
+        _train_all(arguments, configs, report)
+    except (DCTError, DataFormatError, FileNotFoundError) as error:
+        report("fault", text=str(error))  # the launcher's one line; the traceback is in this rank's output
+        raise
+    report("result")
+    dist.barrier()  # a rank that tears down its connections while others still use them can abort them
+    dist.destroy_process_group()
+
+
+def _train_all(arguments: argparse.Namespace, configs: Mapping[str, Any], report: Report) -> None:
+    clicks = load(
+        arguments.format,
+        arguments.data,
+        seed=arguments.split_seed,
+        max_rows=arguments.max_rows,
+        columns=None if arguments.columns is None else Columns(**json.loads(arguments.columns)),
+    )
+    check_parts(clicks)
     steps = sum(clicks.num_train // global_batch(config, clicks) for config in configs.values())
     report(
         "start",
@@ -69,9 +88,6 @@ def main() -> None:
             training = Training(name, config, clicks, seed=seed, epochs=arguments.epochs, report=report)
             training.train(arguments.interface)
             training.close()
-    report("result")
-    dist.barrier()  # a rank that tears down its connections while others still use them can abort them
-    dist.destroy_process_group()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -79,7 +95,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "configs", nargs="+", type=Path, help="DeepSpeed JSON files; runs are named after them"
     )
-    parser.add_argument("--format", default="diabetes", help="diabetes, criteo or movielens")
+    parser.add_argument("--format", default="diabetes", help="diabetes, criteo, movielens or table")
+    parser.add_argument("--columns", help="of a table, as JSON: label, dense, categorical")
     parser.add_argument("--data", help="file to read; without it the data set that ships with the package")
     parser.add_argument("--max-rows", type=int, help="read the first rows only")
     parser.add_argument("--split-seed", type=int, default=0, help="of the test part of diabetes")
@@ -107,15 +124,22 @@ def global_batch(config: Mapping[str, Any], clicks: ClickDataset) -> int:
     """Samples of one optimizer step, all ranks together.
 
     Raises:
-        ValueError: There are fewer training rows.
+        DataFormatError: There are fewer training rows.
     """
     size = config.get("train_batch_size")
     if size is None:
         accumulation = config.get("gradient_accumulation_steps", 1)
         size = dist.get_world_size() * config["train_micro_batch_size_per_gpu"] * accumulation
     if size > clicks.num_train:
-        raise ValueError(f"a batch of {size} samples is more than the {clicks.num_train} training rows")
+        raise DataFormatError(f"a batch of {size} samples is more than the {clicks.num_train} training rows")
     return size
+
+
+def metrics_of(config: Mapping[str, Any]) -> MetricsConfig:
+    """Where figures of the tables go: to the section's files, unless the engine's attachment writes them."""
+    section = config.get("dct")
+    dct = DCTConfig.parse({} if section is None else section)
+    return MetricsConfig() if dct.enabled and dct.data_parallel.enabled else dct.metrics
 
 
 class Training:
@@ -142,7 +166,7 @@ class Training:
     ) -> None:
         self.name, self.clicks, self.seed, self.epochs, self.report = name, clicks, seed, epochs, report
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
-        self.metrics = Metrics(MetricsConfig(), rank=self.rank, world_size=self.world_size)
+        self.metrics = Metrics(metrics_of(config), rank=self.rank, world_size=self.world_size)
         self.step_ms: list[float] = []
         self.engine, self.choices, self.notes = make_engine(
             name, config, clicks, seed=seed, metrics=self.metrics

@@ -21,7 +21,7 @@ from dct_plugin.errors import DCTError
 from ...links.namespaces import LinksError, rate_fault, rate_name
 from ..figures import BASELINE
 from ..settings import MODEL_SECTION
-from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
+from .shared import Job, check_target, chosen_format, command, complete, launch, read_json, versions, write
 
 if TYPE_CHECKING:
     from ..speed import Measured
@@ -62,7 +62,10 @@ def demo(
         float | None,
         typer.Option(min=0, max=1, help="Share of gradient entries not sent (0.99 if not given)."),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training part.")] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes over the training part; if not given 3 for diabetes, 1 for criteo."),
+    ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2,
     zero_stage: Annotated[
         int | None, typer.Option(min=0, max=2, help="ZeRO stage: 0 (if not given), 1 or 2.")
@@ -127,6 +130,8 @@ def demo(
     )
     dense = {key: value for key, value in with_dct.items() if key != "dct"}
     metrics_file = out / "dct.metrics.jsonl"
+    check_target(metrics_file, "--out")
+    check_target(json_file, "--json")
     metrics_file.unlink(missing_ok=True)
     with_dct["dct"]["metrics"] = {**with_dct["dct"].get("metrics", {}), "path": str(metrics_file), "every": 1}
     console = Console()

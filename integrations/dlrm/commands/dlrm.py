@@ -19,12 +19,13 @@ from dct_plugin.errors import ConfigError
 from ...links.namespaces import rate_fault, rate_name
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
-from .shared import Job, chosen_format, command, complete, launch, read_json, versions, write
+from .shared import Job, check_target, chosen_format, command, complete, launch, read_json, versions, write
 
 __all__ = ["configuration", "configurations", "dlrm"]
 
 #: Epochs that suit a data set: more overfit.
-EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2}
+EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2, "table": 1}
+_TABLES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
 _OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
 _BATCH_SIZE = 256
 
@@ -45,7 +46,24 @@ def dlrm(
         typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this."),
     ] = None,
     format: Annotated[
-        str | None, typer.Option(help="criteo, diabetes or movielens (criteo if only --data is given).")
+        str | None,
+        typer.Option(
+            help="criteo, diabetes, movielens, or table for any CSV, TSV or Parquet file (if only --data is "
+            "given: table for these by their names, else criteo)."
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Of a table: column to predict, 0 or 1, or compared: 'rating>=4'.")
+    ] = None,
+    dense: Annotated[
+        str | None, typer.Option(help="Of a table: its numeric columns, separated by commas.")
+    ] = None,
+    categorical: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a table: its categorical columns. Without both lists, columns of floating-point numbers "
+            "are dense and all others categorical."
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
@@ -54,7 +72,12 @@ def dlrm(
         str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training part.")] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Passes over the training part; if not given 2 for diabetes and movielens, else 1."
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1,
     max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None,
     baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True,
@@ -87,7 +110,14 @@ def dlrm(
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
     if link is not None and (fault := rate_fault(link)):
         raise typer.BadParameter(fault, param_hint="--link")
-    format = chosen_format(format, data, FORMATS)
+    columns = _columns(label, dense, categorical)
+    if format is None and (columns or (data is not None and set(data.suffixes) & set(_TABLES))):
+        format = "table"
+    if columns is not None and format != "table":
+        raise typer.BadParameter(f"{format} has columns of its own", param_hint="--label")
+    if format == "table" and columns is None:
+        raise typer.BadParameter("name the column to predict", param_hint="--label")
+    format = chosen_format(format, data, FORMATS, columns)
     job = Job(
         format,
         None if data is None else str(data.resolve()),
@@ -95,14 +125,31 @@ def dlrm(
         epochs=epochs or EPOCHS[format],
         seeds=list(range(seeds)),
         configs=configurations(files, model=model, exchange=exchange, ranks=ranks, baseline=baseline),
+        columns=columns,
     )
     if compare and plot is None:
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
+    check_target(report, "--report")
+    check_target(plot, "--plot")
+    check_target(None if out is None else out / "dlrm.events.jsonl", "--out")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
     # After a failure it stays: the message says where the ranks' output is.
     _train(job, ranks, report, plot, folder, link)
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _columns(label: str | None, dense: str | None, categorical: str | None) -> dict[str, Any] | None:
+    """Of a table, as options give them; None if they give none."""
+    if label is None:
+        if dense is not None or categorical is not None:
+            raise typer.BadParameter("name the column to predict", param_hint="--label")
+        return None
+
+    def names(text: str | None) -> list[str]:
+        return [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+    return {"label": label, "dense": names(dense), "categorical": names(categorical)}
 
 
 def configurations(

@@ -7,6 +7,7 @@ import json
 import platform
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "Launch",
+    "check_target",
     "chosen_format",
     "command",
     "complete",
@@ -54,11 +56,19 @@ class Job(NamedTuple):
     configs: dict[str, dict[str, Any]]
     split_seed: int = 0
     """Of the test part of Diabetes."""
+    columns: dict[str, Any] | None = None
+    """Of a table."""
 
     def arguments(self) -> list[str]:
         """Of the trainer, without the configurations."""
-        given = {"format": self.format, "data": self.data, "max-rows": self.max_rows, "epochs": self.epochs}
+        given: dict[str, Any] = {
+            "format": self.format,
+            "data": self.data,
+            "max-rows": self.max_rows,
+            "epochs": self.epochs,
+        }
         given["split-seed"] = self.split_seed or None
+        given["columns"] = None if self.columns is None else json.dumps(self.columns)
         made = ["--seeds", *map(str, self.seeds)]
         for name, value in given.items():
             made += [] if value is None else [f"--{name}", str(value)]
@@ -73,7 +83,9 @@ class Launch(NamedTuple):
     """How to repeat each run by itself."""
 
 
-def chosen_format(format: str | None, path: Path | None, allowed: tuple[str, ...]) -> str:
+def chosen_format(
+    format: str | None, path: Path | None, allowed: tuple[str, ...], columns: dict[str, Any] | None = None
+) -> str:
     """The format of the data: ``format``, or what suits ``path``.
 
     Reads the beginning of the data: a wrong file is better named before the ranks start.
@@ -82,7 +94,7 @@ def chosen_format(format: str | None, path: Path | None, allowed: tuple[str, ...
         typer.BadParameter: The format is not allowed, or the data is not there.
         DataFormatError: The data is of another format.
     """
-    from ..data import load
+    from ..data import Columns, load
 
     format = format or ("diabetes" if path is None else "criteo")
     if format not in allowed:
@@ -95,10 +107,32 @@ def chosen_format(format: str | None, path: Path | None, allowed: tuple[str, ...
     if path is not None and not (path.is_file() if files is None else path.is_dir()):
         raise typer.BadParameter(f"{path}: no such {kind}", param_hint="--data")
     try:
-        load(format, path, max_rows=1000)
+        load(format, path, max_rows=1000, columns=None if columns is None else Columns(**columns))
     except FileNotFoundError as error:
         raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
     return format
+
+
+def check_target(path: Path | None, option: str) -> None:
+    """Whether a file can be written there: better known before the training than after it.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            open(path, "ab").close()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path}: cannot be written: {error.strerror or error}", param_hint=option
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,6 +147,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return content

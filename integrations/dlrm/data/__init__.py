@@ -1,28 +1,33 @@
-"""Readers for click-through style data sets, all returning one :class:`ClickDataset`; need only numpy."""
+"""Readers for click-through style data sets, all returning one :class:`ClickDataset`. They need
+numpy alone, except Parquet."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from .criteo import load_criteo
-from .dataset import ClickDataset, DataFormatError, Rows, epoch_batches
+from .dataset import ClickDataset, DataFormatError, Rows, check_parts, epoch_batches
 from .diabetes import DIABETES_FILE, load_diabetes
 from .movielens import load_movielens
+from .table import Columns, load_table
 
 __all__ = [
     "DIABETES_FILE",
     "FORMATS",
     "ClickDataset",
+    "Columns",
     "DataFormatError",
     "Rows",
+    "check_parts",
     "epoch_batches",
     "load",
     "load_criteo",
     "load_diabetes",
     "load_movielens",
+    "load_table",
 ]
 
-FORMATS = ("diabetes", "criteo", "movielens")
+FORMATS = ("diabetes", "criteo", "movielens", "table")
 
 
 def load(
@@ -31,18 +36,24 @@ def load(
     *,
     seed: int = 0,
     max_rows: int | None = None,
+    columns: Columns | None = None,
 ) -> ClickDataset:
     """Read a data set by the name of its format; without ``path``, the data that ships with the package.
 
-    Raises ``ValueError`` for an unknown format or a path left out, ``FileNotFoundError``,
-    :class:`DataFormatError`.
+    ``columns`` are those of a table. Raises ``ValueError`` for an unknown format or a path left out,
+    ``FileNotFoundError``, :class:`DataFormatError`.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown data format {format!r}; known formats: {', '.join(FORMATS)}")
     if format == "diabetes":
         return load_diabetes(path, seed=seed, max_rows=max_rows)
     if path is None:
-        files = {"criteo": "path of a train.txt or train.txt.gz file"}
-        files["movielens"] = "directory that holds u.data, u.item and u.user"
+        files = {
+            "criteo": "path of a train.txt or train.txt.gz file",
+            "movielens": "directory that holds u.data, u.item and u.user",
+            "table": "path of a .csv, .tsv or .parquet file",
+        }
         raise ValueError(f"format {format!r} needs the {files[format]}")
+    if format == "table":
+        return load_table(path, columns or Columns(), max_rows=max_rows)
     return (load_criteo if format == "criteo" else load_movielens)(path, max_rows=max_rows)

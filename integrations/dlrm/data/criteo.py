@@ -69,6 +69,8 @@ def _line_chunks(path: Path, max_rows: int | None) -> Iterator[tuple[int, list[b
     read = 0
     with open(path, "rb") as file:
         zipped = file.peek(2)[:2] == b"\x1f\x8b"
+        if path.suffix == ".gz" and not zipped:
+            raise DataFormatError(f"{path}: expected gzip data, as its name says; its first bytes are others")
         stream: IO[bytes] = gzip.GzipFile(fileobj=file) if zipped else file  # type: ignore[assignment]
         while max_rows is None or read < max_rows:
             wanted = _CHUNK_LINES if max_rows is None else min(_CHUNK_LINES, max_rows - read)

@@ -98,6 +98,20 @@ def first_rows(path: Path, rows: int, fraction: float) -> int:
     return train
 
 
+def check_parts(clicks: ClickDataset) -> None:
+    """Whether both parts hold both labels: otherwise there is nothing to learn, or no AUC.
+
+    Raises:
+        DataFormatError: A part has one label alone.
+    """
+    for name, rows in (("training", clicks.train), ("test", clicks.test)):
+        if len(np.unique(rows.label)) < 2:
+            raise DataFormatError(
+                f"{clicks.name}: expected rows with label 0 and with label 1 in the {name} part, got "
+                f"{len(rows.label)} rows of one label"
+            )
+
+
 def epoch_batches(num_rows: int, batch_size: int, *, seed: int, epoch: int) -> Iterator[Array]:
     """Row numbers of one epoch's batches, int64 [batch_size] each, shuffled by (seed, epoch).
 

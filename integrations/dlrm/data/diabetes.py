@@ -78,6 +78,9 @@ def _read_columns(path: Path) -> dict[str, Array]:
         raise DataFormatError(
             f"{path}: expected the columnar .npz file that prepare_diabetes writes, but {error}"
         ) from error
+    for key in ("categorical_names", "numeric_names"):
+        if key in columns and not columns[key].size:
+            raise DataFormatError(f"{path}: expected at least one name in {key!r}, got none")
     expected = ["categorical_names", "numeric_names", "label", "patient"]
     expected += [f"code.{n}" for n in columns.get("categorical_names", ())]
     expected += [f"numeric.{n}" for n in columns.get("numeric_names", ())]

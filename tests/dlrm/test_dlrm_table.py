@@ -1,0 +1,87 @@
+"""CSV, TSV and Parquet files of any columns."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dct_plugin.integrations.dlrm.data import ClickDataset, Columns, DataFormatError, load
+
+pyarrow = pytest.importorskip("pyarrow")
+
+ROWS = [(f"u{i % 7}", i % 5, 20 + i % 30, "" if i % 4 == 0 else f"{i / 3:.4f}", i % 6) for i in range(400)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "ratings.csv"
+    lines = ["user,item,age,price,rating", *(",".join(map(str, row)) for row in ROWS)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def same(first: ClickDataset, second: ClickDataset) -> None:
+    assert first.cardinalities == second.cardinalities
+    for name in ("dense", "categorical", "label"):
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+
+
+def test_roles_follow_the_types(file: Path) -> None:
+    clicks = load("table", file, columns=Columns("rating>=4"))
+    assert clicks.dense_names == ("price",)
+    assert clicks.categorical_names == ("user", "item", "age")
+    assert clicks.cardinalities == (8, 6, 31)
+    assert clicks.label.tolist() == [float(row[4] >= 4) for row in ROWS]
+    assert len(clicks) == 400
+    assert clicks.num_train == 320
+    known = clicks.dense[[i for i in range(320) if i % 4], 0]
+    assert abs(known.mean()) < 1e-6
+    assert abs(known.std() - 1) < 1e-6
+    assert not clicks.dense[::4].any()  # missing
+
+
+def test_the_same_from_tsv_gzip_and_parquet(file: Path, tmp_path: Path) -> None:
+    from pyarrow import csv, parquet
+
+    columns = Columns("rating>=4", ["age", "price"], ["user", "item"])
+    expected = load("table", file, columns=columns)
+    tabs, zipped, rows = (tmp_path / name for name in ("r.tsv", "r.tsv.gz", "r.parquet"))
+    tabs.write_text(file.read_text().replace(",", "\t"))
+    zipped.write_bytes(gzip.compress(tabs.read_bytes()))
+    parquet.write_table(csv.read_csv(file), rows)
+    for path in (tabs, zipped, rows):
+        same(load("table", path, columns=columns), expected)
+    assert len(load("table", zipped, columns=columns, max_rows=90)) == 90
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (Columns("click"), "expected a column 'click'; there are user, item, age, price, rating"),
+        (Columns("rating"), "column 'rating': expected labels 0 and 1; compare it"),
+        (Columns("rating>=many"), "expected NAME or NAME>=NUMBER"),
+        (Columns("rating>=4", ["user"], ["item"]), "CSV conversion error to double"),
+        (Columns("rating>=4", ["age"], ["age"]), "column 'age' is given two meanings"),
+        (Columns("rating>=4", ["age"]), "expected at least one categorical column"),
+        (Columns("price>=4", ["age"], ["user"]), "column 'price': expected a label in every row"),
+    ],
+)
+def test_faults_name_file_and_column(file: Path, columns: Columns, words: str) -> None:
+    with pytest.raises(DataFormatError) as fault:
+        load("table", file, columns=columns)
+    assert str(fault.value).startswith(f"{file}: ")
+    assert words in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv.gz", "a.csv"])
+def test_files_that_are_none(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with pytest.raises(FileNotFoundError):
+        load("table", path)
+    for content in (b"", b"\x1f\x8b\x00garbage", b"PAR1 and nothing", bytes(range(256))):
+        path.write_bytes(content)
+        with pytest.raises(DataFormatError, match=name):
+            load("table", path)
