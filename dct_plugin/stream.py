@@ -288,7 +288,7 @@ class Compressor(Stream):
         for start, stop, writer in parts:
             length = stop - start
             capacity = length if dense else self._capacity(encoded.density, length)
-            room = writer.reserve(payload_bound(length, capacity, self._value_dtype))
+            room = writer.reserve(payload_bound(length, capacity, self._value_dtype, self._encoding))
             part = self._write(
                 encoded,
                 grad[start:stop],

@@ -16,10 +16,11 @@ from torch import Tensor
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import refuse
-from dct_plugin.data_parallel.step_ahead import units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 from dct_plugin.metrics import Metrics
 
 from .host import reducer_files, startup
+from .host.replicas import Replicas
 from .host.reporting import Reporting
 from .host.steps import StepHooks
 
@@ -80,6 +81,8 @@ class DCTState:
         self.metrics, self.steps = metrics, StepHooks([], metrics)
         named = dict(named_parameters)
         self._names: dict[int, str] = {id(parameter): name for name, parameter in named.items()}
+        self._parameters: dict[str, Tensor] = {}  # that came by, for the comparison of replicas
+        self._ahead: StepAhead | None = None
         self._sizes = {name: parameter.numel() for name, parameter in named.items()} or None
         self._reducer: GradientReducer | None = None
         self._loaded = reducer_files.FRESH
@@ -99,6 +102,7 @@ class DCTState:
             if self._reducer.adaptive is not None:
                 self._reducer.adaptive.follow(*self._optimizers)
             self.steps.members = [self._reducer]
+            self.steps.replicas = Replicas(self.config.data_parallel, self._weights, self.process_group)
             self._restore(self._reducer)
         return self._reducer
 
@@ -112,13 +116,20 @@ class DCTState:
         """
         units = units_of(optimizer)
         named = [(self._names.setdefault(id(p), name), p) for name, p in model.named_parameters()]
-        self.reducer(named[0][1].device).step_ahead(named, units).attach(model, optimizer)
+        self._ahead = self.reducer(named[0][1].device).step_ahead(named, units)
+        self._ahead.attach(model, optimizer)
         # With a scaler it is known only now what became of the last step.
         model.register_forward_pre_hook(lambda m, _: self._end_step() if m.training else None, prepend=True)
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of the parameter's stream."""
-        return self._names.setdefault(id(parameter), f"parameter_{len(self._names):04d}")
+        name = self._names.setdefault(id(parameter), f"parameter_{len(self._names):04d}")
+        self._parameters.setdefault(name, parameter)
+        return name
+
+    def _weights(self) -> list[tuple[str, Tensor]]:
+        found = [(name, self._parameters[name]) for name in sorted(self._parameters)]
+        return [(name, p.data if self._ahead is None else self._ahead.weight(p)) for name, p in found]
 
     def begin_bucket(self, device: torch.device) -> GradientReducer:
         """A bucket is about to be reduced; see :func:`dct_hook` for the errors."""

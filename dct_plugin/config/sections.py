@@ -222,6 +222,16 @@ class DataParallelConfig(Section):
         default=100, ge=1, description="With adaptive: optimizer steps between two decisions."
     )
 
+    verify_every: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps between comparisons of the ranks' parameters, by checksum; 0 is off.",
+    )
+    verify_action: Literal["stop", "resync"] = Field(
+        default="stop",
+        description="What to do when they differ: stop all ranks, or take over those of the first rank.",
+    )
+
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:
         if self.momentum_correction != 0 and self.error_feedback != "local":

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..codecs.payload import payload_bound
-from ..codecs.values import ValueDtype
-
 #: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
 #: the balance.
 MIN_SHARD = 16_384
+
+
+#: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
+_ROOM, _MOST_PER_ENTRY = 4096, 16
 
 
 class Shard(NamedTuple):
@@ -87,10 +88,8 @@ class Plan:
         self.fingerprint = (high << 31 ^ low) & (2**63 - 1)
 
     def bound(self, rank: int) -> int:
-        """Most bytes of a message with the shards of ``rank``."""
-        return sum(
-            payload_bound(shard.stop - shard.start, None, ValueDtype.FP32) for _, shard in self.owned_by(rank)
-        )
+        """Bytes that a message with the shards of ``rank`` cannot reach, however its payloads are coded."""
+        return sum(_ROOM + _MOST_PER_ENTRY * (shard.stop - shard.start) for _, shard in self.owned_by(rank))
 
     def owned_by(self, rank: int) -> list[tuple[Item, Shard]]:
         """Shards of ``rank`` in the order in which their payloads stand in a message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,10 +27,14 @@ from .accordion import Accordion
 from .plan import Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
 
+logger = logging.getLogger("dct_plugin")
+
 
 class _Written(NamedTuple):
     """What a message holds of one tensor, to be accounted for when the message is complete."""
 
+    name: str | None
+    """None for an owner's answer: what is not finite there was so at other ranks."""
     cls: str
     encoded: Encoded
     stream: Compressor | None
@@ -88,6 +93,8 @@ class GradientReducer:
         self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._paid: set[str] = set()
+        self._nonfinite_reported = False
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
 
@@ -226,7 +233,13 @@ class GradientReducer:
             member.end_step(skipped=skipped and self._transactional)
             if loss_scale is not None and loss_scale != self.loss_scale:
                 member.rescale(loss_scale / self.loss_scale)
+        if not skipped:
+            for name in self._paid:
+                self._loaded.pop(name)
+        self._paid.clear()
         if loss_scale is not None:
+            ratio = loss_scale / self.loss_scale
+            self._loaded = dict(checkpoint.in_unit({"streams": self._loaded}, ratio)["streams"])
             self.loss_scale = loss_scale
         self.step += 1
 
@@ -349,6 +362,8 @@ class GradientReducer:
         if self.world_size > 1 and self.step >= self.config.warmup_steps:
             return False
         tensors = [tensor for _, tensor in entries]
+        if self.world_size == 1:
+            self._pay(entries)
         with self._reduction() as whole:
             if self.world_size > 1:  # a rank whose warm-up is over would wait in another collective for ever
                 plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
@@ -366,6 +381,14 @@ class GradientReducer:
                     for tensor in same:
                         tensor.mul_(scale)
         return True
+
+    def _pay(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """A single rank thresholds nothing: what a checkpoint of several still owes is paid at once."""
+        for name, tensor in entries:
+            saved = self._loaded.get(name)
+            if saved is not None and saved["residual"] is not None and name not in self._paid:
+                tensor += saved["residual"].to(tensor)
+                self._paid.add(name)
 
     def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
         """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
@@ -391,6 +414,7 @@ class GradientReducer:
                     item.tensor.zero_()
                 written.append(
                     _Written(
+                        item.name,
                         "gradient_small" if item.small else "gradient",
                         encoded,
                         stream,
@@ -420,6 +444,7 @@ class GradientReducer:
             encoded = stream.encode(total, [(0, total.numel(), answer)], density, clear=True)
         receivers = self.world_size - 1
         return _Written(
+            None,
             "gradient_small" if item.small else "gradient_answer",
             encoded,
             stream,
@@ -434,7 +459,16 @@ class GradientReducer:
         follow, metrics record.
         """
         messages = read_messages(writers)
-        for cls, encoded, stream, dense_bytes, copies in written:
+        for name, cls, encoded, stream, dense_bytes, copies in written:
+            if name is not None and not self._nonfinite_reported and encoded.nonfinite:
+                self._nonfinite_reported = True
+                logger.warning(
+                    "dct: rank %d: the gradient of %s is not finite in step %d and reaches all ranks as NaN; "
+                    "said once",
+                    self.rank,
+                    name,
+                    self.step,
+                )
             if stream is not None:
                 stream.observe(encoded)
             sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))

@@ -370,6 +370,10 @@ class StepAhead:
             parameter.data = weight
         self._originals.clear()
 
+    def weight(self, parameter: Tensor) -> Tensor:
+        """A parameter's weight, also while its data are the displaced ones."""
+        return next((weight for other, weight in self._originals if other is parameter), parameter.data)
+
     def forget(self) -> None:
         """The weights change: :meth:`restore` them, and compute displaced ones anew when next asked."""
         self.restore()

@@ -19,11 +19,12 @@ from ..autoload import configuration_of
 from ..host import startup
 from ..host.deepspeed_keys import unread
 from ..host.patches import Patches
+from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import checkpointing, step_ahead
 from .parameters import GatherHooks
-from .stage0 import BoundaryHooks
+from .stage0 import BoundaryHooks, is_expert
 from .support import check_engine, check_version, known_fault
 from .zero import PartitionHooks
 
@@ -117,6 +118,12 @@ class Attachment:
         if ahead is not None:
             ahead.attach(engine.module)
         named = step_ahead.named_parameters(engine, self._hooks.name_of)
+        replicated = [pair for group in named for pair in group if not is_expert(pair[1])]
+        self.steps.replicas = Replicas(
+            self.config.data_parallel,
+            lambda: [(name, parameter.data) for name, parameter in replicated],
+            self.reducer.exchange.group,
+        )
         checkpointing.install(
             engine,
             self.reducer,

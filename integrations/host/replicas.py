@@ -1,0 +1,113 @@
+"""Replicas are equal: a checksum of every parameter, compared over the ranks every few steps.
+
+Ranks add up the same payloads in the same order, so their parameters are bitwise equal. What comes in between
+(memory errors, a kernel that is not deterministic, a script that changes parameters on one rank) would go
+unnoticed, and the model that is saved be another than the one that was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.errors import DesyncError
+
+__all__ = ["Replicas"]
+
+logger = logging.getLogger("dct_plugin")
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+#: Entries that are summed at once, in 16 bytes of memory each.
+_CHUNK = 2**20
+
+
+class Replicas:
+    """Compares parameters as ``dct.data_parallel.verify_every`` says.
+
+    Args:
+        config: The ``data_parallel`` settings.
+        weights: The parameters by name, the same on all ranks of the group.
+        group: The ranks that hold replicas; None for all.
+    """
+
+    def __init__(
+        self,
+        config: DataParallelConfig,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.every, self.action = config.verify_every, config.verify_action
+        self._weights, self._group = weights, group
+
+    def check(self, step: int) -> None:
+        """After optimizer step ``step``; a collective when it is due.
+
+        With the action ``"stop"`` ranks that differ stop all, with ``"resync"`` every rank takes over the
+        parameters of the group's first rank, and a warning says which were others. States of the optimizer
+        are not compared.
+
+        Raises:
+            DesyncError: On every rank: names the step, the parameters and the ranks.
+        """
+        if not self.every or step % self.every:
+            return
+        named = list(self._weights())
+        if not named or dist.get_world_size(self._group) == 1:
+            return
+        own = torch.stack([checksum(weight) for _, weight in named])
+        bounds = torch.cat([own, -own])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
+        high, low = bounds.chunk(2)
+        differing = (high != -low).nonzero().view(-1).tolist()
+        if not differing:
+            return
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        everyones = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(everyones, own, group=self._group)
+        text = "; ".join(
+            f"{named[i][0]} on {_minority(ranks, [int(sums[i]) for sums in everyones])}"
+            for i in differing[:5]
+        )
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        if self.action == "stop":
+            raise DesyncError(
+                f"rank {dist.get_rank()}: parameters differ between the ranks after step {step}: {text}{more}"
+            )
+        for i in differing:
+            dist.broadcast(named[i][1], ranks[0], group=self._group)
+        if dist.get_rank() == ranks[0]:
+            logger.warning(
+                "dct: parameters differed between the ranks after step %d: %s%s; all took over those of rank "
+                "%d",
+                step,
+                text,
+                more,
+                ranks[0],
+            )
+
+
+def checksum(weight: Tensor) -> Tensor:
+    """Sum of a tensor's bit patterns, each one mixed with its position: int64, on the tensor's device."""
+    flat = weight.detach().contiguous().view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start, words in enumerate(flat.view(_WORDS[flat.element_size()]).split(_CHUNK)):
+        # Odd factors, so that no single difference vanishes.
+        first = 2 * start * _CHUNK + 1
+        factors = torch.arange(first, first + 2 * words.numel(), 2, device=flat.device)
+        total += (words * factors).sum()
+    return total & (2**62 - 1)  # the comparison needs its negative, too
+
+
+def _minority(ranks: list[int], sums: list[int]) -> str:
+    usual, count = Counter(sums).most_common(1)[0]
+    if 2 * count <= len(sums):
+        return f"ranks {', '.join(map(str, ranks))} (no majority)"
+    return (
+        f"rank(s) {', '.join(str(rank) for rank, found in zip(ranks, sums, strict=True) if found != usual)}"
+    )

@@ -1,0 +1,127 @@
+"""Replicas that drift apart, gradients that are not finite, and residuals that a single rank still owes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from dct_plugin.integrations.host.replicas import checksum
+from support.processes import launch, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import DCTState, GradientReducer, dct_hook
+
+
+def test_a_checksum_sees_every_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        weight = torch.randn(1000).to(dtype)
+        own = int(checksum(weight))
+        bits = weight.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()])
+        for at, bit in ((0, 0), (999, 7), (500, 8 * weight.element_size() - 2)):
+            bits[at] ^= 1 << bit
+            assert int(checksum(weight)) != own
+            bits[at] ^= 1 << bit
+        assert int(checksum(weight)) == own
+        assert int(checksum(weight.flip(0))) != own
+    assert int(checksum(torch.empty(0))) == 0
+
+
+def _drifts(rank: int, world_size: int, action: str, ahead: bool) -> tuple[list[str], torch.Tensor]:
+    """One bit of one parameter changes on rank 1 after the third step."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dct_plugin").addHandler(handler)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 1))
+    ddp = DistributedDataParallel(model)
+    keys: dict[str, Any] = {"sparsity": 0.9, "min_numel": 100, "verify_every": 2, "verify_action": action}
+    if ahead:
+        keys["error_feedback"] = "step_ahead"
+    state = DCTState({"data_parallel": keys}, named_parameters=model.named_parameters())
+    ddp.register_comm_hook(state, dct_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if ahead:
+        state.step_ahead(model, optimizer)
+    for step in range(6):
+        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * rank + step))
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        if step == 2 and rank == 1:
+            with torch.no_grad():
+                model[2].weight.view(torch.int32)[0, 5] ^= 1
+    logging.getLogger("dct_plugin").removeHandler(handler)
+    return lines, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_drifted_parameter_stops_all_ranks(ahead: bool) -> None:
+    for rank, (kind, text) in enumerate(launch(3, _drifts, "stop", ahead)):
+        assert kind == "error"
+        words = "parameters differ between the ranks after step 4: 2.weight on rank(s) 1"
+        assert f"DesyncError: rank {rank}: {words}" in text
+
+
+@pytest.mark.slow
+def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
+    results = run(3, _drifts, "resync", False)
+    assert all(torch.equal(weights, results[0][1]) for _, weights in results)
+    (line,) = results[0][0]
+    assert "2.weight on rank(s) 1; all took over those of rank 0" in line
+    assert not results[1][0]
+
+
+def _poisons(rank: int, world_size: int, exchange: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dct_plugin").addHandler(handler)
+    reducer = GradientReducer(DataParallelConfig(sparsity=0.9, exchange=exchange))
+    for step in range(3):
+        gradients = {"fc.weight": torch.ones(40_000), "fc.bias": torch.ones(10)}
+        if rank == 1 and step > 0:
+            gradients["fc.weight"][7] = float("nan")
+        reducer.all_reduce(list(gradients.items()))
+        reducer.end_step()
+    logging.getLogger("dct_plugin").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+def test_a_gradient_that_is_not_finite_is_named_once_where_it_was(exchange: str) -> None:
+    first, second, third = run(3, _poisons, exchange)
+    assert first == third == []
+    (line,) = second
+    assert line.startswith("dct: rank 1: the gradient of fc.weight is not finite in step 1 and reaches all")
+
+
+def _alone(rank: int, world_size: int) -> list[torch.Tensor]:
+    """A single rank that goes on where two had residuals; its first step is skipped, the scale halves."""
+    reducer = GradientReducer(DataParallelConfig(sparsity=0.9), transactional=True, loss_scale=4.0)
+    stream = {
+        "threshold": {"tau": 0.0, "step": 1, "age": 0, "refreshes": 0, "density": 0.1, "out_of_band": False},
+        "residual": torch.full((5000,), 8.0),
+        "velocity": None,
+        "shape": None,
+    }
+    reducer.load_state_dict({"step": 3, "loss_scale": 4.0, "streams": {"weight": stream}})
+    seen = []
+    for step in range(4):
+        gradient = torch.ones(5000)
+        reducer.all_reduce([("weight", gradient)])
+        seen.append(gradient)
+        reducer.end_step(skipped=step == 0, loss_scale=2.0)
+    return seen
+
+
+@pytest.mark.slow
+def test_a_single_rank_pays_what_is_owed_once() -> None:
+    (seen,) = run(1, _alone)
+    assert [float(gradient.unique()) for gradient in seen] == [9.0, 5.0, 1.0, 1.0]
