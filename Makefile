@@ -23,7 +23,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-gpu lint bench bench-gpu links wheel clean
+.PHONY: help setup demo test test-fast test-gpu lint bench bench-gpu links soak fuzz wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -70,6 +70,13 @@ lint: $(TEST_READY) ## ruff, mypy and the import contracts
 
 bench: $(READY) ## Selection kernels beside their alternatives
 	@$(BIN)/python benchmarks/selection.py
+
+SECONDS ?= 1800
+soak: $(READY) ## Kill training again and again; it must end bitwise as without (SECONDS=1800)
+	@$(BIN)/python tests/reliability/soak.py --seconds $(SECONDS)
+
+fuzz: $(READY) ## Mutated payloads, state files, configurations, scripts, under sanitizers (SECONDS=1800)
+	@$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS)
 
 links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
 	@$(BIN)/dct bench links --out $(OUT)/links
