@@ -192,12 +192,12 @@ class DataParallelConfig(Section):
         default=None,
         ge=1,
         description="In the two-phase exchange, density of what owners send back, as a multiple of that of "
-        "what ranks send to them; null takes 2 with step_ahead, else 1.",
+        "what ranks send to them; null takes 3 with step_ahead, else 1.",
     )
     exchange: Literal["auto", "direct", "two_phase"] = Field(
         default="auto",
         description="All-gather of every rank's payload (direct), or reduce at owners and gather "
-        "(two_phase); auto takes the one with fewer bytes.",
+        "(two_phase); auto takes the one with fewer bytes, and with step_ahead direct up to 4 ranks.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="First optimizer steps that are sent dense.")
     sparsity_warmup_steps: int = Field(
@@ -270,7 +270,7 @@ class DataParallelConfig(Section):
     def answer_density(self) -> float:
         """Density of what owners send back, as a multiple of that of what they are sent."""
         if self.server_density is None:
-            return 2.0 if self.error_feedback == "step_ahead" else 1.0
+            return 3.0 if self.error_feedback == "step_ahead" else 1.0
         return self.server_density
 
 

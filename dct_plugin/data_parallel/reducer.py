@@ -329,9 +329,9 @@ class GradientReducer:
 
     def _direct(self) -> bool:
         if self.config.exchange == "auto":
-            # A rank sends P-1 messages directly, and in two phases (P-1)/P of one and of an answer. Where the
-            # bytes are the same, directly: that takes one round less, and owners hold nothing back.
-            return self.world_size <= 1.0 + self.config.answer_density
+            # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
+            # round fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
+            return self.world_size <= (4 if self.config.error_feedback == "step_ahead" else 2)
         return self.config.exchange == "direct"
 
     def _small(self, numel: int) -> bool:
