@@ -145,7 +145,11 @@ class _Crossing:
         with self.exchange.abort_on_error():
             sent, own = channel.messages.encode(self._layers(blocks), rank)
         report.lap()
-        messages = self.exchange.all_to_all([message.data for message in sent], channel._fingerprint)
+        messages = self.exchange.all_to_all(
+            [message.data for message in sent],
+            channel._fingerprint,
+            bounds=[_most_bytes(rows, channel.dim) for rows in route.received_rows],
+        )
         report.lap(messages)
         received, self.received_masks = channel.messages.decode(messages, rank, own, route.received_rows)
         self.sent_masks = [message.mask for message in sent]
@@ -170,7 +174,11 @@ class _Crossing:
                     parts, rank, route.received_rows, self.received_masks, quantised=self.limits.gradients
                 )
             report.lap()
-            messages = self.exchange.all_to_all(answers, channel._fingerprint + 1)
+            messages = self.exchange.all_to_all(
+                answers,
+                channel._fingerprint + 1,
+                bounds=[_most_bytes(rows, channel.dim) for rows in route.sent_rows],
+            )
             report.lap(messages)
             flat = channel.messages.decode_gradients(
                 messages, rank, parts[rank], route.sent_rows, self.sent_masks
@@ -215,6 +223,11 @@ class _Crossing:
         report.lap()
         report.write(dense=report.numel, wire=report.numel * report.itemsize)
         return out
+
+
+def _most_bytes(rows: Sequence[int], dim: int) -> int:
+    """More than any message of these rows: positions and values of all entries, something for each table."""
+    return 8 * sum(rows) * dim + 16 * len(rows) + 4096
 
 
 class _Cross(torch.autograd.Function):
