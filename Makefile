@@ -55,12 +55,18 @@ test-fast: $(TEST_READY) ## Run the tests that start no processes, in about a mi
 	@$(BIN)/python -m pytest -m 'not slow'
 
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
-test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
-	@PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
+SOURCES := build/source
+.PHONY: $(SOURCES)
+$(SOURCES): # what an installation makes of the two source folders
+	@mkdir -p $@/dct_plugin
+	@ln -sfn $(abspath dct_plugin)/* $(abspath integrations) $@/dct_plugin
 
-bench-gpu: ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8 minutes)
+test-gpu: $(SOURCES) ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
+	@PYTHONPATH=$(SOURCES) $(PYTHON) -m pytest tests/gpu
+
+bench-gpu: $(SOURCES) ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8 minutes)
 	@mkdir -p $(OUT)
-	@PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --json $(OUT)/gpu.json
+	@PYTHONPATH=$(SOURCES) $(PYTHON) benchmarks/gpu.py --json $(OUT)/gpu.json
 
 lint: $(TEST_READY) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -220,9 +220,15 @@ def main(
     ] = None,
     encodings: Annotated[bool, typer.Option(help="Also compare the index encodings.")] = False,
     check: Annotated[bool, typer.Option(help="Exit with status 1 when a target is missed.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: benchmarks/gpu.py without whole steps.")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here, too.")] = None,
 ) -> None:
     """Compare threshold selection with error feedback with copy_, plain torch and torch.topk."""
+    if device == "cuda":
+        import gpu
+
+        gpu.main(numel, density, repeats, steps=False, json_file=json_file)
+        return
     torch.set_num_threads(threads)
     kernels = CpuBackend(threads)
     if isa:

@@ -10,6 +10,7 @@ each other's wrong tensors, and a failed rank can tell the others before it stop
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,17 +21,28 @@ from torch import Tensor
 from ..errors import DesyncError
 from .agreement import absent_after_failure
 
+logger = logging.getLogger("dct_plugin.collectives")
+
 _FAILED = -1
 _PREFIX = 16  # bytes: size and fingerprint
 #: Bytes of a message that travel with its size: room that every receiver has ready, so the same on all ranks.
 HEAD_BYTES = 1 << 16
 
 
+def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where a message of ``device`` has to lie for the group to carry it: gloo sends from the host."""
+    backends = str(dist.get_backend_config(group)).split(",")
+    if device.type == "cpu" or f"{device.type}:gloo" not in backends:
+        return device
+    logger.warning("gloo carries messages of %s through the host; nccl would not", device)
+    return torch.device("cpu")
+
+
 class Exchange:
     """Variable-size messages over one process group.
 
     Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU
-    tensors and on nccl with CUDA tensors.
+    tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go through the host.
 
     Args:
         group: Process group, None for the default one.
@@ -40,13 +52,14 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
+        self._wire = wire_of(group, device)
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.sent_bytes = 0
         """Bytes handed to the transport so far, size messages included."""
         self.step: int | None = None
         """Named in the message about a lost peer."""
-        self._head_bytes = HEAD_BYTES if device.type == "cpu" else 0
+        self._head_bytes = HEAD_BYTES if self._wire.type == "cpu" else 0
         # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
@@ -65,6 +78,7 @@ class Exchange:
             DesyncError: A rank reported a failure, is at another operation, announces more bytes than it can
                 have, or was lost; names the ranks.
         """
+        own, messages = messages[self.rank], self._outgoing(messages)
         rows, heads = self._announce([m.numel() for m in messages], fingerprint, messages)
         sizes = self._checked(rows, fingerprint)
         for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
@@ -81,19 +95,31 @@ class Exchange:
             elif size <= at:
                 received.append(head[:size])
             else:
-                received.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+                received.append(torch.empty(size, dtype=torch.uint8, device=self._wire))
                 received[r][:at] = head
         self._transfer([m[at:] for m in messages], [part[at:] for part in received], "messages")
-        return received
+        return self._arrived(received, own)
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """:meth:`all_to_all` where every rank knows beforehand that rank ``r`` sends it ``sizes[r]``."""
+        own, messages = messages[self.rank], self._outgoing(messages)
         received = [
-            messages[r] if r == self.rank else torch.empty(sizes[r], dtype=torch.uint8, device=self.device)
+            messages[r] if r == self.rank else torch.empty(sizes[r], dtype=torch.uint8, device=self._wire)
             for r in range(self.world_size)
         ]
         self._transfer(messages, received, "messages")
-        return received
+        return self._arrived(received, own)
+
+    def _outgoing(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """``messages`` where the transport takes them from; one that all ranks get is copied once."""
+        if self._wire == self.device:
+            return list(messages)
+        there = {id(m): m.to(self._wire) for r, m in enumerate(messages) if r != self.rank}
+        empty = torch.empty(0, dtype=torch.uint8, device=self._wire)
+        return [empty if r == self.rank else there[id(m)] for r, m in enumerate(messages)]
+
+    def _arrived(self, received: Sequence[Tensor], own: Tensor) -> list[Tensor]:
+        return [own if r == self.rank else m.to(self.device) for r, m in enumerate(received)]
 
     def _transfer(self, messages: Sequence[Tensor], received: Sequence[Tensor], what: str) -> None:
         """Send ``messages[r]`` to rank ``r`` and fill ``received[r]`` from it, unless empty."""
@@ -168,9 +194,10 @@ class Exchange:
         self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None = None
     ) -> tuple[list[list[int]], list[Tensor]]:
         """Size and fingerprint of the message from every rank, and its first bytes (none but on gloo)."""
-        table = torch.tensor([[size, fingerprint] for size in sizes], dtype=torch.int64)
+        rows = [[size, fingerprint] for size in sizes]
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._wire.type == "cuda")
         if not self._head_bytes:
-            table = table.to(self.device)
+            table = table.to(self._wire, non_blocking=True)
             answer = torch.empty_like(table)
             with self._transport("exchange of sizes"):
                 dist.all_to_all_single(answer, table, group=self.group)

@@ -176,14 +176,17 @@ class TritonBackend:
         if skips:
             device.skips[_programs(capacity, _CHUNK)](positions, state, sums)
         device.plan[(1,)](state, sums, numel, FORCED=forced, SKIPS=skips)
+        accumulated = left is not None  # then one form of the kernel serves all types of gradients
         self._write(
-            *(out, words, positions, kept_counts, state, sums, source, residual, left, numel, 0),
+            *(out, words, positions, kept_counts, state, sums),
+            *(None if accumulated else source, None, left, numel, 0),
             grid=_programs(max(capacity, -(-numel // 32)), _CHUNK),
             ENTRIES=_SELECTED,
-            ACCUMULATED=left is not None,
+            ACCUMULATED=accumulated,
             VALUE=int(args.value_dtype),
-            HAS_LEFT=left is not None,
-            **kinds,
+            GRAD=0 if accumulated else kinds["GRAD"],
+            HAS_RESIDUAL=False,
+            HAS_LEFT=accumulated,
         )
         return self._seal(out, state, numel, 0, 0, _SELECTED, args.value_dtype, args.tau)
 

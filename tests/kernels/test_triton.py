@@ -136,8 +136,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
     for backend, into in zip(BOTH, outs, strict=True):
         with HostReads() as reads:
             backend.sum_messages(messages, into, scale)
-        assert backend is REFERENCE or reads.places == [place for place in reads.places if "triton" in place]
-    assert len(reads.places) <= 2  # one copy, seen as a tensor and as an array
+    assert reads.places == ["kernels/triton_backend.py:cpu", "kernels/triton_backend.py:numpy"]
     for expected, found in zip(*outs, strict=True):
         assert same_bits(found, expected) or bool((found.isnan() & expected.isnan()).all())
     assert bool(outs[1][4].isnan().all())
@@ -222,8 +221,7 @@ def test_nothing_waits_for_the_device() -> None:
     with HostReads() as reads:
         (message,) = read_messages([writer])
         read_stats(stats)
-    assert [place for place in reads.places if "cpu" not in place] == reads.places
-    assert len({place.split(":")[0] for place in reads.places}) == 1
+    assert set(reads.places) == {"codecs/stats.py:cpu", "codecs/stats.py:tolist"}
     payloads = Payload.split(message)
     with HostReads() as reads:
         for payload in payloads:

@@ -21,18 +21,19 @@ _LIBRARY = str(Path(dct_plugin.__file__).parent)
 
 
 class HostReads(TorchFunctionMode):
-    """Reads of tensors by code of the library while the context is open, as ``file:line`` each.
+    """Reads of tensors by code of the library while the context is open, as ``file:function`` each.
 
     What Triton's interpreter does in place of a device is not counted, nor what is on the host by nature.
     """
 
-    def __init__(self, *, ignore: tuple[str, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
-        self._ignore = ignore
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = func in _READS or (func is Tensor.to and "cpu" in map(str, args))
+        result = func(*args, **(kwargs or {}))
+        moved = func is Tensor.to and result is not args[0]
+        reads = func in _READS or (moved and "cpu" in map(str, args))
         # A mask as an index has a result whose size only the device knows.
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -41,7 +42,7 @@ class HostReads(TorchFunctionMode):
             frame = sys._getframe(1)
             while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
                 frame = frame.f_back
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if place.startswith(_LIBRARY) and not any(part in place for part in self._ignore):
-                self.places.append(place.removeprefix(_LIBRARY + "/"))
-        return func(*args, **(kwargs or {}))
+            if frame.f_code.co_filename.startswith(_LIBRARY):
+                file = frame.f_code.co_filename.removeprefix(_LIBRARY + "/")
+                self.places.append(f"{file}:{func.__name__}")
+        return result

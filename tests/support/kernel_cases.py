@@ -38,15 +38,16 @@ class Case:
     encoding: IndexEncoding | None
     clear: bool
 
-    def run(self, backend: Backend) -> tuple[Stats, Tensor, Tensor | None]:
-        """Stats, payload, residual afterwards; checks that inputs are left alone."""
-        grad, residual = self.grad.clone(), None if self.residual is None else self.residual.clone()
-        left = residual if self.in_place else torch.full_like(self.grad, 5.0, dtype=torch.float32)
+    def run(self, backend: Backend, device: str = "cpu") -> tuple[Stats, Tensor, Tensor | None]:
+        """Stats, payload and residual afterwards, on the host; checks that inputs are left alone."""
+        grad = self.grad.to(device, copy=True)
+        residual = None if self.residual is None else self.residual.to(device, copy=True)
+        left = residual if self.in_place else torch.full_like(grad, 5.0, dtype=torch.float32)
         bound = payload_bound(
             grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype, self.encoding
         )
         guard = 64
-        out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8)
+        out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8, device=device)
         stats = backend.compress(
             grad,
             residual,
@@ -60,11 +61,11 @@ class Case:
             clear=self.clear,
         )
         assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
-        assert same_bits(grad, torch.zeros_like(grad) if self.clear else self.grad)
+        assert same_bits(grad.cpu(), torch.zeros_like(self.grad) if self.clear else self.grad)
         if not self.in_place and residual is not None:
             assert self.residual is not None
-            assert same_bits(residual, self.residual)
-        return stats, out[: stats.nbytes].clone(), left
+            assert same_bits(residual.cpu(), self.residual)
+        return stats, out[: stats.nbytes].cpu(), None if left is None else left.cpu()
 
 
 @st.composite

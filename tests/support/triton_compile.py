@@ -31,7 +31,18 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "compact": [{"READING": False}],
     "skips": [{}],
     "plan": [{"FORCED": -1, "SKIPS": True}],
-    "write": [{**_FEEDBACK, "ENTRIES": -1, "ACCUMULATED": True, "VALUE": _INT4, "HAS_LEFT": True}],
+    "write": [
+        {
+            "grad": None,
+            "residual": None,
+            "GRAD": 0,
+            "HAS_RESIDUAL": False,
+            "ENTRIES": -1,
+            "ACCUMULATED": True,
+            "VALUE": _INT4,
+            "HAS_LEFT": True,
+        }
+    ],
     "seal": [{"ENTRIES": -1, "VALUE": _INT4}],
     "headers": [{}],
     "verify": [{"VALUE": _INT4}],

@@ -1,0 +1,268 @@
+"""Triton kernels on a GPU: the reference's bits, no waiting, the same bits every time, CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.kernel_cases import GRAD_DTYPES, Case, same_bits
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton")
+
+from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import get_backend
+from dct_plugin.kernels.reference import ReferenceBackend
+from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+
+REFERENCE = ReferenceBackend(WRITTEN)
+TRITON = TritonBackend()
+NUMEL = 200_003  # four blocks of positions, 49 tiles, the last ones not full
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def tensors(dtype: torch.dtype = torch.float32, numel: int = NUMEL) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    grad = torch.randn(numel, generator=generator)
+    grad[numel // 8 : numel // 2] *= 0.3
+    return grad.to(dtype), 0.5 * torch.randn(numel, generator=generator)
+
+
+def alike(case: Case) -> tuple[Tensor, int]:
+    """Compressed and read the same way on both sides."""
+    expected, found = case.run(REFERENCE), case.run(TRITON, "cuda")
+    assert found[0].counts == expected[0].counts
+    assert same_bits(found[1], expected[1])
+    if expected[2] is not None:
+        assert found[2] is not None
+        assert same_bits(found[2], expected[2])
+    numel, payload = case.grad.numel(), expected[1]
+    outs = [torch.linspace(-1, 1, numel), torch.linspace(-1, 1, numel).cuda()]
+    for backend, out in zip((REFERENCE, TRITON), outs, strict=True):
+        assert backend.decode_add(payload.to(out.device), out) == expected[0].nnz
+    assert same_bits(outs[0], outs[1].cpu()) or bool(outs[1].isnan().all())
+    mask = TRITON.decode_mask(payload.cuda(), numel)
+    assert torch.equal(mask.cpu(), REFERENCE.decode_mask(payload, numel))
+    return payload, expected[0].nnz
+
+
+def test_cuda_tensors_take_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DCT_KERNELS", raising=False)
+    assert get_backend("cuda").name == "triton"
+
+
+@pytest.mark.parametrize("value_dtype", list(ValueDtype))
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("capacity", [None, 700])
+def test_every_value_type(value_dtype: ValueDtype, in_place: bool, capacity: int | None) -> None:
+    grad, residual = tensors()
+    for tau in (2.6, 0.9):
+        alike(Case(grad, residual, in_place, tau, capacity, 150_000, value_dtype, None, False))
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("encoding", [None, *WRITTEN[1:]])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_every_gradient_type_and_encoding(
+    dtype: torch.dtype, encoding: IndexEncoding | None, with_residual: bool
+) -> None:
+    grad, residual = tensors(dtype)
+    for tau in (2.5, 1e-30, math.inf):
+        alike(
+            Case(
+                *(grad, residual if with_residual else None, with_residual, tau, None, 0),
+                *(ValueDtype.BF16, encoding, True),
+            )
+        )
+
+
+@pytest.mark.parametrize("value_dtype", list(ValueDtype))
+def test_every_entry(value_dtype: ValueDtype) -> None:
+    for numel in (0, 1, 300, 5000):
+        grad, residual = tensors(numel=numel)
+        alike(Case(grad, residual, True, 0.0, None, 0, value_dtype, None, False))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0**126])
+@pytest.mark.parametrize("where", [0, NUMEL - 1])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_overflow_leaves_the_residual_bitwise_alone(bad: float, where: int, in_place: bool) -> None:
+    grad, residual = tensors()
+    grad[where] = bad
+    for tau in (2.0, 0.0):
+        alike(Case(grad, residual, in_place, tau, None, 0, ValueDtype.BF16, None, False))
+
+
+@pytest.mark.parametrize("value_dtype", list(ValueDtype))
+def test_values_at_shared_positions(value_dtype: ValueDtype) -> None:
+    grad, _ = tensors()
+    payload, nnz = alike(Case(grad, None, True, 2.0, None, 0, ValueDtype.BF16, None, False))
+    bound = payload_bound(NUMEL, nnz, value_dtype, IndexEncoding.SHARED_MASK)
+    written, sums = [], []
+    for backend, device in ((REFERENCE, "cpu"), (TRITON, "cuda")):
+        out, total = torch.empty(bound, dtype=torch.uint8, device=device), torch.zeros(NUMEL, device=device)
+        mask = payload.to(device)
+        stats = backend.encode_shared(grad.flip(0).to(device), mask, value_dtype, out)
+        backend.decode_shared_add(out[: stats.nbytes], mask, total)
+        written.append(out[: stats.nbytes].cpu())
+        sums.append(total.cpu())
+    assert same_bits(*written)
+    assert same_bits(*sums)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_thresholds(dtype: torch.dtype) -> None:
+    grad, residual = tensors(dtype)
+    grad[::1000] = math.nan
+    on_device = grad.cuda(), residual.cuda()
+    for keep in (0.001, 0.01, 0.3):
+        for samples in (8192, 65_536, 100_000):
+            found = TRITON.sample_threshold(*on_device, keep, samples, 5)
+            assert float(found) == REFERENCE.sample_threshold(grad, residual, keep, samples, 5)
+    assert float(TRITON.exact_threshold(*on_device, 999)) == REFERENCE.exact_threshold(grad, residual, 999)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("scale", [0.5, 1 / 3])
+def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
+    sizes, messages = [5, 70_001, 0, 3000], []
+    for sender in range(3):
+        writer = MessageWriter(torch.device("cpu"))
+        for position, size in enumerate(sizes):
+            tensor = torch.randn(size, generator=torch.Generator().manual_seed(10 * sender + position))
+            room = writer.reserve(payload_bound(size, None, ValueDtype.BF16))
+            tau = 2.0 if size > 5 else 0.0
+            writer.advance(REFERENCE.compress(tensor, None, tau, room, value_dtype=ValueDtype.BF16))
+        messages.append(writer.message)
+    expected = [torch.zeros(size, dtype=dtype) for size in sizes]
+    REFERENCE.sum_messages(messages, expected, scale)
+    found = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
+    TRITON.sum_messages([message.cuda() for message in messages], found, scale)
+    for one, other in zip(expected, found, strict=True):
+        assert same_bits(one, other.cpu())
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Threshold, selection, message and back again; two reads, of figures and of headers."""
+    grad, residual = (t.cuda() for t in tensors())
+    writer, out = MessageWriter(torch.device("cuda")), torch.zeros(NUMEL, device="cuda")
+
+    def compressed() -> None:
+        writer.clear()
+        for _ in range(3):
+            tau = TRITON.sample_threshold(grad, residual, 0.01, 8192, seed=3)
+            room = writer.reserve(payload_bound(NUMEL, 4000, ValueDtype.BF16))
+            writer.advance(
+                TRITON.compress(grad, residual, tau, room, capacity=4000, value_dtype=ValueDtype.BF16)
+            )
+
+    compressed()  # compiles
+    with no_waiting():
+        compressed()
+    (message,) = read_messages([writer])
+    payloads = Payload.split(message)
+    for payload in payloads:
+        TRITON.decode_add(payload, out)
+    with no_waiting():
+        for payload in payloads:
+            TRITON.decode_add(payload, out)
+    TRITON.sum_messages([message], [torch.zeros(NUMEL, device="cuda") for _ in range(3)])
+
+
+def test_the_same_bits_every_time() -> None:
+    grad, residual = (t.cuda() for t in tensors(numel=3_000_001))
+    found = []
+    for _ in range(5):
+        left = residual.clone()
+        out = torch.zeros(payload_bound(3_000_001, 40_000, ValueDtype.INT8), dtype=torch.uint8, device="cuda")
+        options = {"capacity": 40_000, "start": 2_500_000, "value_dtype": ValueDtype.INT8}
+        stats = TRITON.compress(grad, left, 2.2, out, **options)
+        total = torch.zeros(3_000_001, device="cuda")
+        TRITON.decode_add(out[: stats.nbytes], total)
+        found.append((stats.counts, out, left, total))
+    for other in found[1:]:
+        assert other[0] == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(other[1:], found[0][1:], strict=True))
+
+
+def test_under_a_cuda_graph() -> None:
+    """Sizes are fixed, what is kept is not: one recording serves every step."""
+    grad, residual = (t.cuda() for t in tensors())
+    out = torch.zeros(payload_bound(NUMEL, 4000, ValueDtype.BF16), dtype=torch.uint8, device="cuda")
+    options = {"capacity": 4000, "value_dtype": ValueDtype.BF16}
+
+    def step() -> Tensor:
+        tau = TRITON.sample_threshold(grad, residual, 0.01, 8192, seed=3)
+        counts = TRITON.compress(grad, residual, tau, out, **options)._device_counts
+        assert counts is not None
+        return counts
+
+    start = residual.clone()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counts = step()
+    residual.copy_(start)
+    recorded = []
+    for _ in range(3):
+        graph.replay()
+        recorded.append((counts.tolist(), out[: int(counts[0])].clone(), residual.clone()))
+    residual.copy_(start)
+    for expected in recorded:
+        found = step().tolist()
+        assert found == expected[0]
+        assert torch.equal(out[: found[0]], expected[1])
+        assert torch.equal(residual, expected[2])
+
+
+def test_damage_is_told_with_the_next_figures() -> None:
+    grad, _ = tensors()
+    payload, _ = alike(Case(grad, None, True, 2.0, None, 0, ValueDtype.BF16, None, False))
+    damaged = payload.clone()
+    damaged[-1] ^= 1
+    out = torch.ones(NUMEL, device="cuda")
+    TRITON.decode_add(damaged.cuda(), out)
+    assert bool((out == 1.0).all())
+    room = torch.empty(payload_bound(NUMEL, None, 0), dtype=torch.uint8, device="cuda")
+    with pytest.raises(PayloadError, match="decoded before"):
+        TRITON.compress(grad.cuda(), None, 2.0, room).nbytes  # noqa: B018 (a figure that is read)
+
+
+def test_slices_at_any_offset() -> None:
+    bucket, residuals = (t.cuda() for t in tensors())
+    message = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
+    for offset in (1, 2, 3):
+        grad, residual = bucket[offset : offset + 9000], residuals[offset : offset + 9000]
+        whole = grad + residual
+        stats = TRITON.compress(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16)
+        out = torch.zeros(9003, device="cuda")
+        TRITON.decode_add(message[offset : offset + stats.nbytes], out[3:])
+        assert torch.equal(out[3:] + residual, whole)
+
+
+def test_a_large_tensor() -> None:
+    """256 MiB: many programs at once; counted and summed up by torch."""
+    numel = 1 << 26
+    grad, residual = torch.randn(numel, device="cuda"), 0.3 * torch.randn(numel, device="cuda")
+    whole = grad + residual
+    tau = TRITON.sample_threshold(grad, residual, 0.01, 65_536, seed=1)
+    out = torch.empty(payload_bound(numel, numel // 50, ValueDtype.FP32), dtype=torch.uint8, device="cuda")
+    stats = TRITON.compress(grad, residual, tau, out, capacity=numel // 50)
+    assert stats.above == stats.nnz == int((whole.abs() >= tau).sum())
+    assert 0.008 < stats.nnz / numel < 0.012
+    sent = torch.zeros(numel, device="cuda")
+    TRITON.decode_add(out[: stats.nbytes], sent)
+    assert torch.equal(sent + residual, whole)

@@ -1,0 +1,179 @@
+"""Streams and reducers with CUDA tensors: nccl with one rank, gloo with several processes on one device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("triton", reason="needs triton")
+
+from dct_plugin import Compressor, kernels
+from dct_plugin.collectives import Exchange
+from dct_plugin.config import DataParallelConfig, KernelConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.kernels.reference import ReferenceBackend
+from dct_plugin.kernels.triton_backend import WRITTEN
+
+SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
+
+
+def gradient(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def plain() -> KernelConfig:
+    """The reference on the CPU, with the encodings that Triton writes."""
+    kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
+    return KernelConfig(backend="plain")
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_stream_has_the_bits_of_the_cpu(dtype: torch.dtype, transactional: bool) -> None:
+    one = Compressor(sparsity=0.95, transactional=transactional, kernels=plain())
+    other = Compressor(sparsity=0.95, transactional=transactional)
+    for step in range(5):
+        grad = gradient(30_000, step, dtype)
+        if step == 3:
+            grad[5] = float("nan")
+        expected, found = one.compress(grad), other.compress(grad.cuda())
+        assert found.data.is_cuda
+        assert expected.to_bytes() == found.to_bytes()
+        for stream in (one, other):
+            stream.end_step(skipped=transactional and step == 3)
+    states = one.state_dict(), other.state_dict()
+    assert torch.equal(states[0]["residual"], states[1]["residual"])
+    assert states[0]["threshold"] == states[1]["threshold"]
+
+
+def _reduce(rank: int, world_size: int, device: str, exchange: str, dtype: torch.dtype) -> dict[str, Any]:
+    config = DataParallelConfig(sparsity=0.95, exchange="auto" if exchange == "owners" else exchange)
+    reducer = GradientReducer(config, device=device, kernels=plain() if device == "cpu" else None)
+    arrived: dict[str, Any] = {}
+    for step in range(4):
+        entries = {n: gradient(size, 100 * rank + step, dtype).to(device) for n, size in SIZES.items()}
+        if exchange == "owners":
+            halves = {n: [Shard(0, 0, size // 2), Shard(1, size // 2, size)] for n, size in SIZES.items()}
+            reducer.reduce_scatter([(name, t, halves[name]) for name, t in entries.items()], scale=0.5)
+            own = {name: t[halves[name][rank].start : halves[name][rank].stop] for name, t in entries.items()}
+            entries = own
+        else:
+            reducer.all_reduce(list(entries.items()), scale=0.5)
+        reducer.end_step()
+        arrived |= {f"{name} {step}": t.cpu() for name, t in entries.items()}
+    residuals = {name: state["residual"] for name, state in reducer.state_dict()["streams"].items()}
+    return arrived | residuals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["direct", "two_phase", "owners"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_processes_on_one_device_have_the_bits_of_two_on_the_cpu(
+    exchange: str, dtype: torch.dtype
+) -> None:
+    expected, found = run(2, _reduce, "cpu", exchange, dtype), run(2, _reduce, "cuda", exchange, dtype)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[key], other[key]) for key in mine)
+    if exchange != "owners":
+        assert all(torch.equal(found[0][f"layer {s}"], found[1][f"layer {s}"]) for s in range(4))
+
+
+class _OneRank:
+    """A process group of this process alone."""
+
+    def __enter__(self) -> None:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29511")
+        dist.init_process_group("nccl", rank=0, world_size=1)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def test_nccl_with_one_rank() -> None:
+    with _OneRank():
+        exchange = Exchange(None, torch.device("cuda"))
+        message = torch.arange(100, dtype=torch.uint8, device="cuda")
+        (back,) = exchange.all_to_all([message], 7)
+        assert torch.equal(back, message)
+        reducer = GradientReducer(DataParallelConfig(sparsity=0.95), device="cuda")
+        grad = gradient(5000, 1).cuda()
+        expected = grad.clone() * 0.5
+        reducer.all_reduce([("weight", grad)], scale=0.5)
+        assert torch.equal(grad, expected)
+
+
+def _train(rank: int, world_size: int, with_hook: bool, sparsity: float) -> tuple[list[Tensor], list[float]]:
+    from dct_plugin import DCTState, dct_hook
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)]
+    model = torch.nn.Sequential(*layers).cuda()
+    wrapped = DistributedDataParallel(model, device_ids=[0])
+    if with_hook:
+        section = {"data_parallel": {"sparsity": sparsity, "value_dtype": "fp32", "min_numel": 0}}
+        wrapped.register_comm_hook(DCTState(section), dct_hook)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(8):
+        x = gradient(64 * 32, 10 * step + rank).view(32, 64).cuda()
+        loss = (wrapped(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return [parameter.detach().cpu() for parameter in model.parameters()], losses
+
+
+@pytest.mark.slow
+def test_ddp_training() -> None:
+    """At sparsity 0 as without the hook; at 0.9 the same weights on both ranks, and it learns."""
+    dense, exact, sparse = (run(2, _train, *form) for form in ((False, 0.0), (True, 0.0), (True, 0.9)))
+    for one, other in zip(dense[0][0], exact[0][0], strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-6)
+    for one, other in zip(sparse[0][0], sparse[1][0], strict=True):
+        assert torch.equal(one, other)
+    assert sparse[0][1][-1] < sparse[0][1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_deepspeed_training(precision: str) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        pytest.skip("DS_ACCELERATOR asks for another accelerator")
+    for losses in run(2, _deepspeed, precision):
+        assert losses[-1] < losses[0]
+
+
+def _deepspeed(rank: int, world_size: int, precision: str) -> list[float]:
+    import deepspeed
+    from dct_plugin.integrations.autoload import autoload
+
+    autoload()  # an installation calls it at `import torch`; these tests do without one
+    os.environ["LOCAL_RANK"] = "0"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    section = {
+        "train_micro_batch_size_per_gpu": 32,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        precision: {"enabled": True},
+        "zero_optimization": {"stage": 0},  # gloo carries no other collectives of CUDA tensors
+        "dct": {"data_parallel": {"sparsity": 0.9, "min_numel": 0}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=section)
+    losses = []
+    for step in range(12):
+        x = gradient(64 * 32, 10 * step + rank).view(32, 64).to(engine.device, next(model.parameters()).dtype)
+        loss = (engine(x) - x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
