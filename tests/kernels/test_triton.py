@@ -237,15 +237,19 @@ def test_a_stream_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
     kernels.register_backend("interpreted", TritonBackend)
     kernels.register_backend("plain", lambda: REFERENCE)
-    for transactional in (False, True):
+    for transactional, beside in ((False, False), (False, True), (True, False)):
         streams = [
             Compressor(sparsity=0.9, transactional=transactional, kernels=KernelConfig(backend=name))
             for name in ("plain", "interpreted")
         ]
         for step in range(3):
             gradient = torch.randn(3000, generator=torch.Generator().manual_seed(step)).bfloat16()
+            if step == 1:
+                gradient[5] = math.nan
             expected, found = (stream.compress(gradient).data for stream in streams)
             assert same_bits(expected, found)
+            assert streams[1].residual is not None
+            streams[1].residual._beside = beside  # as on CUDA
             for stream in streams:
                 stream.end_step(skipped=transactional and step == 1)
         states = [stream.state_dict() for stream in streams]
