@@ -29,8 +29,8 @@ class Residual:
         self._committed = torch.zeros(numel, dtype=torch.float32, device=device)
         self._pending = torch.zeros_like(self._committed) if transactional else None
         self._dirty = False
-        # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, which is
-        # a quarter of the traffic. It takes the memory of one tensor: the caching allocator passes it on.
+        # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
+        # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
         self._beside = device.type == "cuda"
 
     @property
