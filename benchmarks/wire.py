@@ -70,7 +70,7 @@ def worker(args: argparse.Namespace) -> None:
                     section["dct"]["data_parallel"]["parameters"] = {
                         "enabled": True,
                         "sparsity": args.parameters,
-                        "value_dtype": args.value_dtype,
+                        "value_dtype": args.parameters_dtype,
                     }
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=section
@@ -119,7 +119,8 @@ def main() -> None:
     )
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--sparsity", type=float, default=0.99)
-    parser.add_argument("--parameters", type=float, default=0.99, help="sparsity of updated parameters")
+    parser.add_argument("--parameters", type=float, default=0.97, help="sparsity of updated parameters")
+    parser.add_argument("--parameters-dtype", default="bf16")
     parser.add_argument("--value-dtype", default="bf16")
     parser.add_argument("--bf16", action="store_true", help="bf16 training instead of fp32")
     parser.add_argument("--warmup", type=int, default=10, help="steps before the counters are read")

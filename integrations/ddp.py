@@ -13,18 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin import checkpoint
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
+from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
+from dct_plugin.thresholds import Threshold
 
 from .host import reducer_files, startup
 from .host.replicas import Replicas
 from .host.reporting import Reporting
 from .host.steps import StepHooks
 
-__all__ = ["DCTState", "dct_hook"]
+__all__ = ["DCTState", "Owed", "dct_hook"]
 
 
 class DCTState:
@@ -83,7 +86,8 @@ class DCTState:
         self._names: dict[int, str] = {id(parameter): name for name, parameter in named.items()}
         self._parameters: dict[str, Tensor] = {}  # that came by, for the comparison of replicas
         self._ahead: StepAhead | None = None
-        self._sizes = {name: parameter.numel() for name, parameter in named.items()} or None
+        self.sizes = {name: parameter.numel() for name, parameter in named.items()} or None
+        """Entries of the parameters; None without ``named_parameters``."""
         self._reducer: GradientReducer | None = None
         self._loaded = reducer_files.FRESH
         self._agreed = self._backward_done = False
@@ -167,6 +171,13 @@ class DCTState:
         self._end_step()
         return {"reducer": self._loaded if self._reducer is None else self._reducer.state_dict()}
 
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Over the ranks, on CPU; a collective."""
+        nccl = dist.get_backend(self.process_group) == "nccl"
+        total = tensor.to("cuda" if nccl else "cpu", copy=True)
+        dist.all_reduce(total, group=self.process_group)
+        return total.div_(dist.get_world_size(self.process_group)).cpu()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank."""
         self._loaded = state["reducer"] or reducer_files.FRESH
@@ -191,9 +202,50 @@ class DCTState:
         """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Returns
         False, and residuals are zero, if a rank has no file; the log says why.
         """
-        state = reducer_files.load(folder, group=self.process_group, sizes=self._sizes)
+        state = reducer_files.load(folder, group=self.process_group, sizes=self.sizes)
         self.load_state_dict({"reducer": state})
         return state is not None
+
+
+class Owed:
+    """What a :class:`DCTState` owes to the model, for ``torch.distributed.checkpoint``.
+
+    ``dcp.save({"model": ..., "dct": Owed(state)}, checkpoint_id=folder)``, and ``dcp.load`` in the same way:
+    the mean of the ranks' residuals, the same on all ranks, so that any number of ranks can load it. Like
+    these, both methods are collectives. A run that is to go on bitwise, every rank with residuals of its own, takes
+    :meth:`DCTState.save`. Thresholds are measured anew.
+
+    Args:
+        state: Made with ``named_parameters``.
+
+    Raises:
+        ConfigError: The state does not know the parameters' names.
+    """
+
+    def __init__(self, state: DCTState) -> None:
+        if state.sizes is None:
+            raise ConfigError("Owed(state) needs DCTState(..., named_parameters=model.named_parameters())")
+        self._state = state
+        small = state.config.data_parallel.min_numel
+        self._sizes = {name: numel for name, numel in state.sizes.items() if numel >= small}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals by parameter, fp32 [numel], and what they go with."""
+        own = self._state.state_dict()["reducer"]
+        content = checkpoint.content_of(own, rank=0, world_size=1, unit=1.0)
+        streams = checkpoint.reshard([content])["streams"]
+        residuals = {}
+        for name, numel in self._sizes.items():
+            found = streams[name]["residual"] if name in streams else torch.zeros(numel)
+            residuals[name] = self._state.mean(found)
+        return {"step": own["step"], "loss_scale": own["loss_scale"], "residuals": residuals}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        fresh = {"threshold": Threshold().state_dict(), "velocity": None, "shape": None}
+        streams = {name: {**fresh, "residual": residual} for name, residual in saved["residuals"].items()}
+        state = {"step": saved["step"], "loss_scale": saved["loss_scale"], "streams": streams}
+        self._state.load_state_dict({"reducer": state})
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -63,11 +63,15 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         f"ahead-0.99-ramp180-parameters-{share}": {"sparsity": 0.99, **AHEAD, **SLOWER, **_updates(share)}
         for share in (0.9, 0.95, 0.97, 0.99)
     },
-    "ahead-0.99-ramp180-parameters-0.97-int8": {
-        "sparsity": 0.99,
-        **AHEAD,
-        **SLOWER,
-        **_updates(0.97, value_dtype="int8"),
+    **{
+        f"ahead-0.99-ramp180-parameters-{share}-{kind}": {
+            "sparsity": 0.99,
+            **AHEAD,
+            **SLOWER,
+            **_updates(share, value_dtype=kind),
+        }
+        for share in (0.9, 0.95, 0.97)
+        for kind in ("int8", "int4")
     },
     **{
         f"dense-parameters-{share}": {"sparsity": 0, "value_dtype": "fp32", **SLOWER, **_updates(share)}

@@ -106,7 +106,7 @@ class ParametersConfig(Section):
         description="Share of the entries that are not updated in one step; what is left stays between "
         "master and working weight and is sent later.",
     )
-    value_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
+    value_dtype: Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"] = Field(
         default="bf16",
         description="Type of the differences on the wire; with sparsity 0 and the weights' own type or fp32 "
         "the host's own gather runs.",

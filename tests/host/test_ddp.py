@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dct_plugin.integrations.ddp import Owed
 from support.processes import launch, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.data_parallel import DCTState, dct_hook
+from dct_plugin.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +59,49 @@ def train(ddp: nn.Module, rank: int, steps: range, scaler: Any = None, poison: i
 def residuals(state: DCTState) -> dict[str, torch.Tensor]:
     streams = state.state_dict()["reducer"]["streams"]
     return {name: s["residual"].clone() for name, s in streams.items() if s["residual"] is not None}
+
+
+def _portable(rank: int, world_size: int, folder: str, save: bool) -> dict[str, Any]:
+    """What is owed before saving, or after loading and before a step; and the weights some steps later."""
+    model = network()
+    ddp, state = hooked(model=model, named_parameters=list(model.named_parameters()))
+    owed = Owed(state)
+    if save:
+        train(ddp, rank, range(5))
+        dcp.save({"dct": owed}, checkpoint_id=folder)
+    else:
+        dcp.load({"dct": owed}, checkpoint_id=folder)
+    found = residuals(state)
+    step = state.state_dict()["reducer"]["step"]
+    return {"owed": found, "step": step, "weights": train(ddp, rank, range(5, 7))}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_torchs_distributed_checkpoints_keep_what_is_owed(tmp_path: Path, world_size: int) -> None:
+    saved = run(2, _portable, str(tmp_path), True)
+    loaded = run(world_size, _portable, str(tmp_path), False)
+    assert saved[0]["owed"]
+    for name in saved[0]["owed"]:
+        mean = sum(rank["owed"][name] for rank in saved) / 2
+        assert not torch.equal(mean, saved[0]["owed"][name])
+        for rank in loaded:
+            torch.testing.assert_close(rank["owed"][name], mean, rtol=1e-6, atol=1e-7)
+    assert all(rank["step"] == 5 for rank in loaded)
+    assert all(torch.equal(rank["weights"], loaded[0]["weights"]) for rank in loaded)
+
+
+def _unnamed(rank: int, world_size: int) -> str:
+    with pytest.raises(ConfigError) as raised:
+        Owed(DCTState(SPARSE))
+    with pytest.raises(ConfigError) as other:
+        DCTState({"data_parallel": {"parameters": {"enabled": True}}})
+    return f"{raised.value} {other.value}"
+
+
+def test_names_are_needed_for_them_and_there_are_no_updates_of_weights() -> None:
+    (text,) = run(1, _unnamed)
+    assert "needs DCTState(..., named_parameters=" in text
+    assert "parameters.enabled = true: torch DistributedDataParallel: every rank has the whole" in text
 
 
 # -- training ---
