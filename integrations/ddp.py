@@ -212,8 +212,8 @@ class Owed:
 
     ``dcp.save({"model": ..., "dct": Owed(state)}, checkpoint_id=folder)``, and ``dcp.load`` in the same way:
     the mean of the ranks' residuals, the same on all ranks, so that any number of ranks can load it. Like
-    these, both methods are collectives. A run that is to go on bitwise, every rank with residuals of its own, takes
-    :meth:`DCTState.save`. Thresholds are measured anew.
+    these, both methods are collectives. Thresholds are measured anew. A run that is to go on bitwise, every
+    rank with residuals of its own, takes :meth:`DCTState.save`.
 
     Args:
         state: Made with ``named_parameters``.
