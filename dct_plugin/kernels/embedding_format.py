@@ -8,14 +8,15 @@ rows were asked for.
 
 Codes are numbered 0, 1, -1, 2, ... -> 0, 1, 2, 3, ... (*z*). Methods:
 
-====== ======== =========================================================================================
+====== ======== ===========================================================================================
 0..12  rice     quotient ``z >> k`` in zeros, a one, then the ``k`` low bits; 24 zeros: z follows in 16 bits
-13     sparse   32 bits of number, 4 and 4 of two parameters, then per code that is not 0 the gap to the
-                one before it (rice, 32 bits after 24 zeros) and z - 1 (rice)
+13     sparse   how many codes are not 0, in as many bits as the entries' number has, two parameters in 4 bits
+                each; then per such code the gap to the one before it (rice, 32 bits after 24 zeros) and
+                z - 1 (rice)
 14     raw      fp32 entries, before the bits; half step width 0
 15     zero     all codes are 0
 17..32 packed   ``method - 16`` bits for each
-====== ======== =========================================================================================
+====== ======== ===========================================================================================
 
 Sources: quantising by a bound, Feng et al., SC 2024, arXiv:2407.04272; Rice codes, Rice and Plaunt, IEEE
 Trans. Communications 19 (1971).

@@ -187,12 +187,13 @@ def _choose(z: IntArray, bit_cost: int) -> tuple[int, list[BitTokens]]:
         gaps, v = np.diff(at, prepend=-1) - 1, z[at] - 1
         gap_param = min(max(((n - nnz) // nnz).bit_length() - 1, 0), MAX_RICE)
         value_param, bits = _best_rice(v)
-        bits += 40 + nnz * (gap_param + 1) + int((gaps >> gap_param).sum())
+        bits += n.bit_length() + 8 + nnz * (gap_param + 1) + int((gaps >> gap_param).sum())
         if bits * bit_cost + 2 * nnz * RICE_COST < least:
-            head = np.array([nnz | gap_param << 32 | value_param << 36], dtype=np.uint64)
+            width = n.bit_length()
+            head = np.array([nnz | (gap_param | value_param << 4) << width], dtype=np.uint64)
             pairs = zip(_rice(gaps, gap_param, 32), _rice(v, value_param, _ESCAPED_BITS), strict=True)
             both, widths = (np.stack(pair, axis=1).reshape(-1) for pair in pairs)
-            return SPARSE, [(head, np.array([40])), (both, widths)]
+            return SPARSE, [(head, np.array([width + 8])), (both, widths)]
     return method, packed if method > PACKED else [_rice(z, k, _ESCAPED_BITS)]
 
 
@@ -305,7 +306,7 @@ class _Reader:
                 raise _Fault(10, 0)
             z[:] = [self.rice(method, _ESCAPED_BITS) for _ in range(n)]
         elif method == SPARSE:
-            nnz, gap_param, value_param = self.take(32), self.take(4), self.take(4)
+            nnz, gap_param, value_param = self.take(n.bit_length()), self.take(4), self.take(4)
             if gap_param > MAX_RICE or value_param > MAX_RICE:
                 raise _Fault(11, 0)
             if nnz > n or nnz > total:

@@ -169,7 +169,7 @@ static plan_t choose(const uint32_t *z, uint64_t n, uint64_t bit_cost, uint64_t 
     if (4 * nnz < n) {
         const int b = bit_length((n - nnz) / nnz) - 1, gap = b < 0 ? 0 : b > MAX_RICE ? MAX_RICE : b;
         uint64_t found = 0, rest = 0;
-        bits = 40 + nnz * (uint64_t)(gap + 1);
+        bits = (uint64_t)bit_length(n) + 8 + nnz * (uint64_t)(gap + 1);
         for (uint64_t i = 0; i < n; i++) {
             if (!z[i]) continue;
             const uint32_t space = (uint32_t)i - (found ? at[found - 1] + 1 : 0);
@@ -279,7 +279,8 @@ static void write_segment(writer_t *w, const uint32_t *z, uint64_t n, plan_t pla
     if (plan.method <= MAX_RICE) {
         for (uint64_t i = 0; i < n; i++) put_rice(&local, z[i], plan.method, ESCAPED_BITS);
     } else if (plan.method == METHOD_SPARSE) {
-        put(&local, plan.nnz | (uint64_t)plan.gap_param << 32 | (uint64_t)plan.value_param << 36, 40);
+        const unsigned width = (unsigned)bit_length(n);
+        put(&local, plan.nnz | (uint64_t)(plan.gap_param | plan.value_param << 4) << width, width + 8);
         for (uint64_t j = 0; j < plan.nnz; j++) {
             put_rice(&local, at[j] - (j ? at[j - 1] + 1 : 0), plan.gap_param, 32);
             put_rice(&local, v[j], plan.value_param, ESCAPED_BITS);
@@ -413,8 +414,8 @@ static int read_segment(reader_t *r, int method, uint64_t n, uint32_t *z) {
         }
         *r = local;
     } else if (method == METHOD_SPARSE) {
-        const uint64_t head = take(r, 40), nnz = head & 0xFFFFFFFFu;
-        const int gap = (int)(head >> 32 & 15), value = (int)(head >> 36);
+        const uint64_t nnz = take(r, (unsigned)bit_length(n));
+        const int gap = (int)take(r, 4), value = (int)take(r, 4);
         if (gap > MAX_RICE || value > MAX_RICE) return EMB_CODE;
         if (nnz > n || nnz > total) return EMB_TRUNCATED;
         memset(z, 0, n * sizeof *z);
