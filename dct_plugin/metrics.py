@@ -71,6 +71,7 @@ class _Sums:
     encode_ms: float = 0.0
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
+    hidden_ms: float = 0.0
 
     def count(self, record: Record) -> None:
         for name in _ADDED:
@@ -96,7 +97,7 @@ class _Sums:
 
 
 #: What the sums take from a record as it is.
-_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms")
+_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms")
 _ADDED = ("dense_bytes", "sent_bytes", "numel", "nnz", "refreshes", *_TIMES)
 
 
@@ -126,6 +127,7 @@ class ClassSummary:
     encode_ms: float
     exchange_ms: float
     decode_ms: float
+    hidden_ms: float
 
     @property
     def total_ms(self) -> float:
@@ -169,6 +171,7 @@ class Record:
         tau: Threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
         refreshes: Thresholds that were measured anew.
         select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
+        hidden_ms: How many of them passed beside the backward pass, which did not wait for them.
         tensors: Tensors in the message.
     """
 
@@ -184,6 +187,7 @@ class Record:
     encode_ms: float = 0.0
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
+    hidden_ms: float = 0.0
     tensors: int = 1
 
     @contextmanager
@@ -295,6 +299,7 @@ class Metrics:
         parts.append(
             f"{total.total_ms:.1f} ms per step in select {total.select_ms:.1f} / "
             f"encode {total.encode_ms:.1f} / exchange {total.exchange_ms:.1f} / decode {total.decode_ms:.1f}"
+            + (f" ({total.hidden_ms:.1f} of them hidden)" if total.hidden_ms else "")
         )
         return "dct: " + ", ".join(parts)
 

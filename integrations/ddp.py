@@ -6,7 +6,8 @@ Everything but the hook itself comes from :mod:`.host`: this is how small a host
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 from dct_plugin.errors import ConfigError
-from dct_plugin.metrics import Metrics
+from dct_plugin.metrics import Metrics, Record
 from dct_plugin.thresholds import Threshold
 
 from .host import reducer_files, startup
 from .host.replicas import Replicas
 from .host.reporting import Reporting
 from .host.steps import StepHooks
+from .host.worker import ReductionHandle, ReductionWorker, group_of_own
 
 __all__ = ["DCTState", "Owed", "dct_hook"]
 
@@ -91,6 +93,8 @@ class DCTState:
         self._reducer: GradientReducer | None = None
         self._loaded = reducer_files.FRESH
         self._agreed = self._backward_done = False
+        self._worker: ReductionWorker | None = None
+        self._pending: list[ReductionHandle] = []
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """The reducer, made when the first bucket tells the device."""
@@ -144,20 +148,50 @@ class DCTState:
                 made = self.reducer(device)
             facts = {"optimizer steps so far": made.step, "step_ahead() called": made.looks_ahead}
             agreement.confirm(startup.facts_of(self.config, facts))
+            own = group_of_own(self.process_group) if device.type == "cpu" else None
+            if own is not None:
+                made.exchange.group, self._worker = own, ReductionWorker("dct gradients")
+                weakref.finalize(self, self._worker.stop)
             self._agreed = True
         self._end_step()
         self.steps.begin()
         return self.reducer(device)
 
-    def end_bucket(self, *, last: bool) -> None:
-        """A bucket was reduced, the ``last`` one of a backward pass or another."""
-        self._backward_done = last
+    def reduce(self, work: Callable[[], None], done: Callable[[], None], *, last: bool) -> None:
+        """Reduce a bucket, the ``last`` one of a backward pass or another, and call ``done()``.
+
+        On CPU that happens beside the backward pass, which raises the errors of all its reductions at its
+        end. On CUDA it has been launched when this returns: a second thread's kernels would come in between
+        those of the model's other communication, in an order that differs from rank to rank.
+        """
+        if self._worker is None:
+            work()
+            done()
+            if last:
+                self._end_backward()
+            return
+        handle = self._worker.submit(work)
+        handle.when_done(done)
+        self._pending.append(handle)
+        if last:  # queued before DDP's own wait for the futures
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._wait()
+        self._backward_done = True
         if self.scaler is None:  # with one it is known only later what becomes of the step
             self._end_step()
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, []
+        for handle in pending:
+            handle.wait()
 
     def _end_step(self) -> None:
         if self._reducer is not None and self._backward_done:
             self._backward_done = False
+            if self._worker is not None:
+                self.metrics.record(Record("gradient", tensors=0, hidden_ms=self._worker.hidden_ms()))
             scale = self._loss_scale()
             # A scaler lowers its scale when, and only when, it has skipped a step.
             skipped = scale is not None and scale < self._reducer.loss_scale
@@ -168,6 +202,7 @@ class DCTState:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank, between two steps; save one per rank."""
+        self._wait()
         self._end_step()
         return {"reducer": self._loaded if self._reducer is None else self._reducer.state_dict()}
 
@@ -180,6 +215,7 @@ class DCTState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank."""
+        self._wait()
         self._loaded = state["reducer"] or reducer_files.FRESH
         self._backward_done = False
         if self._reducer is not None:
@@ -269,10 +305,13 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     reducer = state.begin_bucket(buffer.device)
     views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
     names = [state.name_of(parameter) for parameter in bucket.parameters()]
-    reducer.all_reduce(list(zip(names, views, strict=True)), scale=1.0 / reducer.world_size)
-    state.end_bucket(last=bucket.is_last())
+    entries = list(zip(names, views, strict=True))
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-    future.set_result(buffer)
+    state.reduce(
+        lambda: reducer.all_reduce(entries, scale=1.0 / reducer.world_size),
+        lambda: future.set_result(buffer),
+        last=bucket.is_last(),
+    )
     return future
 
 

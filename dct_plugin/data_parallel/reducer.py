@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -145,10 +146,10 @@ class GradientReducer:
             DesyncError: A rank failed or reduces other tensors.
             PayloadError: A message arrived damaged.
         """
-        self.look(entries)
-        if self._reduced_dense(entries, scale):
-            return
         with self._reduction() as whole:
+            self.look(entries)
+            if self._reduced_dense(entries, scale, whole):
+                return
             if self._direct():
                 plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
                 self._all_reduce_direct(plan, scale, whole)
@@ -172,10 +173,10 @@ class GradientReducer:
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        self.look([(name, tensor) for name, tensor, _ in entries])
-        if self._reduced_dense([(name, tensor) for name, tensor, _ in entries], scale):
-            return
         with self._reduction() as whole:
+            self.look([(name, tensor) for name, tensor, _ in entries])
+            if self._reduced_dense([(name, tensor) for name, tensor, _ in entries], scale, whole):
+                return
             plan = self._plan("reduce_scatter", entries)
             received = self._send_to_owners(plan, whole)
             owned = [item.view(shard) for item, shard in plan.owned_by(self.rank)]
@@ -357,29 +358,28 @@ class GradientReducer:
 
     # -- sending ---
 
-    def _reduced_dense(self, entries: Sequence[tuple[str, Tensor]], scale: float) -> bool:
+    def _reduced_dense(self, entries: Sequence[tuple[str, Tensor]], scale: float, whole: Record) -> bool:
         """Warm-up steps and single ranks: sum as the host framework would. Returns whether that was done."""
         if self.world_size > 1 and self.step >= self.config.warmup_steps:
             return False
         tensors = [tensor for _, tensor in entries]
         if self.world_size == 1:
             self._pay(entries)
-        with self._reduction() as whole:
-            if self.world_size > 1:  # a rank whose warm-up is over would wait in another collective for ever
-                plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
-                self.exchange.agree(plan.fingerprint)
-            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-                same = [tensor for tensor in tensors if tensor.dtype == dtype]
-                if self.world_size > 1:
-                    flat = torch.cat(same)
-                    with whole.timed("exchange"):
-                        size = self.exchange.all_reduce(flat)
-                    self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
-                    for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                        tensor.copy_(reduced)
-                if scale != 1.0:
-                    for tensor in same:
-                        tensor.mul_(scale)
+        if self.world_size > 1:  # a rank whose warm-up is over would wait in another collective for ever
+            plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
+            self.exchange.agree(plan.fingerprint)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            if self.world_size > 1:
+                flat = torch.cat(same)
+                with whole.timed("exchange"):
+                    size = self.exchange.all_reduce(flat)
+                self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
+                for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                    tensor.copy_(reduced)
+            if scale != 1.0:
+                for tensor in same:
+                    tensor.mul_(scale)
         return True
 
     def _pay(self, entries: Sequence[tuple[str, Tensor]]) -> None:
@@ -543,16 +543,21 @@ class GradientReducer:
 
     @contextmanager
     def _reduction(self) -> Iterator[Record]:
-        """The record of a reduction as a whole: size messages, and the time of exchange and decoding."""
+        """The record of a reduction as a whole: size messages, the time of exchange and decoding, and as time
+        of selection whatever no other figure holds.
+        """
         whole = Record("gradient", sent_bytes=-self.exchange.sent_bytes, tensors=0)
         self.exchange.step = self.step
+        began = time.perf_counter()
         yield whole
         whole.sent_bytes += self.exchange.sent_bytes
+        whole.select_ms += 1e3 * (time.perf_counter() - began) - whole.exchange_ms - whole.decode_ms
         if self.metrics is not None:
             self.metrics.record(whole)
 
     def _record(self, record: Record, whole: Record) -> None:
         """A tensor's share of the reduction."""
         whole.sent_bytes -= record.sent_bytes
+        whole.select_ms -= record.select_ms + record.encode_ms
         if self.metrics is not None:
             self.metrics.record(record)

@@ -35,11 +35,12 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.metrics import Record
 
 from ..host.post_import import when_imported
+from ..host.worker import ReductionHandle, ReductionWorker, group_of_own
 from . import step_ahead
 from .session import Hook, Session
-from .worker import ReductionHandle, ReductionWorker
 
 #: Attribute of a parameter: the name of its stream.
 NAME = "_dct_name"
@@ -138,6 +139,8 @@ class DataParallelHook(Hook):
         used, coming = self._scale or (None, None)
         for each in self._reductions.values():
             late = None if each.scale_known else used
+            if each.worker is not None:
+                self.session.metrics.record(Record("gradient", tensors=0, hidden_ms=each.worker.hidden_ms()))
             each.reducer.end_step(skipped=self._overflow, loss_scale=coming, reduced_at=late)
             each.scale_known |= used is not None
         self._overflow = False
@@ -315,9 +318,9 @@ class DataParallelHook(Hook):
         device = group.buckets[0].grad_data.device
         exchange_over, worker = ranks, None
         if group.ddp_config.overlap_grad_reduce and device.type == "cpu":
-            members = dist.get_process_group_ranks(ranks)
-            exchange_over = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            worker = ReductionWorker(f"dct gradients {name}")
+            own = group_of_own(ranks)
+            if own is not None:
+                exchange_over, worker = own, ReductionWorker(f"dct gradients {name}")
         reducer = GradientReducer(
             self.session.config.data_parallel,
             exchange_over,

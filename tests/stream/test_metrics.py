@@ -19,7 +19,8 @@ from dct_plugin.metrics import Event, InterfaceCounter, Metrics, Record, format_
 
 FIELDS = {
     "step", "steps", "class", "dense_bytes", "sent_bytes", "ratio", "density_target", "density", "tau",
-    "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms", "rank", "world_size", "time",
+    "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms",
+    "rank", "world_size", "time",
 }  # fmt: skip
 
 

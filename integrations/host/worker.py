@@ -1,0 +1,107 @@
+"""Reductions beside the backward pass: a thread that works on them in order, and what the host waits for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ReductionHandle", "ReductionWorker", "group_of_own"]
+
+
+def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks that nothing else uses, with the same time limit; a collective of those
+    ranks. Two threads must not share a group: their collectives would meet others' on other ranks.
+
+    None where torch cannot make one: it names a group that is made by a part of all ranks after the number of
+    groups that a rank is in, and these ranks are in different numbers.
+    """
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    count = len(dist.distributed_c10d._world.pg_names)
+    counts = torch.tensor([count, -count])
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group)
+    if counts[0] != -counts[1]:
+        return None
+    limit = getattr(group._get_backend(torch.device("cpu")).options, "_timeout", None)
+    members = dist.get_process_group_ranks(group)
+    return dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
+
+
+class ReductionHandle:
+    """What the host waits for; an error of the reduction is raised there."""
+
+    def __init__(self, result: Future[None] | None = None, worker: ReductionWorker | None = None) -> None:
+        self._result = result
+        self._worker = worker
+
+    def wait(self, *arguments: Any) -> None:
+        """Return when the reduction is done."""
+        if self._result is not None:
+            began = time.perf_counter()
+            try:
+                self._result.result()
+            finally:
+                if self._worker is not None:
+                    self._worker.waited += time.perf_counter() - began
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """``call()`` when the reduction is done or has failed, on the thread that did it."""
+        assert self._result is not None
+        self._result.add_done_callback(lambda _: call())
+
+
+class ReductionWorker:
+    """A thread that does reductions one after the other.
+
+    A daemon: a rank that fails elsewhere must be able to end, so that its sockets close and the others see
+    it, while this thread still waits for them.
+
+    Attributes:
+        waited: Seconds that the host waited for it since :meth:`hidden_ms` was asked last.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._busy = self.waited = 0.0
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], None]) -> ReductionHandle:
+        """Queue ``work``; the handle holds its error, and so do all later ones."""
+        result: Future[None] = Future()
+        self._tasks.put((result, work))
+        return ReductionHandle(result, self)
+
+    def stop(self) -> None:
+        """End the thread behind what is queued."""
+        self._tasks.put(None)
+
+    def hidden_ms(self) -> float:
+        """Milliseconds of work since the last call that the host did not wait for; when nothing is queued."""
+        hidden = max(self._busy - self.waited, 0.0)
+        self._busy = self.waited = 0.0
+        return 1e3 * hidden
+
+    def _serve(self) -> None:
+        failure: BaseException | None = None
+        torch.set_grad_enabled(False)
+        while (task := self._tasks.get()) is not None:
+            result, work = task
+            began = time.perf_counter()
+            try:
+                if failure is not None:
+                    raise failure
+                work()
+            except BaseException as error:
+                failure = error
+                result.set_exception(error)
+            else:
+                self._busy += time.perf_counter() - began
+                result.set_result(None)
+            del task, result, work  # what they hold is the host's again
