@@ -25,6 +25,7 @@ A message is a concatenation of payloads: each one says how long it is.
 
 from __future__ import annotations
 
+import functools
 import struct
 import sys
 from dataclasses import dataclass, replace
@@ -164,6 +165,7 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
     return check1 & 0xFFFFFFFF, check2 & 0xFFFFFFFF
 
 
+@functools.lru_cache(maxsize=8192)  # asked for every tensor in every step
 def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: int | None = None) -> int:
     """Largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity`` (None: all)."""
     nnz = numel if capacity is None else max(0, min(capacity, numel))
