@@ -26,7 +26,7 @@ logger = logging.getLogger("dct_plugin.collectives")
 _FAILED = -1
 _PREFIX = 16  # bytes: size and fingerprint
 #: Bytes of a message that travel with its size: room that every receiver has ready, so the same on all ranks.
-HEAD_BYTES = 1 << 16
+HEAD_BYTES = 1 << 18
 
 
 def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

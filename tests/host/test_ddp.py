@@ -132,6 +132,26 @@ def _learns(
     return {"losses": losses, "parameters": flat, "streams": names, "steps": steps}
 
 
+def _beside_and_within(rank: int, world_size: int) -> None:
+    found = []
+    for beside in (True, False):
+        ddp, state = hooked()
+        train(ddp, rank, range(1))
+        assert state._worker is not None
+        if not beside:
+            state._worker = None  # reductions on the thread that calls
+        train(ddp, rank, range(1, 6))
+        found.append((residuals(state), train(ddp, rank, range(6, 7))))
+        assert state.metrics.summary().steps == 7
+        assert (state.metrics.summary().hidden_ms > 0) or not beside
+    assert torch.equal(found[0][1], found[1][1])
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+def test_the_thread_beside_the_backward_pass_changes_no_bit() -> None:
+    run(2, _beside_and_within)
+
+
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
     section = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
     plain = run(2, _learns, None, 4, 0.1)
