@@ -4,7 +4,8 @@ Counting and writing are separate kernels with a prefix sum between them, so tha
 and results do not depend on the order of the programs; what programs add up with atomics are integers.
 
 ``state`` is int64: what one kernel finds out and the next ones need, see the constants below. Positions are
-the lower 32 bits, as an unsigned number, in int32.
+the lower 32 bits, as an unsigned number, in int32. What changes from call to call (sizes, where a payload
+begins) compiles nothing anew.
 """
 
 from __future__ import annotations
@@ -428,7 +429,7 @@ def _write_index(out, words, positions, kept_counts, state, sums, numel, nnz):
     _add_checks(state, check1, check2)
 
 
-@triton.jit(do_not_specialize=["numel", "known_nnz"])
+@triton.jit(do_not_specialize=["numel", "known_nnz"], do_not_specialize_on_alignment=["out"])
 def write(
     out, words, positions, kept_counts, state, sums, grad, residual, left, numel, known_nnz,
     ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr,
@@ -530,7 +531,7 @@ def write(
             tl.store(left + at, acc - decoded, mask=kept)
 
 
-@triton.jit(do_not_specialize=["numel", "known_nnz", "known_above"])
+@triton.jit(do_not_specialize=["numel", "known_nnz", "known_above"], do_not_specialize_on_alignment=["out"])
 def seal(
     out, state, counts, errors, numel, known_nnz, known_above, ENTRIES: tl.constexpr, VALUE: tl.constexpr
 ):
@@ -584,7 +585,7 @@ def seal(
 # ---- reading a payload --------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["nbytes", "count"])
+@triton.jit(do_not_specialize=["nbytes", "count"], do_not_specialize_on_alignment=["message", "table"])
 def headers(message, table, nbytes, count):
     """``table``, uint8 [count, 40]: the headers of a message's first payloads, as far as they are there."""
     lane = tl.arange(0, 64)
@@ -608,7 +609,7 @@ def headers(message, table, nbytes, count):
         row += 1
 
 
-@triton.jit(do_not_specialize=["nbytes", "nnz", "values_at"])
+@triton.jit(do_not_specialize=["nbytes", "nnz", "values_at"], do_not_specialize_on_alignment=["body"])
 def verify(body, state, nbytes, nnz, values_at, VALUE: tl.constexpr):
     """Checksums of a body of ``nbytes``, and whether every value is one that an encoder writes."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -642,15 +643,16 @@ def verify(body, state, nbytes, nnz, values_at, VALUE: tl.constexpr):
             high = (scales & -65536).to(tl.float32, bitcast=True)
             fine = (low >= 0) & (high >= low) & (high <= FLOAT32_MAX)
             WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-            used = (nnz * WIDTH) % 8
+            total = nnz.to(tl.int64) * WIDTH
+            used = total % 8
             last = (word == 0) & (word < used)  # of blocks alone: the interpreter takes no other masks
-            byte = _load_bytes(body, values_at + groups * 4 + (nnz * WIDTH) // 8 + word, last, 1)
-            wrong = tl.where(last & ((byte >> used) != 0), BAD_VALUE, 0)
+            byte = _load_bytes(body, values_at + groups * 4 + total // 8 + word, last, 1)
+            wrong = tl.where(last & ((byte >> used.to(tl.int32)) != 0), BAD_VALUE, 0)
         wrong = tl.maximum(wrong, tl.where((word < groups) & (fine == 0), BAD_SCALE, 0))
     tl.atomic_max(state + ERROR, tl.max(wrong, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["index"])
 def read_bitmap(index, words, state, numel):
     """Words of a bitmap, and how many bits of a block of entries are set."""
     block = tl.program_id(0).to(tl.int64)
@@ -670,7 +672,7 @@ def read_bitmap(index, words, state, numel):
     tl.store(state + STATE + block, tl.sum(count, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["numel", "nnz", "blocks"])
+@triton.jit(do_not_specialize=["numel", "nnz", "blocks"], do_not_specialize_on_alignment=["index"])
 def read_block16(index, positions, state, numel, nnz, blocks):
     """Positions of a block of entries."""
     block = tl.program_id(0).to(tl.int64)
@@ -717,7 +719,7 @@ def _steps(index, nbytes, chunk):
     return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["nbytes", "nnz"])
+@triton.jit(do_not_specialize=["nbytes", "nnz"], do_not_specialize_on_alignment=["index"])
 def gaps8_sums(index, sums, state, nbytes, nnz):
     """``sums``: what a chunk's bytes step over, and, behind all of these, how many entries they hold."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -730,7 +732,7 @@ def gaps8_sums(index, sums, state, nbytes, nnz):
         tl.atomic_max(state + ERROR, wrong.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["nbytes", "nnz", "numel"])
+@triton.jit(do_not_specialize=["nbytes", "nnz", "numel"], do_not_specialize_on_alignment=["index"])
 def read_gaps8(index, positions, sums, state, nbytes, nnz, numel):
     """Positions of a chunk of bytes."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -794,7 +796,9 @@ def _load_values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
     return tl.where(code >= LEVELS, -value, value)
 
 
-@triton.jit(do_not_specialize=["nnz", "values_at", "check1", "check2"])
+@triton.jit(
+    do_not_specialize=["nnz", "values_at", "check1", "check2"], do_not_specialize_on_alignment=["body"]
+)
 def add(
     body, positions, out, state, errors, scale, nnz, values_at, check1, check2, DENSE_ENTRIES: tl.constexpr,
     SCALED: tl.constexpr, VALUE: tl.constexpr,
@@ -822,7 +826,7 @@ def poison(out, state, errors, numel, check1, check2):
         tl.store(out + at, tl.full((CHUNK,), float("nan"), tl.float32), mask=at < numel)
 
 
-@triton.jit(do_not_specialize=["nnz", "check1", "check2"])
+@triton.jit(do_not_specialize=["nnz", "check1", "check2"], do_not_specialize_on_alignment=["mask"])
 def mark(positions, mask, state, errors, nnz, check1, check2, DENSE_ENTRIES: tl.constexpr):
     """``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
     chunk = tl.program_id(0).to(tl.int64)

@@ -71,7 +71,7 @@ def compiled(name: str, constants: dict[str, Any]) -> Any:
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(kernel.arg_names)
-        if signature[argument].startswith("*")
+        if signature[argument].startswith("*") and signature[argument] != "*u8"
     }
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
