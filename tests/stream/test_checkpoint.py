@@ -161,3 +161,25 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, {"streams": {"a": lambda: None}}, rank=0, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["dct_rank_00000.pt"]
     assert load(tmp_path, rank=0, world_size=1) is not None
+
+
+def test_one_file_for_any_number_of_ranks(tmp_path: Path) -> None:
+    source, target = tmp_path / "tag", tmp_path / "universal"
+    states = [state(0), state(1)]
+    save_all(source, states, unit=0.5)
+    path = checkpoint.gather(source, target)
+    for world_size in (1, 2, 4):
+        for rank in range(world_size):
+            loaded = load(target, rank=rank, world_size=world_size, unit=1.0 / world_size)
+            expected = load(source, rank=rank, world_size=3, unit=1.0 / world_size)
+            assert loaded is not None
+            assert expected is not None
+            for name, stream in expected["streams"].items():
+                torch.testing.assert_close(loaded["streams"][name]["residual"], stream["residual"])
+    with pytest.raises(DCTError, match="the residual of a has shape"):
+        load(target, rank=0, world_size=1, sizes={"a": 999, "b.weight": 400})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DCTError, match="not a readable state"):
+        load(target, rank=0, world_size=1)
+    with pytest.raises(DCTError, match="no such file"):
+        checkpoint.gather(tmp_path / "nowhere", target)
