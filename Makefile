@@ -31,18 +31,19 @@ help: ## Show this list
 
 setup: $(TEST_READY) ## Create .venv with everything the other commands need
 
-$(READY): pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt locks/demo.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, found " + sys.version)'
 	@echo 'Setting up $(VENV), once:'
 	$(call step,virtual environment,$(PYTHON) -m venv $(VENV))
 	$(call step,pip,$(BIN)/python -m pip install --upgrade pip)
 	$(call step,torch (several minutes on a slow line),$(BIN)/python -m pip install -c constraints.txt torch)
-	$(call step,dct-plugin and DeepSpeed and the demo,$(BIN)/python -m pip install -c constraints.txt -e '.[demo]')
+	$(call step,DeepSpeed and what the demo needs,$(BIN)/python -m pip install --require-hashes --no-deps -r locks/demo.lock)
+	$(call step,dct-plugin,$(BIN)/python -m pip install --no-deps -e .)
 	$(call step,DeepSpeed communication op (compiled once),$(BUILD_OP) || true)
 	@touch $@
 
-$(TEST_READY): $(READY)
-	$(call step,Megatron-core and Triton and test tools,$(BIN)/python -m pip install -c constraints.txt -e '.[dev]')
+$(TEST_READY): $(READY) locks/dev.lock
+	$(call step,Megatron-core and Triton and test tools,$(BIN)/python -m pip install --require-hashes --no-deps -r locks/dev.lock)
 	@touch $@
 
 demo: $(READY) ## Train a recommender on real data, dense and with DCT: table in the terminal, plot in out/
@@ -78,10 +79,10 @@ bench: $(READY) ## Selection kernels beside their alternatives
 	@$(BIN)/python benchmarks/selection.py
 
 SECONDS ?= 1800
-soak: $(READY) ## Kill training again and again; it must end bitwise as without (SECONDS=1800)
+soak: $(TEST_READY) ## Kill training again and again; it must end bitwise as without (SECONDS=1800)
 	@$(BIN)/python tests/reliability/soak.py --seconds $(SECONDS)
 
-fuzz: $(READY) ## Mutated payloads, state files, configurations, scripts, under sanitizers (SECONDS=1800)
+fuzz: $(TEST_READY) ## Mutated payloads, state files, configurations, scripts, under sanitizers (SECONDS=1800)
 	@$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS)
 
 links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
