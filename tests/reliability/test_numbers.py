@@ -1,0 +1,103 @@
+"""Gradients of every kind, and other numbers of ranks: nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run
+
+from dct_plugin import checkpoint
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
+
+SIZES = {"weight": 20_000, "rare": 6_000, "small": 10, "empty": 0}
+STEPS = 24
+
+
+def gradient(kind: str, name: str, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + len(name))
+    values = torch.randn(SIZES[name], generator=generator)
+    if kind == "zero" and step > 2:
+        return torch.zeros(SIZES[name])
+    return values * {"denormal": 1e-41, "huge": 1e30, "normal": 1.0, "zero": 1.0, "rare": 1.0}[kind]
+
+
+def _sums(rank: int, world_size: int, kind: str, exchange: str) -> dict[str, Any]:
+    """What was put in, what arrived, what is left; ``rare`` comes every third step only (frozen, unused)."""
+    reducer = GradientReducer(
+        DataParallelConfig(sparsity=0.95, exchange=exchange, value_dtype="bf16", min_numel=1000)
+    )
+    put_in = {name: torch.zeros(numel, dtype=torch.float64) for name, numel in SIZES.items()}
+    arrived = {name: torch.zeros(numel, dtype=torch.float64) for name, numel in SIZES.items()}
+    for step in range(STEPS):
+        names = [name for name in SIZES if name != "rare" or step % 3 == 0]
+        entries = [(name, gradient(kind, name, step, rank)) for name in names]
+        for name, tensor in entries:
+            put_in[name] += tensor.double()
+        reducer.all_reduce(entries)
+        for name, tensor in entries:
+            arrived[name] += tensor.double()
+        reducer.end_step()
+    left = {name: s["residual"] for name, s in reducer.state_dict()["streams"].items()}
+    assert all(bool(residual.isfinite().all()) for residual in left.values())
+    return {"put in": put_in, "arrived": arrived, "left": left}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+@pytest.mark.parametrize("kind", ["normal", "zero", "denormal", "huge"])
+def test_what_was_put_in_arrives_or_is_left(kind: str, exchange: str) -> None:
+    results = run(2, _sums, kind, exchange)
+    for name, numel in SIZES.items():
+        owed = sum(result["put in"][name] for result in results)
+        for result in results:
+            assert torch.equal(result["arrived"][name], results[0]["arrived"][name])
+        left = torch.zeros(numel, dtype=torch.float64)
+        for result in results:
+            for stream, residual in result["left"].items():
+                if stream == name:
+                    left += residual.double()
+                elif stream.startswith(f"{name}["):
+                    start, stop = map(int, stream[len(name) + 1 : -1].split(":"))
+                    left[start:stop] += residual.double()
+        if numel:
+            error = (owed - results[0]["arrived"][name] - left).abs().max()
+            assert error <= 1e-5 * owed.abs().max() + 1e-40
+
+
+@pytest.mark.parametrize("path", [(2, 4, 2), (4, 1, 3), (1, 3, 2)])
+def test_other_numbers_of_ranks_keep_what_is_owed(tmp_path: Path, path: tuple[int, ...]) -> None:
+    """The mean over the ranks, to 1e-6 relative."""
+    generator = torch.Generator().manual_seed(0)
+    threshold = {"tau": 0.5, "step": 7, "age": 1, "refreshes": 3, "density": 0.1, "out_of_band": False}
+    states = [
+        {
+            "step": 7,
+            "loss_scale": 1.0,
+            "streams": {
+                "w": {
+                    "threshold": threshold,
+                    "residual": torch.randn(5000, generator=generator),
+                    "velocity": None,
+                    "shape": None,
+                }
+            },
+        }
+        for _ in range(path[0])
+    ]
+
+    def owed() -> torch.Tensor:
+        return sum(s["streams"]["w"]["residual"].double() for s in states) / len(states)  # type: ignore
+
+    before = owed()
+    for number, ranks in enumerate(path[1:]):
+        folder = tmp_path / str(number)
+        for rank, state in enumerate(states):
+            checkpoint.save(folder, state, rank=rank, world_size=len(states))
+        loaded = [checkpoint.load(folder, rank=rank, world_size=ranks) for rank in range(ranks)]
+        states = [found.state for found in loaded if found is not None]
+        assert len(states) == ranks
+    assert ((owed() - before).norm() / before.norm()).item() < 1e-6
