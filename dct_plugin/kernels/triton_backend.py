@@ -389,7 +389,8 @@ class TritonBackend:
                 READING=True,
             )
         elif encoding is IndexEncoding.BLOCK16:
-            device.read_block16[blocks](index, positions, state, numel, nnz, blocks[0])
+            counts = -(-numel // _BLOCK)  # none for an empty tensor, whose section has no byte to read
+            device.read_block16[blocks](index, positions, state, numel, nnz, counts)
         else:
             chunks = _programs(nbytes, _CHUNK)
             sums = torch.empty(2 * chunks[0], dtype=torch.int64, device=where)

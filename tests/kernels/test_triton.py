@@ -108,6 +108,12 @@ def test_thresholds_equal_the_reference(data: st.DataObject) -> None:
     assert len({float(each.exact_threshold(case.grad, case.residual, k)) for each in BOTH}) == 1
 
 
+@pytest.mark.parametrize("encoding", [None, *WRITTEN[1:]])
+def test_an_empty_tensor_has_nothing_to_read(encoding: IndexEncoding | None) -> None:
+    payload, _ = agree(Case(torch.empty(0), None, True, 1.0, None, 0, ValueDtype.INT8, encoding, False))
+    read_alike(payload, torch.empty(0), 0, ValueDtype.BF16)
+
+
 def test_thresholds_of_more_than_one_program_holds() -> None:
     grad = torch.randn(70_000, generator=torch.Generator().manual_seed(1))
     grad[::3] = math.nan
