@@ -16,18 +16,32 @@ __all__ = ["when_imported"]
 Callback = Callable[[ModuleType], None]
 
 
-def when_imported(name: str, function: Callback) -> None:
+def when_imported(name: str, function: Callback) -> Callable[[], None]:
     """Call ``function(module)`` once, as soon as the module has run; at once if it already has.
 
     Several functions may wait for one module; they are called in the order in which they came. The same
     function is not called twice.  What it raises reaches the import statement, which may then be tried again:
     the function waits until it has returned once.
+
+    Returns:
+        Call it to wait no longer: what waits keeps alive what the function refers to.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         function(module)
-    elif not any(isinstance(f, _Finder) and (f.name, f.function) == (name, function) for f in sys.meta_path):
+    elif not _waiting(name, function):
         sys.meta_path.insert(0, _Finder(name, function))
+
+    def cancel() -> None:
+        for finder in _waiting(name, function):
+            sys.meta_path.remove(finder)
+
+    return cancel
+
+
+def _waiting(name: str, function: Callback) -> list[_Finder]:
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
+    return [finder for finder in finders if (finder.name, finder.function) == (name, function)]
 
 
 class _Finder(MetaPathFinder):

@@ -28,7 +28,6 @@ from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError, VersionError
 
 from ..host import rank_files
-from ..host.post_import import when_imported
 from ..host.rank_files import NoState
 from .session import Hook, Session
 
@@ -213,13 +212,11 @@ class CheckpointHook(Hook):
         self._folder: str | None = None
         self._written = False
         self._loaded: tuple[str | None, bool] | None = None
-        when_imported(_MODULE, self._patch)
+        session.when_imported(_MODULE, self._patch)
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
     def _patch(self, module: ModuleType) -> None:
-        if self.session.closed:
-            return
         if missing := [name for name in _WRAPPED if not hasattr(module, name)]:
             raise VersionError(
                 f"{_MODULE} ({module.__file__}) has no {', '.join(missing)}: residuals could not be saved; "

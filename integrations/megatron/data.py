@@ -37,7 +37,6 @@ from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.metrics import Record
 
-from ..host.post_import import when_imported
 from ..host.worker import ReductionHandle, ReductionWorker, group_of_own
 from . import step_ahead
 from .session import Hook, Session
@@ -96,12 +95,12 @@ class DataParallelHook(Hook):
         patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
         patches.wrap(optimizer.MixedPrecisionOptimizer, "prepare_grads", self._make_prepare_grads)
         for module, name in _SHARDING:
-            when_imported(module, functools.partial(self._refuse, name))
+            session.when_imported(module, functools.partial(self._refuse, name))
 
     def _refuse(self, name: str, module: ModuleType) -> None:
         """Stop at wrappers whose gradients do not pass by here, instead of leaving them dense silently."""
         wrapper = getattr(module, name, None)
-        if wrapper is None or self.session.closed:
+        if wrapper is None:
             return
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:

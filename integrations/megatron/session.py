@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.metrics import Event, Metrics
 
 from ..host.patches import Patches
+from ..host.post_import import when_imported
 from ..host.reporting import Reporting
 
 __all__ = ["Active", "Hook", "Session"]
@@ -66,7 +69,6 @@ class Session:
         training: Whether the current iteration has a backward pass.
         step: Completed training iterations.
         patches: What was replaced in megatron-core.
-        closed: Whether the hooks were taken out.
     """
 
     def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
@@ -77,8 +79,8 @@ class Session:
         self.patches = Patches()
         self.hooks: list[Hook] = []
         self.active: list[Active] = []
-        self.closed = False
         self._open = False
+        self._awaited: list[Callable[[], None]] = []
         self._reporting: Reporting | None = None
         self._monitor: Any = None
 
@@ -101,6 +103,12 @@ class Session:
         self.hooks.append(hook)
         if active is not None:
             self.active.append(active)
+
+    def when_imported(self, module: str, function: Callable[[ModuleType], None]) -> None:
+        """Call ``function(module)`` as soon as that module has run, if it does before the hooks are taken
+        out.
+        """
+        self._awaited.append(when_imported(module, function))
 
     def begin(self, training: bool) -> None:
         """An iteration starts."""
@@ -162,8 +170,9 @@ class Session:
         """Report what is left, and put megatron-core back as it was."""
         if self._reporting is not None:
             self._reporting.finish()
-        self.closed = True
         self.patches.undo()
+        for cancel in self._awaited:
+            cancel()
         for hook in self.hooks:
             hook.close()
 

@@ -111,3 +111,13 @@ def test_a_function_that_raises_stops_every_attempt(module: Path) -> None:
         with pytest.raises(RuntimeError, match="not supported"):
             importlib.import_module(NAME)
         assert NAME not in sys.modules
+
+
+def test_what_no_longer_waits_is_let_go() -> None:
+    called: list[ModuleType] = []
+    cancel = when_imported("dct_test_never_imported", called.append)
+    finders = list(sys.meta_path)
+    cancel()
+    assert len(sys.meta_path) == len(finders) - 1
+    cancel()
+    assert len(sys.meta_path) == len(finders) - 1
