@@ -253,7 +253,8 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     A model update averages the ranks, so it is the mean of the residuals that is owed. The residuals of
     owners (two-phase exchange, ``server_error_feedback``) are parts of the *sum* over the ranks; they are
     shared out to the ranks, since the new owners own other parts. Thresholds are measured anew, and momentum
-    that is kept at the workers starts over.
+    that is kept at the workers starts over. Local weights (``update: "local"``) are the anchor and what is
+    owed, so they are averaged alike, and so are their optimizers' states.
 
     Args:
         contents: Of the file of every old rank, in any order; only one is held in memory at a time.
@@ -261,12 +262,15 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     """
     step, loss_scale, count, old_unit = 0, 1.0, 0, 1.0
     total: dict[str, State] = {}
+    local: State | None = None
     for content in contents:
         state = content["state"]
         if count == 0:
             loss_scale, old_unit = float(state["loss_scale"]), float(content["unit"])
         factor = loss_scale / float(state["loss_scale"])
         step, count = max(step, int(state["step"])), count + 1
+        if state.get("local") is not None:
+            local = state["local"] if local is None else _sum(local, state["local"])
         streams = {name: s for name, s in state["streams"].items() if s["residual"] is not None}
         answers = {name: match for name in streams if (match := _SERVER_STREAM.match(name))}
         for name in streams.keys() - answers.keys():
@@ -279,9 +283,28 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
             if (owner := total.get(match["name"])) is not None:
                 part = owner["residual"][int(match["start"]) : int(match["stop"])]
                 part += streams[name]["residual"] * factor
+            elif local is not None and match["name"] in local["weights"]:
+                part = local["weights"][match["name"]][int(match["start"]) : int(match["stop"])]
+                part += streams[name]["residual"]
     for stream in total.values():
         stream["residual"] *= unit / old_unit / count
-    return {"step": step, "loss_scale": loss_scale, "streams": total}
+    state = {"step": step, "loss_scale": loss_scale, "streams": total}
+    return state if local is None else {**state, "local": _divided(local, count)}
+
+
+def _sum(first: Any, second: Any) -> Any:
+    """Nested tables with their floating-point tensors added up; of all else the first one's."""
+    if isinstance(first, dict):
+        return {key: _sum(first.get(key), second.get(key)) for key in {**first, **second}}
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        return first + second
+    return second if first is None else first
+
+
+def _divided(value: Any, count: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _divided(each, count) for key, each in value.items()}
+    return value / count if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def in_unit(state: State, ratio: float) -> State:

@@ -260,6 +260,7 @@ class Compressor(Stream):
         density: float | None = None,
         *,
         clear: bool = False,
+        left: Tensor | None = None,
     ) -> Encoded:
         """Like :meth:`compress`, with one payload per part, written into the messages of the part's
         receivers; :meth:`observe` what was written before the next call.
@@ -272,12 +273,14 @@ class Compressor(Stream):
             parts: ``(start, stop, writer)``; together they cover the tensor once.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
             clear: Leave zeros in ``grad``.
+            left: fp32, apart from ``grad``: becomes what was not sent, for callers who keep that themselves;
+                the stream has no residual then.
         """
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
-        buffers = self._residual_buffers(numel, grad.device)
+        buffers = self._residual_buffers(numel, grad.device) if left is None else (None, left)
         if self.velocity is not None:
             velocity = self.velocity.accumulate(grad)
             if clear:

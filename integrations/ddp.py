@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from dct_plugin import checkpoint
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.local import LocalUpdates, Weight
 from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 from dct_plugin.errors import ConfigError
@@ -91,6 +93,7 @@ class DCTState:
         self.sizes = {name: parameter.numel() for name, parameter in named.items()} or None
         """Entries of the parameters; None without ``named_parameters``."""
         self._reducer: GradientReducer | None = None
+        self._local: LocalUpdates | None = None
         self._loaded = reducer_files.FRESH
         self._agreed = self._backward_done = False
         self._worker: ReductionWorker | None = None
@@ -129,6 +132,52 @@ class DCTState:
         # With a scaler it is known only now what became of the last step.
         model.register_forward_pre_hook(lambda m, _: self._end_step() if m.training else None, prepend=True)
 
+    def local(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Needed by ``update: "local"``: ``optimizer`` steps each rank's own weights of ``model`` (which DDP
+        wraps), and their changes are exchanged in its ``step``, which every rank must call equally often.
+
+        Streams that ``named_parameters`` did not name get their names from ``model``.
+
+        Raises:
+            ConfigError: The configuration does not ask for it, there is a gradient scaler, or ``optimizer``
+                does not hold all of the model's weights on this rank.
+        """
+        key, rank = "dct.data_parallel.update = 'local'", dist.get_rank()
+        named = {self._names.setdefault(id(p), name): p for name, p in model.named_parameters()}
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
+        problem = ""
+        if self.scaler is not None:
+            problem = "a gradient scaler skips steps on single ranks, while the others wait for their changes"
+        elif isinstance(optimizer, ZeroRedundancyOptimizer):
+            problem = "ZeroRedundancyOptimizer has a part of the weights on each rank, and all are needed"
+        elif missing:
+            problem = f"the optimizer does not have {', '.join(missing[:3])}: ranks would drift apart there"
+        if problem:
+            raise ConfigError(f"rank {rank}: {key}: {problem}; set update to 'shared'")
+        ours = {id(parameter): name for name, parameter in named.items()}
+
+        def weights() -> Iterator[Weight]:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in ours:
+                        yield Weight(ours[id(parameter)], parameter, parameter)
+
+        device = next(iter(named.values())).device
+        self._local = local = self.reducer(device).local_updates(weights, optimizer)
+        local.attach(model)
+
+        def stepped(*_: Any) -> None:
+            local.end_step()
+            self.steps.end()
+
+        optimizer.register_step_pre_hook(lambda *_: local.show_local())
+        optimizer.register_step_post_hook(stepped)
+
+    def averages(self) -> bool:
+        """Whether gradients are averaged; with ``update: "local"`` only in warm-up."""
+        return self._local is None or not self._local.active
+
     def name_of(self, parameter: Tensor) -> str:
         """Name of the parameter's stream."""
         name = self._names.setdefault(id(parameter), f"parameter_{len(self._names):04d}")
@@ -146,7 +195,11 @@ class DCTState:
             agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=hint)
             with startup.reported(agreement):
                 made = self.reducer(device)
-            facts = {"optimizer steps so far": made.step, "step_ahead() called": made.looks_ahead}
+            facts = {
+                "optimizer steps so far": made.step,
+                "step_ahead() called": made.looks_ahead,
+                "local() called": self._local is not None,
+            }
             agreement.confirm(startup.facts_of(self.config, facts))
             own = group_of_own(self.process_group) if device.type == "cpu" else None
             if own is not None:
@@ -178,7 +231,7 @@ class DCTState:
 
     def _end_backward(self) -> None:
         self._wait()
-        self._backward_done = True
+        self._backward_done = self._local is None  # or the optimizer counts steps
         if self.scaler is None:  # with one it is known only later what becomes of the step
             self._end_step()
 
@@ -289,7 +342,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
     Communicates, per parameter of the bucket, the entries of gradient plus residual that reach the
     parameter's threshold, and returns the bucket's buffer (1-D, type and size unchanged) holding their
-    average over the ranks.
+    average over the ranks. With local updates gradients stay each rank's own, see :meth:`DCTState.local`.
 
     Args:
         state: Made once per model.
@@ -303,6 +356,10 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     if buffer.layout is not torch.strided:
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
     reducer = state.begin_bucket(buffer.device)
+    if not state.averages():
+        untouched = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        untouched.set_result(buffer)
+        return untouched
     views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
     names = [state.name_of(parameter) for parameter in bucket.parameters()]
     entries = list(zip(names, views, strict=True))

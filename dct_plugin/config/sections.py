@@ -147,6 +147,14 @@ class DataParallelConfig(Section):
         description="Most entries of one message, as a multiple of the target density; "
         "what overflows stays in the residual.",
     )
+    update: Literal["shared", "local"] = Field(
+        default="shared",
+        description="What ranks exchange: gradients, before an optimizer step that all make alike (shared), "
+        "or the changes of their weights, after steps on their own gradients (local; DDP and ZeRO-0).",
+    )
+    exchange_every: int = Field(
+        default=1, ge=1, description="With update local: optimizer steps from one exchange to the next."
+    )
     min_numel: int = Field(
         default=4096,
         ge=0,
@@ -258,6 +266,36 @@ class DataParallelConfig(Section):
                 "dct_conflict",
                 "momentum_masking = true needs momentum_correction above 0: there is no momentum to mask",
                 {},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _local_steps_owe_weights(self) -> Self:
+        if self.update == "shared" and self.exchange_every > 1:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "exchange_every = {every} needs update = 'local': steps that all ranks make alike take the "
+                "gradients of all ranks every time",
+                {"every": self.exchange_every},
+            )
+        if self.update == "local" and self.error_feedback != "local":
+            why = {
+                "none": "would make ranks forget how far they are ahead of the others",
+                "step_ahead": "is part of it: each rank's weights already hold what it still owes",
+            }
+            raise PydanticCustomError(
+                "dct_conflict",
+                "error_feedback = '{feedback}' does not go with update = 'local': it "
+                + why[self.error_feedback]
+                + "; leave error_feedback out",
+                {"feedback": self.error_feedback},
+            )
+        if self.update == "local" and self.momentum_correction != 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "momentum_correction = {value} does not go with update = 'local': ranks exchange changes of "
+                "weights, in which the optimizer's own momentum is",
+                {"value": show(self.momentum_correction)},
             )
         return self
 

@@ -46,6 +46,18 @@ def shards_in(start: int, numel: int, each: int) -> list[Shard]:
     ]
 
 
+class Change(NamedTuple):
+    """What a rank owes of one tensor, for :meth:`~.reducer.GradientReducer.exchange_changes`."""
+
+    name: str
+    tensor: Tensor
+    """fp32 [numel]; becomes the mean of what the ranks sent."""
+    left: Tensor
+    """fp32 [numel], apart from ``tensor``; becomes what this rank did not send."""
+    entry_bytes: float
+    """What the host would have sent of an entry since the last exchange."""
+
+
 @dataclass
 class Item:
     """One tensor of a reduction and where its parts go."""
@@ -54,8 +66,13 @@ class Item:
     tensor: Tensor
     shards: list[Shard]
     small: bool
+    left: Tensor | None = None
+    """Becomes what is not sent (fp32 [numel]); None: the stream keeps it."""
+    entry_bytes: float = 0.0
+    """Of an entry, had the host exchanged it; 0 takes the tensor's."""
 
     def __post_init__(self) -> None:
+        self.entry_bytes = self.entry_bytes or self.tensor.element_size()
         covered = 0
         for shard in sorted(self.shards, key=lambda s: s.start):
             if shard.start != covered or shard.stop < shard.start:

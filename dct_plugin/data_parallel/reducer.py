@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, as_flat, backend_of, encode_all
 from .accordion import Accordion
-from .plan import Item, Plan, Shard, shards_of
+from .local import LocalUpdates, Weight
+from .plan import Change, Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
 
 logger = logging.getLogger("dct_plugin")
@@ -98,6 +99,8 @@ class GradientReducer:
         self._nonfinite_reported = False
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
+        self._local: LocalUpdates | None = None
+        self._loaded_local: dict[str, Any] | None = None
 
     def step_ahead(
         self,
@@ -131,6 +134,35 @@ class GradientReducer:
         self._ahead.load_state_dict(self._loaded_ahead, step=self.step)
         return self._ahead
 
+    def local_updates(
+        self, weights: Callable[[], Iterable[Weight]], optimizer: torch.optim.Optimizer
+    ) -> LocalUpdates:
+        """What ``update: "local"`` needs to know of the host; to be called before the first reduction.
+
+        Args:
+            weights: What the optimizer has now.
+            optimizer: The one that steps, not a wrapper of it.
+
+        Returns:
+            To be attached to the model, and told of the optimizer's steps.
+
+        Raises:
+            ConfigError: The configuration does not ask for it, or the weights cannot be exchanged.
+        """
+        if self.config.update != "local":
+            raise ConfigError("local updates need dct.data_parallel.update = 'local', it is 'shared'")
+        self._local = LocalUpdates(
+            weights,
+            optimizer,
+            self.exchange_changes,
+            lambda: self.step,
+            first=self.config.warmup_steps,
+            every=self.config.exchange_every,
+            alone=self.world_size == 1,
+        )
+        self._local.load_state_dict(self._loaded_local)
+        return self._local
+
     # -- collectives ---
 
     def all_reduce(self, entries: Sequence[tuple[str, Tensor]], *, scale: float = 1.0) -> None:
@@ -148,15 +180,36 @@ class GradientReducer:
         """
         with self._reduction() as whole:
             self.look(entries)
-            if self._reduced_dense(entries, scale, whole):
-                return
-            if self._direct():
-                plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
-                self._all_reduce_direct(plan, scale, whole)
-            else:
-                plan = self._plan("two_phase", [(n, t, self._shards(n, t.numel())) for n, t in entries])
-                self._all_reduce_two_phase(plan, scale, whole)
-            self._learn(plan)
+            if not self._reduced_dense(entries, scale, whole):
+                self._all_reduce(entries, scale, whole)
+
+    def exchange_changes(self, changes: Sequence[Change]) -> None:
+        """Average what the ranks send of the changes of their weights (``update: "local"``), bitwise the
+        same on all; the rest is left to each rank.
+
+        Raises:
+            DesyncError, PayloadError: See :meth:`all_reduce`.
+        """
+        more = {change.name: change for change in changes}
+        entries = [(change.name, change.tensor) for change in changes]
+        with self._reduction() as whole:
+            self._all_reduce(entries, 1.0 / self.world_size, whole, more)
+
+    def _all_reduce(
+        self,
+        entries: Sequence[tuple[str, Tensor]],
+        scale: float,
+        whole: Record,
+        changes: Mapping[str, Change] | None = None,
+    ) -> None:
+        if self._direct():
+            plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries], changes)
+            self._all_reduce_direct(plan, scale, whole)
+        else:
+            shards = [(n, t, self._shards(n, t.numel())) for n, t in entries]
+            plan = self._plan("two_phase", shards, changes)
+            self._all_reduce_two_phase(plan, scale, whole)
+        self._learn(plan)
 
     def reduce_scatter(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
@@ -253,6 +306,8 @@ class GradientReducer:
         state = {"step": self.step, "loss_scale": self.loss_scale, "streams": streams, "ahead": ahead}
         if self.adaptive is not None:
             state["adaptive"] = self.adaptive.state_dict()
+        if self.config.update == "local":
+            state["local"] = self._loaded_local if self._local is None else self._local.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
@@ -267,12 +322,17 @@ class GradientReducer:
         self.step, self.loss_scale = state["step"], scale
         self.streams.clear()
         state = checkpoint.in_unit(state, scale / state["loss_scale"])
-        self._loaded = dict(state["streams"])
+        # Streams of gradients know nothing of changes of weights, nor the other way round.
+        same = ("local" in state) == (self.config.update == "local")
+        self._loaded = dict(state["streams"]) if same else {}
         self._loaded_ahead = state.get("ahead")
         if self._ahead is not None:
             self._ahead.load_state_dict(self._loaded_ahead, step=self.step)
         if self.adaptive is not None:
             self.adaptive.load_state_dict(state.get("adaptive"))
+        self._loaded_local = state.get("local")
+        if self._local is not None:
+            self._local.load_state_dict(self._loaded_local)
 
     # -- looking ahead ---
 
@@ -299,8 +359,14 @@ class GradientReducer:
         """Show step-ahead gradients (see :meth:`all_reduce`) that the host reduces by itself.
 
         Raises:
-            ConfigError: The configuration asks for step-ahead, and :meth:`step_ahead` was not called.
+            ConfigError: The configuration asks for step-ahead, and :meth:`step_ahead` was not called; or for
+                local updates, and :meth:`local_updates` was not.
         """
+        if self._local is None and self.config.update == "local":
+            raise ConfigError(
+                "dct.data_parallel.update = 'local': this host has not said which weights and "
+                "which optimizer are meant (GradientReducer.local_updates); set it to 'shared'"
+            )
         if self._ahead is None:
             if self.config.error_feedback == "step_ahead":
                 raise ConfigError(
@@ -341,9 +407,17 @@ class GradientReducer:
     def _shards(self, name: str, numel: int) -> list[Shard]:
         return shards_of(name, numel, self.world_size, whole=self._small(numel))
 
-    def _plan(self, kind: str, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> Plan:
+    def _plan(
+        self,
+        kind: str,
+        entries: Sequence[tuple[str, Tensor, Sequence[Shard]]],
+        changes: Mapping[str, Change] | None = None,
+    ) -> Plan:
         with self.exchange.abort_on_error():
             items = [Item(n, t, list(shards), self._small(t.numel())) for n, t, shards in entries]
+            if changes is not None:
+                for item in items:
+                    item.left, item.entry_bytes = changes[item.name].left, changes[item.name].entry_bytes
             ahead = self._ahead
             sampled = ahead.sampled((i.name for i in items if not i.small), self.step) if ahead else []
             plan = Plan(kind, items, sampled)
@@ -407,9 +481,11 @@ class GradientReducer:
                         for start, stop, writer in parts
                     ]
                     encoded = Encoded(stats, grad.numel())
+                    if item.left is not None:
+                        item.left.zero_()
                 else:
                     stream = self._stream(item.name)
-                    encoded = stream.encode(grad, parts, density, clear=True)
+                    encoded = stream.encode(grad, parts, density, clear=True, left=item.left)
                 if grad.data_ptr() != item.tensor.data_ptr():
                     item.tensor.zero_()
                 written.append(
@@ -418,7 +494,7 @@ class GradientReducer:
                         "gradient_small" if item.small else "gradient",
                         encoded,
                         stream,
-                        factor * item.tensor.numel() * item.tensor.element_size(),
+                        factor * item.tensor.numel() * item.entry_bytes,
                         [
                             copies if plan.kind == "direct" or shard.owner != self.rank else 0
                             for shard in item.shards
@@ -448,7 +524,7 @@ class GradientReducer:
             "gradient_small" if item.small else "gradient_answer",
             encoded,
             stream,
-            receivers * total.numel() * item.tensor.element_size(),
+            receivers * total.numel() * item.entry_bytes,
             [receivers],
         )
 

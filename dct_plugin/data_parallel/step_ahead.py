@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
 from .plan import Shard
+from .watching import watch
 
 #: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one,
 #: and what older measurements weigh beside a new one.
@@ -330,15 +331,13 @@ class StepAhead:
             module: Called for forward passes; passes of its parts alone are not displaced.
             optimizer: Of torch; None if the host calls :meth:`restore` before its steps.
         """
-        self._handles += [
-            module.register_forward_pre_hook(self._before_forward, prepend=True),
-            module.register_forward_hook(self._after_forward),
-        ]
-        for part in module.modules():
-            self._handles += [
-                part.register_state_dict_pre_hook(lambda *_: self.restore()),
-                part._register_load_state_dict_pre_hook(lambda *_: self.forget()),
-            ]
+        self._handles += watch(
+            module,
+            before_pass=lambda trains: self.displace() if trains else self.restore(),
+            before_saving=self.restore,
+            before_loading=self.forget,
+        )
+        self._handles.append(module.register_forward_hook(lambda _, __, output: self._after_forward(output)))
         if hasattr(optimizer, "register_step_pre_hook"):
             self._handles += [
                 optimizer.register_step_pre_hook(lambda *_: self.restore()),
@@ -379,13 +378,7 @@ class StepAhead:
         self.restore()
         self._fresh = False
 
-    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self.displace()
-        else:
-            self.restore()
-
-    def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+    def _after_forward(self, output: Any) -> None:
         # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
         # inside the backward pass, which must not end it.
         if self._originals:

@@ -11,6 +11,7 @@ import torch
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
@@ -25,7 +26,7 @@ from ..host.steps import StepHooks
 from . import checkpointing, step_ahead
 from .parameters import GatherHooks
 from .stage0 import BoundaryHooks, is_expert
-from .support import check_engine, check_version, known_fault
+from .support import check_engine, check_local, check_version, known_fault
 from .zero import PartitionHooks
 
 logger = logging.getLogger("dct_plugin")
@@ -44,6 +45,7 @@ class Attachment:
         steps: Optimizer steps so far.
         ahead: Displaces the weights in training passes; None without ``error_feedback: "step_ahead"``.
         gathers: Sends updated weights; None without ``parameters.enabled``.
+        local: Local weights and their anchor; None without ``update: "local"``.
         description: The hooks that were chosen, in words.
     """
 
@@ -83,6 +85,10 @@ class Attachment:
         if config.data_parallel.error_feedback == "step_ahead":
             unit = 1.0 / (self._hooks.scale * self.reducer.world_size)
             self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit)
+        self.local: LocalUpdates | None = None
+        if config.data_parallel.update == "local":
+            assert isinstance(self._hooks, BoundaryHooks)
+            self.local = self._hooks.update_locally()
 
     def _gathers(self, engine: Any, kind: str) -> GatherHooks:
         if kind == "stage0":
@@ -114,9 +120,10 @@ class Attachment:
             self.gathers.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
-        ahead = self.ahead
-        if ahead is not None:
-            ahead.attach(engine.module)
+        ahead, local = self.ahead, self.local
+        for shows in (ahead, local):
+            if shows is not None:
+                shows.attach(engine.module)
         named = step_ahead.named_parameters(engine, self._hooks.name_of)
         replicated = [pair for group in named for pair in group if not is_expert(pair[1])]
         self.steps.replicas = Replicas(
@@ -133,6 +140,7 @@ class Attachment:
             unit=unit,
             sizes={name: parameter.numel() for group in named for name, parameter in group},
             configuration=self.config.fingerprint(),
+            local=local,
         )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
@@ -141,7 +149,11 @@ class Attachment:
             def _take_model_step(*args: Any, **keywords: Any) -> Any:
                 if ahead is not None:
                     ahead.restore()
+                if local is not None:
+                    local.show_local()
                 result = original(*args, **keywords)
+                if local is not None:
+                    local.end_step()
                 self.steps.end(
                     skipped=self._scaled and bool(getattr(optimizer, "overflow", False)),
                     loss_scale=float(optimizer.loss_scale) if self._scaled else None,
@@ -152,8 +164,9 @@ class Attachment:
 
         def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
             def destroy(*args: Any, **keywords: Any) -> Any:
-                if ahead is not None:
-                    ahead.detach()
+                for shows in (ahead, local):
+                    if shows is not None:
+                        shows.detach()
                 reporting.finish()
                 patches.undo()
                 return original(*args, **keywords)
@@ -192,6 +205,8 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
         check_version(deepspeed.__version__)
         kind = check_engine(engine, deepspeed.__version__)
         reduces = config.data_parallel.enabled and kind != "none"
+        if reduces and config.data_parallel.update == "local":
+            check_local(engine, kind)
         attachment = Attachment(engine, config, kind) if reduces else None
     path = attachment.description if attachment else "none"
     agreement.confirm(

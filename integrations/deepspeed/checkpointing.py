@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.local import LocalUpdates
 
 from ..host import reducer_files
 from ..host.patches import Patches
@@ -36,6 +38,7 @@ def install(
     unit: float,
     sizes: Mapping[str, int],
     configuration: str,
+    local: LocalUpdates | None,
 ) -> None:
     """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
 
@@ -48,6 +51,7 @@ def install(
         unit: Factor on the gradients that reach the reducer, see :func:`dct_plugin.checkpoint.save`.
         sizes: Entries of the parameters by the names of their streams.
         configuration: Fingerprint of the ``dct`` section.
+        local: Weights of this rank, which go into its own file; the others hold the anchor.
     """
     group = reducer.exchange.group
     # Of the class: a subclass may pass its arguments on unseen.
@@ -76,7 +80,8 @@ def install(
             )
             given.update(client_state={**client_state, CLIENT_KEY: identity})
             given.pop("self")
-            done = original(**given)
+            with local.anchored() if local is not None else nullcontext():
+                done = original(**given)
             mark.unlink(missing_ok=True)
             return done
 

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.local import LocalUpdates, Weight
 
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 from .buckets import Averaging, CommBuffer, Piece
 
 logger = logging.getLogger("dct_plugin")
+
+#: Entries of a bucket of experts' gradients, DeepSpeed's own default.
+_EXPERT_BUCKET = 500_000_000
 
 
 class BoundaryHooks:
@@ -36,6 +40,7 @@ class BoundaryHooks:
         self.engine = engine
         self.reducer = reducer
         self.steps = steps
+        self.local: LocalUpdates | None = None
         self._layout: dict[int, list[Piece]] | None = None
         self._unknown_reported = False
 
@@ -47,6 +52,9 @@ class BoundaryHooks:
         def buffered_allreduce_fallback(*args: Any, **keywords: Any) -> None:
             self._layout = None  # gradients are other tensors in every step
             self.steps.begin()
+            if self.local is not None and self.local.active:
+                self._leave_gradients()
+                return
             try:
                 collect(*args, **keywords)
             finally:
@@ -60,6 +68,37 @@ class BoundaryHooks:
 
         patches.replace(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
         patches.replace(engine, "allreduce_and_copy", allreduce_and_copy)
+
+    def update_locally(self) -> LocalUpdates:
+        """For ``update: "local"``: gradients stay as they are, and weights are exchanged."""
+        optimizer = self.engine.optimizer
+        self.local = self.reducer.local_updates(self._weights, getattr(optimizer, "optimizer", optimizer))
+        return self.local
+
+    def _leave_gradients(self) -> None:
+        # As before a reduction: parameters that were not used get gradients of zeros, and step on.
+        _, of_experts = self.engine._get_gradients_for_reduction()
+        if self.engine.has_moe_layers:
+            self.engine._reduce_expert_gradients(of_experts, _EXPERT_BUCKET)
+
+    def _weights(self) -> Iterator[Weight]:
+        """What the optimizer steps, but for experts."""
+        optimizer = self.engine.optimizer
+        groups = getattr(optimizer, "fp16_groups", None)
+        if groups is None:
+            groups = masters = [group["params"] for group in optimizer.param_groups]
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            masters = [
+                _unflattened(flat, group)
+                for flat, group in zip(optimizer.fp32_groups_flat, groups, strict=True)
+            ]
+        else:
+            masters = optimizer.fp32_groups
+        names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
+        for group, copies in zip(groups, masters, strict=True):
+            for parameter, master in zip(group, copies, strict=True):
+                if not is_expert(parameter):
+                    yield Weight(names[id(parameter)], parameter, master)
 
     @property
     def scale(self) -> float:
@@ -147,6 +186,12 @@ class BoundaryHooks:
             logger.warning(
                 "dct: %d gradients that belong to no parameter of the model are reduced dense", count
             )
+
+
+def _unflattened(flat: Tensor, parameters: list[Any]) -> list[Tensor]:
+    """Views of FP16_Optimizer's fp32 copies of ``parameters``."""
+    parts = flat.detach().split([parameter.numel() for parameter in parameters])
+    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def is_expert(parameter: Any) -> bool:

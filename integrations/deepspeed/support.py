@@ -45,6 +45,8 @@ def _target(owner: tuple[str, str], method: str, parameters: str = "") -> Target
 TARGETS = (
     _target(_ENGINE, "buffered_allreduce_fallback", "grads elements_per_buffer"),
     _target(_ENGINE, "allreduce_and_copy", "small_bucket dp_group dp_world_size"),
+    _target(_ENGINE, "_get_gradients_for_reduction"),
+    _target(_ENGINE, "_reduce_expert_gradients", "expert_grads elements_per_buffer"),
     _target(_ENGINE, "_take_model_step", "lr_kwargs"),
     _target(_ENGINE, "save_checkpoint", "save_dir tag client_state save_latest"),
     _target(
@@ -135,6 +137,25 @@ def check_engine(engine: Any, version: str) -> str:
             f"(tested: {', '.join(TESTED)})"
         )
     return kind
+
+
+def check_local(engine: Any, kind: str) -> None:
+    """Whether the engine's optimizer can step each rank's own weights (``update: "local"``).
+
+    Raises:
+        ConfigError: Says why not.
+    """
+    reason = ""
+    if kind != "stage0":
+        stage = int(engine.zero_optimization_stage())
+        reason = f"under ZeRO stage {stage} a rank's optimizer has a part of the weights, and needs all"
+    elif engine.fp16_enabled():
+        reason = "under fp16 a rank that skips a step changes its loss scale, and the others do not"
+    if reason:
+        raise ConfigError(
+            f"rank {engine.global_rank}: dct.data_parallel.update = 'local': {reason}. Supported is ZeRO "
+            "stage 0 in fp32 or bf16; set update to 'shared'"
+        )
 
 
 def known_fault(engine: Any, version: str) -> str:

@@ -73,6 +73,12 @@ class DataParallelHook(Hook):
 
         self.session = session
         self.config = session.config.data_parallel
+        if self.config.update == "local":
+            raise ConfigError(
+                "dct.data_parallel.update = 'local' does not work with Megatron, whose optimizer clips and "
+                "steps as one over all ranks (the distributed one has a part of the weights on each); set it "
+                "to 'shared'"
+            )
         self.experts = session.config.model_parallel.expert_gradients
         # By the groups themselves: the id of one that was destroyed may be given to another.
         self._reductions: dict[dist.ProcessGroup, _Reduction] = {}

@@ -165,6 +165,8 @@ def test_any_json_as_section(section: Any) -> None:
         ("error_feedback", "global", 'one of "local", "step_ahead", "none"'),
         ("momentum_correction", 1.0, "a number in [0, 1)"),
         ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
+        ("update", "global", 'one of "shared", "local"'),
+        ("exchange_every", 0, "an integer >= 1"),
         ("warmup_steps", "5", "an integer >= 0"),
     ],
 )
@@ -240,6 +242,23 @@ def test_long_values_are_shortened() -> None:
 def test_masking_without_momentum_is_refused() -> None:
     (line,) = faults({"data_parallel": {"momentum_masking": True}})
     assert "needs momentum_correction above 0" in line
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"exchange_every": 4}, "exchange_every = 4 needs update = 'local'"),
+        ({"update": "local", "error_feedback": "step_ahead"}, "error_feedback = 'step_ahead' does not go with"),
+        ({"update": "local", "error_feedback": "none"}, "error_feedback = 'none' does not go with update"),
+        ({"update": "local", "momentum_correction": 0.9}, "momentum_correction = 0.9 does not go with update"),
+    ],
+)
+def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> None:
+    (line,) = faults({"data_parallel": values})
+    assert line.startswith("dct.data_parallel: ")
+    assert words in line
+    local = {"update": "local", "exchange_every": 8, "error_feedback": "local"}
+    assert DCTConfig.parse({"data_parallel": local}).data_parallel.exchange_every == 8
 
 
 @pytest.mark.parametrize("feedback", ["none", "step_ahead"])
