@@ -219,14 +219,17 @@ def _check(file: Path, content: State, rank: int, sizes: Mapping[str, int] | Non
     state = content["state"]
     if not {"step", "loss_scale", "streams"} <= state.keys() or "unit" not in content:
         raise DCTError(f"{file}: not the state of a reducer")
-    for name, stream in state["streams"].items() if sizes is not None else ():
-        assert sizes is not None
-        residual = stream["residual"]
+    if sizes is None:
+        return
+    local = (state.get("local") or {"weights": {}})["weights"]
+    held = [("the residual", name, stream["residual"]) for name, stream in state["streams"].items()]
+    held += [("the local weight", name, weight) for name, weight in local.items()]
+    for what, name, entries in held:
         expected = _entries(name, sizes)
-        if residual is not None and expected is not None and tuple(residual.shape) != (expected,):
+        if entries is not None and expected is not None and tuple(entries.shape) != (expected,):
             raise DCTError(
-                f"{file}: the residual of {name} has shape {tuple(residual.shape)}, the model has "
-                f"{expected} entries there"
+                f"{file}: {what} of {name} has shape {tuple(entries.shape)}, the model has {expected} "
+                "entries there"
             )
 
 

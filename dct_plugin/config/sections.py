@@ -200,7 +200,7 @@ class DataParallelConfig(Section):
         default=None,
         ge=1,
         description="In the two-phase exchange, density of what owners send back, as a multiple of that of "
-        "what ranks send to them; null takes 3 with step_ahead, else 1.",
+        "what ranks send to them; null takes 3 with step_ahead and update local, else 1.",
     )
     exchange: Literal["auto", "direct", "two_phase"] = Field(
         default="auto",
@@ -308,7 +308,8 @@ class DataParallelConfig(Section):
     def answer_density(self) -> float:
         """Density of what owners send back, as a multiple of that of what they are sent."""
         if self.server_density is None:
-            return 3.0 if self.error_feedback == "step_ahead" else 1.0
+            ahead = self.error_feedback == "step_ahead" or self.update == "local"
+            return 3.0 if ahead else 1.0
         return self.server_density
 
 

@@ -17,13 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOCAL = {"update": "local", "min_numel": 100}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
-FUSED = {"optimizer": {"type": "Adam", "params": {"lr": 0.004}}}
 
 CASES: dict[str, Any] = {
     "fp32": config(0, optimizer="AdamW"),
     "fp32-accumulate": config(0, optimizer="AdamW", **ACCUMULATE),
     "bf16": config(0, "bf16", optimizer="AdamW", **ACCUMULATE),
-    "bf16-fused": {**config(0, "bf16"), **FUSED},
     "autocast": config(
         0, optimizer="AdamW", torch_autocast={"enabled": True, "dtype": "bfloat16"}, gradient_clipping=0.5
     ),
@@ -31,7 +29,7 @@ CASES: dict[str, Any] = {
     "sparse": config(0, optimizer="Adagrad"),
     "experts": config(0, optimizer="AdamW"),
 }
-RESUMED = ["fp32", "bf16", "bf16-fused"]
+RESUMED = ["fp32", "bf16"]
 
 
 def run(kind: str, name: str, steps: int, dct: dict[str, Any] | None, **more: Any) -> Run:

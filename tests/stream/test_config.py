@@ -248,9 +248,15 @@ def test_masking_without_momentum_is_refused() -> None:
     ("values", "words"),
     [
         ({"exchange_every": 4}, "exchange_every = 4 needs update = 'local'"),
-        ({"update": "local", "error_feedback": "step_ahead"}, "error_feedback = 'step_ahead' does not go with"),
+        (
+            {"update": "local", "error_feedback": "step_ahead"},
+            "error_feedback = 'step_ahead' does not go with",
+        ),
         ({"update": "local", "error_feedback": "none"}, "error_feedback = 'none' does not go with update"),
-        ({"update": "local", "momentum_correction": 0.9}, "momentum_correction = 0.9 does not go with update"),
+        (
+            {"update": "local", "momentum_correction": 0.9},
+            "momentum_correction = 0.9 does not go with update",
+        ),
     ],
 )
 def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> None:
