@@ -77,6 +77,17 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         f"dense-parameters-{share}": {"sparsity": 0, "value_dtype": "fp32", **SLOWER, **_updates(share)}
         for share in (0.97, 0.99)
     },
+    **{
+        f"local-update-{share}-every{every}": {
+            "update": "local",
+            "sparsity": share,
+            "exchange_every": every,
+            **(SLOWER if share == 0.99 else START),
+        }
+        for share in (0.9, 0.99)
+        for every in (1, 4, 8)
+    },
+    "local-update-0.99-every1-start60": {"update": "local", "sparsity": 0.99, **START},
     "ahead-0.99-coefficient1": {"sparsity": 0.99, **AHEAD, **START, "step_ahead_coefficient": 1.0},
 }
 

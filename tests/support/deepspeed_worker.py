@@ -163,7 +163,7 @@ class Look:
         moved = [p for p, at in zip(self.parameters, self.storages, strict=True) if p.data_ptr() != at]
         self.displaced += len(moved)
         passes = [p.detach().clone() for p in moved]
-        if moved:
+        if moved and self.engine.dct.ahead is not None:
             self.engine.module.state_dict()  # shows the weights, and lets the passes go on where they are
             self.displacement = sum(
                 float((p.detach() - seen).double().norm()) for p, seen in zip(moved, passes, strict=True)
