@@ -156,6 +156,7 @@ class DCTState:
         if problem:
             raise ConfigError(f"rank {rank}: {key}: {problem}; set update to 'shared'")
         ours = {id(parameter): name for name, parameter in named.items()}
+        self._parameters.update({name: p for name, p in named.items() if p.requires_grad})
 
         def weights() -> Iterator[Weight]:
             for group in optimizer.param_groups:

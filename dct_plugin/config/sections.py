@@ -205,7 +205,8 @@ class DataParallelConfig(Section):
     exchange: Literal["auto", "direct", "two_phase"] = Field(
         default="auto",
         description="All-gather of every rank's payload (direct), or reduce at owners and gather "
-        "(two_phase); auto takes the one with fewer bytes, and with step_ahead direct up to 4 ranks.",
+        "(two_phase); auto takes the one with fewer bytes, and with step_ahead or update local direct up to "
+        "4 ranks.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="First optimizer steps that are sent dense.")
     sparsity_warmup_steps: int = Field(
@@ -289,6 +290,13 @@ class DataParallelConfig(Section):
                 + why[self.error_feedback]
                 + "; leave error_feedback out",
                 {"feedback": self.error_feedback},
+            )
+        if self.update == "local" and self.adaptive != "off":
+            raise PydanticCustomError(
+                "dct_conflict",
+                "adaptive = '{adaptive}' does not go with update = 'local': it follows the mean of the gradients, "
+                "which no rank has",
+                {"adaptive": self.adaptive},
             )
         if self.update == "local" and self.momentum_correction != 0:
             raise PydanticCustomError(

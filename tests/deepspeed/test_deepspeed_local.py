@@ -15,7 +15,7 @@ from support.deepspeed_launch import Results, Run, config, launch
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LOCAL = {"update": "local", "min_numel": 100}
+LOCAL = {"update": "local", "min_numel": 100, "verify_every": 1}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
 
 CASES: dict[str, Any] = {

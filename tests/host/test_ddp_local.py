@@ -17,7 +17,7 @@ from dct_plugin.data_parallel import DCTState, dct_hook
 
 pytestmark = pytest.mark.slow
 
-LOCAL = {"update": "local", "sparsity": 0.95, "min_numel": 1000}
+LOCAL = {"update": "local", "sparsity": 0.95, "min_numel": 1000, "verify_every": 1}
 SOME = {
     "SGD": {"lr": 0.005},
     "AdamW": {"lr": 0.01},

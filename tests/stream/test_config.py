@@ -257,6 +257,7 @@ def test_masking_without_momentum_is_refused() -> None:
             {"update": "local", "momentum_correction": 0.9},
             "momentum_correction = 0.9 does not go with update",
         ),
+        ({"update": "local", "adaptive": "accordion"}, "adaptive = 'accordion' does not go with update"),
     ],
 )
 def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> None:
