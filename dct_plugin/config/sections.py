@@ -294,7 +294,7 @@ class DataParallelConfig(Section):
         if self.update == "local" and self.adaptive != "off":
             raise PydanticCustomError(
                 "dct_conflict",
-                "adaptive = '{adaptive}' does not go with update = 'local': it follows the mean of the gradients, "
+                "adaptive = '{adaptive}' does not go with update = 'local': it follows the mean gradient, "
                 "which no rank has",
                 {"adaptive": self.adaptive},
             )
