@@ -152,7 +152,10 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
                 [one.quartiles[1] - one.median for one in those],
             ]
             places = [place + (number - (count - 1) / 2) * 0.85 / count for place in range(len(those))]
-            panel.bar(places, medians, 0.85 / count, yerr=spread, label=those[0].name, color=f"C{number}")
+            colour = "black" if those[0].name == IDEAL else f"C{number % 10}"
+            panel.bar(
+                places, medians, 0.85 / count, yerr=spread, label=those[0].name, color=colour, ecolor="0.5"
+            )
         panel.set_xticks(range(len(group.cells)), [rate_name(cell.rate) for cell in group.cells])
         panel.set_yscale("log")
         panel.set_ylabel("ms per step")
