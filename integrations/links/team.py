@@ -175,11 +175,14 @@ class Team:
         return [answers[rank] for rank in range(self.ranks)]
 
     def _fail(self, rank: int) -> None:
-        """Raise for a rank that is gone. The one that failed first, as far as the others' ends tell."""
-        code = self._processes[rank].wait(30)
+        """Raise for a rank that has closed its connection."""
+        try:
+            code: int | None = self._processes[rank].wait(30)
+        except subprocess.TimeoutExpired:
+            code = None
         written = tail(self._logs[rank]) or "(nothing)"
         raise TeamError(
-            f"{self.name}: rank {rank} ended with exit code {code}; the end of its output "
+            f"{self.name}: rank {rank} {'hangs' if code is None else f'ended with exit code {code}'}; the end of its output "
             f"({self._logs[rank]}):\n{written}"
         )
 
