@@ -181,9 +181,9 @@ class Team:
         except subprocess.TimeoutExpired:
             code = None
         written = tail(self._logs[rank]) or "(nothing)"
+        state = "hangs" if code is None else f"ended with exit code {code}"
         raise TeamError(
-            f"{self.name}: rank {rank} {'hangs' if code is None else f'ended with exit code {code}'}; the end of its output "
-            f"({self._logs[rank]}):\n{written}"
+            f"{self.name}: rank {rank} {state}; the end of its output ({self._logs[rank]}):\n{written}"
         )
 
 
