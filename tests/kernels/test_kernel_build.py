@@ -130,7 +130,7 @@ def test_backend_asked_for_by_name_does_not_fall_back(tmp_path: Path) -> None:
     assert lines[1].startswith("BuildError no C compiler")
     assert (
         lines[2]
-        == "ValueError kernels.backend: kernel backend 'fpga' is unknown; allowed: auto, reference, cpu"
+        == "ValueError kernels.backend: kernel backend 'fpga' is unknown; allowed: auto, reference, cpu, triton"
     )
     assert lines[3] == "reference"
     wrong = python("from dct_plugin.kernels import get_backend\nget_backend('cpu')", DCT_KERNELS="gpu")
