@@ -128,10 +128,8 @@ def test_backend_asked_for_by_name_does_not_fall_back(tmp_path: Path) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("BuildError no C compiler")
     assert lines[1].startswith("BuildError no C compiler")
-    assert (
-        lines[2]
-        == "ValueError kernels.backend: kernel backend 'fpga' is unknown; allowed: auto, reference, cpu, triton"
-    )
+    allowed = "auto, reference, cpu, triton"
+    assert lines[2] == f"ValueError kernels.backend: kernel backend 'fpga' is unknown; allowed: {allowed}"
     assert lines[3] == "reference"
     wrong = python("from dct_plugin.kernels import get_backend\nget_backend('cpu')", DCT_KERNELS="gpu")
     _, err = wrong.communicate(timeout=120)
