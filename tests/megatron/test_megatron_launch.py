@@ -109,7 +109,10 @@ def test_modules(flag: str) -> None:
         (["x.py", "--dct-config"], "--dct-config needs a value"),
         (["x.py", "--dct-pipeline-sparsity", "--lr"], "--dct-pipeline-sparsity needs a value, got '--lr'"),
         (["x.py", "--dct-pipelin-sparsity", "0.9"], "did you mean --dct-pipeline-sparsity?"),
-        (["x.py", "--dct-sparsity", "0.9"], "ambiguous: --dct-data-parallel-sparsity, --dct-model-parallel-"),
+        (
+            ["x.py", "--dct-sparsity", "0.9"],
+            "ambiguous: --dct-data-parallel-sparsity, --dct-data-parallel-parameters-",
+        ),
         (
             ["x.py", "--dct-pipeline-sparsity", "1.5"],
             "dct.model_parallel.pipeline.sparsity = 1.5: must be a number",
