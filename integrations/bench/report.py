@@ -43,11 +43,12 @@ def tables(cells: Iterable[Cell], *, ratios: bool = True) -> Iterator[Rows]:
 
     Args:
         cells: What was measured.
-        ratios: With the steps as multiples of the baseline's; without, 80 columns hold four links.
+        ratios: With the steps as multiples of the baseline's, and computation and rest beside the plugin's
+            own times; without, 80 columns hold four links.
     """
     for group in groups(cells):
         yield _steps(group, ratios)
-        if (parts := _split(group)) is not None:
+        if (parts := _split(group, ratios)) is not None:
             yield parts
 
 
@@ -84,7 +85,7 @@ def split(cell: Cell, figures: Figures) -> dict[str, float]:
     return {COMPUTE: ideal, **parts, REST: figures.median - ideal - exposed}
 
 
-def _split(group: Group) -> Rows | None:
+def _split(group: Group, whole: bool) -> Rows | None:
     rows: list[list[str]] = []
     names: list[str] = []
     for cell in group.cells:
@@ -92,7 +93,7 @@ def _split(group: Group) -> Rows | None:
             if not any(figures.split.values()):
                 continue
             parts = split(cell, figures)
-            names = names or list(parts)
+            names = names or [name for name in parts if whole or name not in (COMPUTE, REST)]
             values = [f"{parts.get(name, 0.0):.1f}" for name in names]
             rows.append([figures.name, rate_name(cell.rate), f"{figures.median:.1f}", *values])
     if not rows:
