@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -64,11 +65,18 @@ GROWING: dict[str, Callable[[int], str]] = {
 
 
 def seconds(text: str) -> float:
-    """Of the processor, for one script: patched and reverted, or refused."""
-    started = time.process_time()
-    with contextlib.suppress(LaunchError):
-        revert(patch(text)[0])
-    return time.process_time() - started
+    """Of the processor, for one script: patched and reverted, or refused.
+
+    Without the garbage collector, whose time grows with what other tests left.
+    """
+    gc.disable()
+    try:
+        started = time.process_time()
+        with contextlib.suppress(LaunchError):
+            revert(patch(text)[0])
+        return time.process_time() - started
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

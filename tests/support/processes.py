@@ -10,6 +10,7 @@ import atexit
 import os
 import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -78,13 +79,19 @@ def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> li
         for _, tasks in _workers[:world_size]:
             tasks.put((number, world_size, path, function, arguments))
         missing = set(range(world_size))
+        limit = time.monotonic() + _PATIENCE
         while missing:
             try:
-                answered, position = _results.get(timeout=_PATIENCE)
+                answered, position = _results.get(timeout=1.0)
             except queue.Empty:
+                dead = [rank for rank in missing if not _workers[rank][0].is_alive()]
+                if not dead and time.monotonic() < limit:
+                    continue
                 _stop()
                 raise AssertionError(
-                    f"ranks {sorted(missing)} did not finish within {_PATIENCE:.0f} s"
+                    f"the processes of ranks {dead} died"
+                    if dead
+                    else f"ranks {sorted(missing)} did not finish within {_PATIENCE:.0f} s"
                 ) from None
             if answered == number:
                 missing.discard(position)
