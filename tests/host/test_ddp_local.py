@@ -351,9 +351,9 @@ def _refused(rank: int, world_size: int, case: str) -> None:
     ddp.register_comm_hook(state, dct_hook)
     part = model[0].parameters() if case == "part" else model.parameters()
     if case == "zero":
-        optimizer: Any = torch.distributed.optim.ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1
-        )
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
     else:
         optimizer = torch.optim.SGD(part, lr=0.1)
     if case != "nobody" and (case != "one" or rank == 0):
