@@ -13,8 +13,7 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..codecs.payload import Payload
 from ..codecs.values import ValueDtype
-from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
-from ..errors import ConfigError, PayloadError
+from ..errors import ConfigError
+from ..kernels.backend import split_message
 from ..metrics import Metrics, Record
-from ..schedules import SparsitySchedule
-from ..stream import Compressor, Encoded, add_payload, backend_of, encode_all
+from ..stream import add_payload, encode_all
+from .member import Member, Written
 from .plan import Item, Plan, Shard
 
 #: The option that switches it on, as errors name it.
@@ -41,7 +39,7 @@ def refuse(host: str, why: str) -> ConfigError:
     return ConfigError(f"{KEY} = true: {host}: {why}; set it to false")
 
 
-class ParameterUpdates:
+class ParameterUpdates(Member):
     """Brings working weights to their owners' master weights, all ranks to bitwise the same values.
 
     Args:
@@ -64,15 +62,7 @@ class ParameterUpdates:
         step: int = 0,
     ) -> None:
         self.config = config.parameters
-        self.device = torch.device(device)
-        self.exchange = Exchange(group, self.device)
-        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
-        self.metrics = metrics
-        self.step = step
-        """Optimizer steps so far."""
-        self.streams: dict[str, Compressor] = {}
-        """One per tensor of which this rank owns a part."""
-        self._settings = config.model_copy(
+        settings = config.model_copy(
             update={
                 "sparsity": self.config.sparsity,
                 "value_dtype": self.config.value_dtype,
@@ -81,13 +71,12 @@ class ParameterUpdates:
                 "momentum_masking": False,
             }
         )
-        self.schedule = SparsitySchedule.of(self._settings)
+        super().__init__(
+            settings, group, metrics=metrics, device=device, kernels=kernels, transactional=False, step=step
+        )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
-        self._kernels = kernels
-        self._backend = backend_of(kernels, self.device)
         self._writer = MessageWriter(self.device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
-        self._loaded: dict[str, dict[str, Any]] = {}
 
     def full(self, dtype: torch.dtype) -> bool:
         """Whether in this step the host is to gather weights of ``dtype`` by itself, in full.
@@ -127,14 +116,15 @@ class ParameterUpdates:
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        with self._recorded() as whole:
+        with self._recorded("parameter") as whole:
             with self.exchange.abort_on_error():
                 small = self._settings.min_numel
                 items = [Item(n, t, list(s), t.numel() < small) for n, t, s in entries]
                 plan = Plan("parameters", items)
                 message = self._encode(plan, master_of, whole)
             with whole.timed("exchange"):
-                messages = self.exchange.all_gather(message, plan.fingerprint)
+                bounds = [plan.bound(owner) for owner in range(self.world_size)]
+                messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
             with whole.timed("decode"):
                 for owner, received in enumerate(messages):
                     self._apply(plan, owner, received)
@@ -149,8 +139,7 @@ class ParameterUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and counters of this rank; what is not sent yet follows from the weights."""
-        streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
-        return {"step": self.step, "streams": streams}
+        return {"step": self.step, "streams": self._streams_state()}
 
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
@@ -162,7 +151,7 @@ class ParameterUpdates:
 
     def _encode(self, plan: Plan, master_of: Callable[[str], Tensor], whole: Record) -> Tensor:
         self._writer.clear()
-        density, written = self.schedule.density(self.step), []
+        density, receivers, written = self.schedule.density(self.step), self.world_size - 1, []
         for item, shard in plan.owned_by(self.rank):
             working, master = item.view(shard), master_of(item.name)
             stream = None
@@ -172,16 +161,10 @@ class ParameterUpdates:
                 stream = self._stream(item.name)
                 difference = self._difference(working, master)
                 encoded = stream.encode(difference, [(0, working.numel(), self._writer)], density)
-            written.append((item, stream, encoded))
-        message = self._writer.message
-        receivers = self.world_size - 1
-        for item, stream, encoded in written:
-            if stream is not None:
-                stream.observe(encoded)
-            dense = receivers * encoded.numel * item.tensor.element_size()
-            sent = receivers * sum(part.nbytes for part in encoded.stats)
             name = "parameter_small" if item.small else "parameter"
-            self._record(encoded, name, dense, sent, whole)
+            dense = receivers * encoded.numel * item.entry_bytes
+            written.append(Written(None, name, encoded, stream, dense, [receivers]))
+        (message,) = self._close([self._writer], written, whole)
         return message
 
     def _difference(self, working: Tensor, master: Tensor) -> Tensor:
@@ -193,38 +176,10 @@ class ParameterUpdates:
         return out.sub_(working)
 
     def _apply(self, plan: Plan, owner: int, message: Tensor) -> None:
-        owned = plan.owned_by(owner)
-        payloads = Payload.split(message, verify=False)  # decoding verifies
-        if len(payloads) != len(owned):
-            raise PayloadError(
-                f"rank {self.rank}: message from rank {owner} of the group holds {len(payloads)} updates of "
-                f"weights, expected {len(owned)}"
-            )
-        for (item, shard), payload in zip(owned, payloads, strict=True):
-            working = item.view(shard)
-            if item.small:
-                working.zero_()
-            add_payload(self._backend, payload, working)
-
-    def _stream(self, name: str) -> Compressor:
-        stream = self.streams.get(name)
-        if stream is None:
-            stream = Compressor(self._settings, name=name, rank=self.rank, kernels=self._kernels)
-            if name in self._loaded:
-                stream.load_state_dict(self._loaded.pop(name))
-            self.streams[name] = stream
-        return stream
-
-    @contextmanager
-    def _recorded(self) -> Iterator[Record]:
-        """The record of an update as a whole: size messages, and the time of exchange and decoding."""
-        whole = Record("parameter", sent_bytes=-self.exchange.sent_bytes, tensors=0)
-        yield whole
-        whole.sent_bytes += self.exchange.sent_bytes
-        if self.metrics is not None:
-            self.metrics.record(whole)
-
-    def _record(self, encoded: Encoded, name: str, dense: float, sent: float, whole: Record) -> None:
-        whole.sent_bytes -= sent
-        if self.metrics is not None:
-            self.metrics.record(encoded.record(name, dense_bytes=dense, sent_bytes=sent))
+        owned = [(item, item.view(shard)) for item, shard in plan.owned_by(owner)]
+        with self._naming_sender(owner):
+            payloads = split_message([message], 0, [working for _, working in owned])
+            for (item, working), payload in zip(owned, payloads, strict=True):
+                if item.small:
+                    working.zero_()
+                add_payload(self._backend, payload, working)

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import checkpoint
-from ..codecs.message import MessageWriter, read_messages
+from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
-from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
-from ..errors import ConfigError, PayloadError
+from ..errors import ConfigError
 from ..kernels import GRAD_DTYPES
 from ..metrics import Metrics, Record
-from ..schedules import SparsitySchedule
-from ..stream import Compressor, Encoded, as_flat, backend_of, encode_all
+from ..stream import Compressor, Encoded, as_flat, encode_all
 from .accordion import Accordion
 from .local import LocalUpdates, Weight
+from .member import Member, Written
 from .plan import Change, Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
 
-logger = logging.getLogger("dct_plugin")
 
-
-class _Written(NamedTuple):
-    """What a message holds of one tensor, to be accounted for when the message is complete."""
-
-    name: str | None
-    """None for an owner's answer: what is not finite there was so at other ranks."""
-    cls: str
-    encoded: Encoded
-    stream: Compressor | None
-    dense_bytes: float
-    copies: Sequence[int]
-    """How often each payload leaves this rank."""
-
-
-class GradientReducer:
+class GradientReducer(Member):
     """Sums gradients over a data-parallel group through compressed messages.
 
     Every method that takes entries is a collective: all ranks of the group call it in the same order with
@@ -75,28 +56,23 @@ class GradientReducer:
         step: int = 0,
         loss_scale: float = 1.0,
     ) -> None:
+        super().__init__(
+            config,
+            group,
+            metrics=metrics,
+            device=device,
+            kernels=kernels,
+            transactional=transactional,
+            step=step,
+        )
         self.config = config
-        self.device = torch.device(device)
-        self.exchange = Exchange(group, self.device)
-        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
-        self.metrics = metrics
-        self.schedule = SparsitySchedule.of(config)
         self._gentle = replace(self.schedule, sparsity=config.adaptive_sparsity)
         self.adaptive = Accordion(config.adaptive_interval) if config.adaptive == "accordion" else None
         """Decides which tensors take ``adaptive_sparsity``; hosts tell it their learning rate."""
-        self.step = step
-        """Optimizer steps so far."""
         self.loss_scale = loss_scale
-        self.streams: dict[str, Compressor] = {}
-        """One per parameter (what this rank sends) and, in two phases, one per owned shard (its answer)."""
-        self._kernels = kernels
-        self._backend = backend_of(kernels, self.device)
-        self._transactional = transactional
         self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
-        self._loaded: dict[str, dict[str, Any]] = {}
         self._paid: set[str] = set()
-        self._nonfinite_reported = False
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
         self._local: LocalUpdates | None = None
@@ -178,7 +154,7 @@ class GradientReducer:
             DesyncError: A rank failed or reduces other tensors.
             PayloadError: A message arrived damaged.
         """
-        with self._reduction() as whole:
+        with self._recorded("gradient") as whole:
             self.look(entries)
             if not self._reduced_dense(entries, scale, whole):
                 self._all_reduce(entries, scale, whole)
@@ -192,7 +168,7 @@ class GradientReducer:
         """
         more = {change.name: change for change in changes}
         entries = [(change.name, change.tensor) for change in changes]
-        with self._reduction() as whole:
+        with self._recorded("gradient") as whole:
             self._all_reduce(entries, 1.0 / self.world_size, whole, more)
 
     def _all_reduce(
@@ -226,7 +202,7 @@ class GradientReducer:
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        with self._reduction() as whole:
+        with self._recorded("gradient") as whole:
             self.look([(name, tensor) for name, tensor, _ in entries])
             if self._reduced_dense([(name, tensor) for name, tensor, _ in entries], scale, whole):
                 return
@@ -301,7 +277,7 @@ class GradientReducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
-        streams = {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
+        streams = self._streams_state()
         ahead = self._loaded_ahead if self._ahead is None else self._ahead.state_dict()
         state = {"step": self.step, "loss_scale": self.loss_scale, "streams": streams, "ahead": ahead}
         if self.adaptive is not None:
@@ -489,7 +465,7 @@ class GradientReducer:
                 if grad.data_ptr() != item.tensor.data_ptr():
                     item.tensor.zero_()
                 written.append(
-                    _Written(
+                    Written(
                         item.name,
                         "gradient_small" if item.small else "gradient",
                         encoded,
@@ -503,7 +479,7 @@ class GradientReducer:
                 )
             return self._close(self._writers, written, whole)
 
-    def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> _Written:
+    def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
         """What an owner sends back: the sum, thresholded once more with the owner's own residual; zeros are
         left in ``total``.
         """
@@ -519,7 +495,7 @@ class GradientReducer:
             stream = self._stream(f"{item.name}[{shard.start}:{shard.stop}]")
             encoded = stream.encode(total, [(0, total.numel(), answer)], density, clear=True)
         receivers = self.world_size - 1
-        return _Written(
+        return Written(
             None,
             "gradient_small" if item.small else "gradient_answer",
             encoded,
@@ -528,47 +504,9 @@ class GradientReducer:
             [receivers],
         )
 
-    def _close(
-        self, writers: Sequence[MessageWriter], written: Sequence[_Written], whole: Record
-    ) -> list[Tensor]:
-        """The complete messages, and with them, in one read from the device, what was written: thresholds
-        follow, metrics record.
-        """
-        messages = read_messages(writers)
-        for name, cls, encoded, stream, dense_bytes, copies in written:
-            if name is not None and not self._nonfinite_reported and encoded.nonfinite:
-                self._nonfinite_reported = True
-                logger.warning(
-                    "dct: rank %d: the gradient of %s is not finite in step %d and reaches all ranks as NaN; "
-                    "said once",
-                    self.rank,
-                    name,
-                    self.step,
-                )
-            if stream is not None:
-                stream.observe(encoded)
-            sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
-            self._record(encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent), whole)
-        return messages
-
     def _density(self, item: Item) -> float:
         gentle = self.adaptive is not None and self.adaptive.critical(item.name)
         return (self._gentle if gentle else self.schedule).density(self.step)
-
-    def _stream(self, name: str) -> Compressor:
-        stream = self.streams.get(name)
-        if stream is None:
-            stream = Compressor(
-                self.config,
-                name=name,
-                rank=self.rank,
-                kernels=self._kernels,
-                transactional=self._transactional,
-            )
-            if name in self._loaded:
-                stream.load_state_dict(self._loaded.pop(name))
-            self.streams[name] = stream
-        return stream
 
     # -- receiving ---
 
@@ -597,13 +535,8 @@ class GradientReducer:
                 out if out.dtype in GRAD_DTYPES else torch.zeros_like(out, dtype=torch.float32)
                 for out in outs
             ]
-            try:
+            with self._naming_sender(sender):
                 self._backend.sum_messages(messages, into, scale)
-            except PayloadError as error:
-                sender += error.message
-                raise PayloadError(
-                    f"rank {self.rank}: message from rank {sender} of the group: {error}"
-                ) from error
             for out, total in zip(outs, into, strict=True):
                 if total is not out:
                     out.copy_(total)
@@ -614,26 +547,3 @@ class GradientReducer:
         if self._scratch.numel() < bounds[-1]:
             self._scratch = torch.zeros(bounds[-1], dtype=torch.float32, device=self.device)
         return [self._scratch[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-    # -- metrics ---
-
-    @contextmanager
-    def _reduction(self) -> Iterator[Record]:
-        """The record of a reduction as a whole: size messages, the time of exchange and decoding, and as time
-        of selection whatever no other figure holds.
-        """
-        whole = Record("gradient", sent_bytes=-self.exchange.sent_bytes, tensors=0)
-        self.exchange.step = self.step
-        began = time.perf_counter()
-        yield whole
-        whole.sent_bytes += self.exchange.sent_bytes
-        whole.select_ms += 1e3 * (time.perf_counter() - began) - whole.exchange_ms - whole.decode_ms
-        if self.metrics is not None:
-            self.metrics.record(whole)
-
-    def _record(self, record: Record, whole: Record) -> None:
-        """A tensor's share of the reduction."""
-        whole.sent_bytes -= record.sent_bytes
-        whole.select_ms -= record.select_ms + record.encode_ms
-        if self.metrics is not None:
-            self.metrics.record(record)

@@ -1,0 +1,158 @@
+"""A rank as a member of a group that exchanges thresholded tensors: its streams, and what they cost.
+
+What reductions of gradients and updates of weights have in common.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codecs.message import MessageWriter, read_messages
+from ..collectives import Exchange
+from ..config import DataParallelConfig, KernelConfig
+from ..errors import PayloadError
+from ..metrics import Metrics, Record
+from ..schedules import SparsitySchedule
+from ..stream import Compressor, Encoded, backend_of
+
+logger = logging.getLogger("dct_plugin")
+
+
+class Written(NamedTuple):
+    """What a message holds of one tensor, to be accounted for when the message is complete."""
+
+    name: str | None
+    """Of a gradient of this rank; None for weights, and for an owner's answer, where what is not finite was
+    so at other ranks.
+    """
+    cls: str
+    encoded: Encoded
+    stream: Compressor | None
+    dense_bytes: float
+    copies: Sequence[int]
+    """How often each payload leaves this rank."""
+
+
+class Member:
+    """The streams of a rank, and the group they are exchanged over.
+
+    Args:
+        settings: Of the streams.
+        group: Process group (gloo or nccl), None for the default one.
+        metrics: Where bytes, density and times are recorded.
+        device: Of the tensors.
+        kernels: Which kernels run; the defaults when None.
+        transactional: Take skipped steps back.
+        step: Optimizer steps so far.
+    """
+
+    def __init__(
+        self,
+        settings: DataParallelConfig,
+        group: dist.ProcessGroup | None,
+        *,
+        metrics: Metrics | None,
+        device: torch.device | str,
+        kernels: KernelConfig | None,
+        transactional: bool,
+        step: int,
+    ) -> None:
+        self.device = torch.device(device)
+        self.exchange = Exchange(group, self.device)
+        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
+        self.metrics = metrics
+        self.schedule = SparsitySchedule.of(settings)
+        self.step = step
+        """Optimizer steps so far."""
+        self.streams: dict[str, Compressor] = {}
+        """By tensor: one for each that this rank sends by itself."""
+        self._settings = settings
+        self._kernels = kernels
+        self._backend = backend_of(kernels, self.device)
+        self._transactional = transactional
+        self._loaded: dict[str, dict[str, Any]] = {}
+        """States of streams that were not used since."""
+        self._nonfinite_reported = False
+
+    def _streams_state(self) -> dict[str, Any]:
+        return {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
+
+    def _stream(self, name: str) -> Compressor:
+        stream = self.streams.get(name)
+        if stream is None:
+            stream = Compressor(
+                self._settings,
+                name=name,
+                rank=self.rank,
+                kernels=self._kernels,
+                transactional=self._transactional,
+            )
+            if name in self._loaded:
+                stream.load_state_dict(self._loaded.pop(name))
+            self.streams[name] = stream
+        return stream
+
+    def _close(
+        self, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record
+    ) -> list[Tensor]:
+        """The complete messages, and with them, in one read from the device, what was written: thresholds
+        follow, metrics record.
+        """
+        messages = read_messages(writers)
+        for name, cls, encoded, stream, dense_bytes, copies in written:
+            if name is not None and not self._nonfinite_reported and encoded.nonfinite:
+                self._nonfinite_reported = True
+                logger.warning(
+                    "dct: rank %d: the gradient of %s is not finite in step %d and reaches all ranks as NaN; "
+                    "said once",
+                    self.rank,
+                    name,
+                    self.step,
+                )
+            if stream is not None:
+                stream.observe(encoded)
+            sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
+            self._record(encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent), whole)
+        return messages
+
+    @contextmanager
+    def _naming_sender(self, first: int = 0) -> Iterator[None]:
+        """A message that is found damaged in the block came from ``first`` or so many ranks behind it."""
+        try:
+            yield
+        except PayloadError as error:
+            sender = first + error.message
+            raise PayloadError(
+                f"rank {self.rank}: message from rank {sender} of the group: {error}"
+            ) from error
+
+    # -- metrics ---
+
+    @contextmanager
+    def _recorded(self, cls: str) -> Iterator[Record]:
+        """The record of an exchange as a whole: size messages, the time of exchange and decoding, and as time
+        of selection whatever no other figure holds.
+        """
+        whole = Record(cls, sent_bytes=-self.exchange.sent_bytes, tensors=0)
+        self.exchange.step = self.step
+        began = time.perf_counter()
+        yield whole
+        whole.sent_bytes += self.exchange.sent_bytes
+        whole.select_ms += 1e3 * (time.perf_counter() - began) - whole.exchange_ms - whole.decode_ms
+        if self.metrics is not None:
+            self.metrics.record(whole)
+
+    def _record(self, record: Record, whole: Record) -> None:
+        """A tensor's share of the exchange."""
+        whole.sent_bytes -= record.sent_bytes
+        whole.select_ms -= record.select_ms + record.encode_ms
+        if self.metrics is not None:
+            self.metrics.record(record)
