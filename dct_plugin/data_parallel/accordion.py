@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class _Layer:
     norm: float = 0.0
     """Of the interval before; 0: there was none."""
     critical: bool = True
+    spans: dict[tuple[int, int], slice] = field(default_factory=dict)
+    """Which of the sampled positions lie in a part of the tensor."""
 
 
 class Accordion:
@@ -85,9 +87,12 @@ class Accordion:
             step: Optimizer steps so far.
         """
         layer = self._layer(name, reduced, step)
-        for start, stop in parts:
-            first, last = (int(torch.searchsorted(layer.where, bound)) for bound in (start, stop))
-            layer.pending[first:last] += reduced[layer.where[first:last]]
+        for part in parts:
+            if part not in layer.spans:  # once: it waits for the device
+                first, last = (int(torch.searchsorted(layer.where, bound)) for bound in part)
+                layer.spans[part] = slice(first, last)
+            span = layer.spans[part]
+            layer.pending[span] += reduced[layer.where[span]]
 
     def due(self, tensors: Iterable[tuple[str, Tensor]], step: int) -> list[str]:
         """Names of those tensors whose interval is over; the same on all ranks."""
@@ -129,10 +134,6 @@ class Accordion:
             layer.pending *= factor
             layer.norm *= factor
 
-    def counts(self) -> tuple[int, int]:
-        """Layers in a critical regime, and layers."""
-        return sum(layer.critical for layer in self._layers.values()), len(self._layers)
-
     def _layer(self, name: str, tensor: Tensor, step: int) -> _Layer:
         layer = self._layers.get(name)
         if layer is None:
@@ -147,7 +148,7 @@ class Accordion:
             saved = self._loaded.pop(name, None)
             if saved is not None:
                 layer.norm, layer.critical, layer.rate = saved["norm"], saved["critical"], saved["rate"]
-                if saved["total"] is not None and saved["total"].shape == total.shape:
+                if saved["total"].shape == total.shape:
                     layer.began = saved["began"]
                     total.copy_(saved["total"])
             self._layers[name] = layer

@@ -396,15 +396,17 @@ class GradientReducer(Member):
                     item.left, item.entry_bytes = changes[item.name].left, changes[item.name].entry_bytes
             ahead = self._ahead
             sampled = ahead.sampled((i.name for i in items if not i.small), self.step) if ahead else []
-            plan = Plan(kind, items, sampled)
-        if self.adaptive is not None and (
-            due := self.adaptive.due(((i.name, i.tensor) for i in items), self.step)
-        ):
+            return Plan(kind, items, sampled)
+
+    def _judge(self, plan: Plan) -> None:
+        """Which of the plan's tensors are in a critical regime, where that is due."""
+        if self.adaptive is None:
+            return
+        if due := self.adaptive.due(((item.name, item.tensor) for item in plan.items), self.step):
             squares = self.adaptive.squares(due)
-            if kind == "reduce_scatter":  # elsewhere every rank has the whole
+            if plan.kind == "reduce_scatter":  # elsewhere every rank has the whole
                 self.exchange.all_reduce(squares)
             self.adaptive.decide(due, squares, self.step)
-        return plan
 
     # -- sending ---
 
@@ -412,25 +414,27 @@ class GradientReducer(Member):
         """Warm-up steps and single ranks: sum as the host framework would. Returns whether that was done."""
         if self.world_size > 1 and self.step >= self.config.warmup_steps:
             return False
-        tensors = [tensor for _, tensor in entries]
         if self.world_size == 1:
             self._pay(entries)
-        if self.world_size > 1:  # a rank whose warm-up is over would wait in another collective for ever
-            plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
-            self.exchange.agree(plan.fingerprint)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            if self.world_size > 1:
-                flat = torch.cat(same)
-                with whole.timed("exchange"):
-                    size = self.exchange.all_reduce(flat)
-                self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
-                for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                    tensor.copy_(reduced)
-            if scale != 1.0:
-                for tensor in same:
-                    tensor.mul_(scale)
+        else:
+            self._sum_dense(entries, whole)
+        if scale != 1.0:
+            for _, tensor in entries:
+                tensor.mul_(scale)
         return True
+
+    def _sum_dense(self, entries: Sequence[tuple[str, Tensor]], whole: Record) -> None:
+        # A rank whose warm-up is over would wait in another collective for ever.
+        plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
+        self.exchange.agree(plan.fingerprint)
+        for dtype in dict.fromkeys(tensor.dtype for _, tensor in entries):
+            same = [tensor for _, tensor in entries if tensor.dtype == dtype]
+            flat = torch.cat(same)
+            with whole.timed("exchange"):
+                size = self.exchange.all_reduce(flat)
+            self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
+            for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                tensor.copy_(reduced)
 
     def _pay(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """A single rank thresholds nothing: what a checkpoint of several still owes is paid at once."""
@@ -442,6 +446,7 @@ class GradientReducer(Member):
 
     def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
         """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
+        self._judge(plan)
         for writer in self._writers:
             writer.clear()
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
