@@ -74,10 +74,7 @@ class DCTState:
             config = DCTConfig(data_parallel=config)
         self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
         if self.config.data_parallel.parameters.enabled:
-            raise refuse(
-                "torch DistributedDataParallel",
-                "every rank has the whole optimizer, no weights are gathered after a step",
-            )
+            raise refuse("torch DistributedDataParallel")
         self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
         self._optimizers = [] if optimizer is None else [optimizer]
         if metrics is None:
@@ -357,14 +354,13 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     if buffer.layout is not torch.strided:
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
     reducer = state.begin_bucket(buffer.device)
+    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     if not state.averages():
-        untouched = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-        untouched.set_result(buffer)
-        return untouched
+        future.set_result(buffer)
+        return future
     views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
     names = [state.name_of(parameter) for parameter in bucket.parameters()]
     entries = list(zip(names, views, strict=True))
-    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     state.reduce(
         lambda: reducer.all_reduce(entries, scale=1.0 / reducer.world_size),
         lambda: future.set_result(buffer),

@@ -34,7 +34,9 @@ from .plan import Item, Plan, Shard
 KEY = "dct.data_parallel.parameters.enabled"
 
 
-def refuse(host: str, why: str) -> ConfigError:
+def refuse(
+    host: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
+) -> ConfigError:
     """The error for a host whose weights are not gathered, or not where they could be thresholded."""
     return ConfigError(f"{KEY} = true: {host}: {why}; set it to false")
 

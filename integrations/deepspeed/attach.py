@@ -92,9 +92,7 @@ class Attachment:
 
     def _gathers(self, engine: Any, kind: str) -> GatherHooks:
         if kind == "stage0":
-            raise refuse(
-                "ZeRO stage 0", "every rank has the whole optimizer, no weights are gathered after a step"
-            )
+            raise refuse("ZeRO stage 0")
         updates = ParameterUpdates(
             self.config.data_parallel,
             engine.seq_data_parallel_group,
