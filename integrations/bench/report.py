@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dct_plugin.metrics import format_bytes
 
-from ..dlrm.report import Rows
+from ..dlrm.report import Rows, png
 from ..links.interleave import Figures
 from ..links.namespaces import rate_name
 from .suite import WORKLOADS, Cell
@@ -130,39 +130,32 @@ def as_dict(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Bars of the step of every method on every link, a panel for each variant, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     drawn = groups(cells)
     if not drawn:
         return
     columns = min(2, len(drawn))
     lines = -(-len(drawn) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(7.5 * columns, 3.4 * lines), layout="constrained", squeeze=False
-    )
-    for panel, group in zip(axes.flat, drawn, strict=False):
-        count = len(group.cells[0].figures)
-        for number in range(count):
-            those = [cell.figures[number] for cell in group.cells]
-            medians = [one.median for one in those]
-            spread = [
-                [one.median - one.quartiles[0] for one in those],
-                [one.quartiles[1] - one.median for one in those],
-            ]
-            places = [place + (number - (count - 1) / 2) * 0.85 / count for place in range(len(those))]
-            colour = "black" if those[0].name == IDEAL else f"C{number % 10}"
-            panel.bar(
-                places, medians, 0.85 / count, yerr=spread, label=those[0].name, color=colour, ecolor="0.5"
-            )
-        panel.set_xticks(range(len(group.cells)), [rate_name(cell.rate) for cell in group.cells])
-        panel.set_yscale("log")
-        panel.set_ylabel("ms per step")
-        panel.set_title(group.title, fontsize=10)
-        panel.legend(fontsize=7, ncols=2)
-    for panel in list(axes.flat)[len(drawn) :]:
-        panel.set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with png(path, lines, columns, figsize=(7.5 * columns, 3.4 * lines), squeeze=False) as (_, axes):
+        for panel, group in zip(axes.flat, drawn, strict=False):
+            _bars(panel, group)
+        for panel in list(axes.flat)[len(drawn) :]:
+            panel.set_visible(False)
+
+
+def _bars(panel: Any, group: Group) -> None:
+    count = len(group.cells[0].figures)
+    for number in range(count):
+        those = [cell.figures[number] for cell in group.cells]
+        medians = [one.median for one in those]
+        spread = [
+            [one.median - one.quartiles[0] for one in those],
+            [one.quartiles[1] - one.median for one in those],
+        ]
+        places = [place + (number - (count - 1) / 2) * 0.85 / count for place in range(len(those))]
+        colour = "black" if those[0].name == IDEAL else f"C{number % 10}"
+        panel.bar(places, medians, 0.85 / count, yerr=spread, label=those[0].name, color=colour, ecolor="0.5")
+    panel.set_xticks(range(len(group.cells)), [rate_name(cell.rate) for cell in group.cells])
+    panel.set_yscale("log")
+    panel.set_ylabel("ms per step")
+    panel.set_title(group.title, fontsize=10)
+    panel.legend(fontsize=7, ncols=2)

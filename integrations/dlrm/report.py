@@ -22,6 +22,7 @@ __all__ = [
     "draw_training",
     "faults",
     "markdown",
+    "png",
     "run_tables",
     "speed_table",
     "step_table",
@@ -264,7 +265,7 @@ def _listed(names: list[str]) -> str:
 
 
 @contextmanager
-def _plot(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
+def png(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, to be drawn on; afterwards written to a PNG file."""
     import matplotlib
 
@@ -279,7 +280,7 @@ def _plot(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
 
 def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
     """Difference in AUC against bytes of embeddings and their gradients, as a PNG."""
-    with _plot(path, figsize=(10, 5.5)) as (figure, axes):
+    with png(path, figsize=(10, 5.5)) as (figure, axes):
         axes.axhspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12, label=f"within {MARGIN_AUC:g}")
         axes.axhline(0.0, color="black", linewidth=0.8)
         for number, run in enumerate(run for run in runs if run.crossing_bytes):
@@ -310,7 +311,7 @@ def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
     for run in (dense, dct):
         (losses,) = run.losses.values()
         means[run.name] = moving_average(losses, window)
-    with _plot(path, 2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2)) as (_, (above, below)):
+    with png(path, 2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2)) as (_, (above, below)):
         for run, colour in ((dense, "tab:blue"), (dct, "tab:orange")):
             label = f"{run.name} (test AUC {run.mean_auc:.4f})"
             steps = range(window, run.steps + 1)
