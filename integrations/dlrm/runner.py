@@ -23,6 +23,7 @@ from dct_plugin.metrics import InterfaceCounter
 
 from ..host import build_lock
 from ..links.namespaces import Links, Network
+from ..links.team import tail
 
 __all__ = ["RunFailed", "Runner", "config_file", "enough_gpus", "run_name"]
 
@@ -188,7 +189,7 @@ class Runner:
             re.DOTALL,
         )
         if first is None:
-            return f"the {what} ended with exit code {code}:\n{_tail(report)}"
+            return f"the {what} ended with exit code {code}:\n{tail(report)}"
         rank, local_rank, exit_code = first.groups()
         written = ""
         for stream in ("stderr", "stdout"):
@@ -198,7 +199,7 @@ class Runner:
                 written = written or file.read_text(errors="replace").strip()
         return (
             f"rank {rank} of the {what} failed with exit code {exit_code}; the end of its output:\n"
-            f"{_tail(written) or '(nothing)'}\nAll output is in {self.logs}"
+            f"{tail(written) or '(nothing)'}\nAll output is in {self.logs}"
         )
 
 
@@ -207,10 +208,6 @@ def enough_gpus(ranks: int) -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-
-
-def _tail(text: str, lines: int = 25) -> str:
-    return "\n".join(text.strip().splitlines()[-lines:])
 
 
 @contextlib.contextmanager

@@ -19,12 +19,21 @@ from dct_plugin.errors import DCTError
 
 from .namespaces import Links, Network
 
-__all__ = ["CONTROL", "DATA", "NETWORKS", "Block", "Team", "TeamError", "rank_environment"]
+__all__ = [
+    "CONTROL",
+    "DATA",
+    "NETWORKS",
+    "Block",
+    "Team",
+    "TeamError",
+    "free_port",
+    "rank_environment",
+    "tail",
+]
 
 DATA, CONTROL = "data", "control"  # interfaces
 NETWORKS = (Network(DATA, offload=True), Network(CONTROL, offload=True))
 _WORKER = "dct_plugin.integrations.links.worker"
-_TAIL = 25
 
 
 class TeamError(DCTError):
@@ -180,16 +189,16 @@ class Team:
             code: int | None = self._processes[rank].wait(30)
         except subprocess.TimeoutExpired:
             code = None
-        written = tail(self._logs[rank]) or "(nothing)"
+        written = tail(self._logs[rank].read_text(errors="replace")) or "(nothing)"
         state = "hangs" if code is None else f"ended with exit code {code}"
         raise TeamError(
             f"{self.name}: rank {rank} {state}; the end of its output ({self._logs[rank]}):\n{written}"
         )
 
 
-def tail(log: Path, lines: int = _TAIL) -> str:
-    """The last lines of a file."""
-    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
+def tail(text: str, lines: int = 25) -> str:
+    """The last lines of what a process wrote."""
+    return "\n".join(text.strip().splitlines()[-lines:])
 
 
 def free_port() -> int:
