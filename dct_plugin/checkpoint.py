@@ -175,7 +175,7 @@ def load(
         return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
     if not all(file_of(folder, r).exists() for r in range(saved)):
         return None
-    return Loaded.of(reshard(_parts(Path(folder), content, sizes), unit=unit), content)
+    return Loaded.of(reshard(_parts(known, content, sizes), unit=unit), content)
 
 
 def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
@@ -191,10 +191,11 @@ def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pa
     Raises:
         DCTError: A file is missing or damaged, or they are not of one save.
     """
-    if not file_of(source, 0).exists():
-        raise DCTError(f"{file_of(source, 0)}: no such file; {source} is to be a folder with dct_rank_*.pt")
-    first = read(file_of(source, 0))
-    state = reshard(_parts(Path(source), first, None))
+    known = file_of(source, 0)
+    if not known.exists():
+        raise DCTError(f"{known}: no such file; {source} is to be a folder with dct_rank_*.pt")
+    first = read(known)
+    state = reshard(_parts(known, first, None))
     configuration = first.get("configuration", "")
     content = content_of(
         state, rank=0, world_size=1, unit=1.0, identity=first["save"], configuration=configuration
@@ -204,11 +205,12 @@ def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pa
     return path
 
 
-def _parts(folder: Path, first: State, sizes: Mapping[str, int] | None) -> Iterator[State]:
-    """The content of all ranks' files, one by one; they must be of the save that ``first`` is of."""
+def _parts(known: Path, first: State, sizes: Mapping[str, int] | None) -> Iterator[State]:
+    """The content of all ranks' files, one by one; ``first`` is that of ``known``, and of the same save."""
     for rank in range(int(first["world_size"])):
-        content = read(file_of(folder, rank), first)
-        _check(file_of(folder, rank), content, rank, sizes)
+        file = file_of(known.parent, rank)
+        content = first if file == known else read(file, first)
+        _check(file, content, rank, sizes)
         yield content
 
 
