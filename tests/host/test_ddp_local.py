@@ -192,18 +192,15 @@ def _exchanges(rank: int, world_size: int) -> dict[str, Any]:
 
     updates._exchange = looking
     optimizer.step()
+
+    def in_order(weight: torch.Tensor) -> torch.Tensor:
+        """As they lie in memory."""
+        return weight.permute(0, 2, 3, 1).reshape(-1) if weight.dim() == 4 else weight.view(-1)
+
     result = {}
     for name, pair in updates._pairs.items():
-        layout = (
-            pair.anchor.permute(0, 2, 3, 1).reshape(-1) if pair.anchor.dim() == 4 else pair.anchor.view(-1)
-        )
-        local = (
-            pair.master.permute(0, 2, 3, 1).reshape(-1) if pair.anchor.dim() == 4 else pair.master.view(-1)
-        )
-        old = (
-            anchor[name].permute(0, 2, 3, 1).reshape(-1) if pair.anchor.dim() == 4 else anchor[name].view(-1)
-        )
-        result[name] = {"owed": before[name], "moved": layout - old, "left": local - layout}
+        new, local, old = in_order(pair.anchor), in_order(pair.master), in_order(anchor[name])
+        result[name] = {"owed": before[name], "moved": new - old, "left": local - new}
     return result
 
 
