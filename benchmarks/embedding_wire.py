@@ -19,7 +19,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from dct_plugin.integrations.links.namespaces import (
     Network,
     packets_sent,
 )
+from dct_plugin.integrations.links.team import free_port
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -149,9 +149,7 @@ def launch(arguments: argparse.Namespace, ranks: int, rate: str | None) -> dict[
         mlp = arguments.mlp or ("apart" if links else "none")
         place = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rank"
         host = "127.0.0.1" if links is None else links.address(0, 1)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):

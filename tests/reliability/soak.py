@@ -15,13 +15,14 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from dct_plugin.integrations.links.team import free_port
 
 WORKER = Path(__file__).parents[1] / "support" / "soak_worker.py"
 HOSTS = ("ddp", "zero0", "zero1", "zero2")
@@ -72,12 +73,9 @@ def soak(
 
 
 def start(host: str, ranks: int, folder: Path, steps: int) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     (folder / "alive").unlink(missing_ok=True)
-    common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": ranks}
-    common |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1}
+    common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": ranks}
+    common |= {"MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1}
     return [
         subprocess.Popen(
             [sys.executable, str(WORKER), host, str(folder), str(steps)],
