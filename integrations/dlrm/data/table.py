@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,9 +129,13 @@ class _Opened:
         if not path.is_file():
             raise FileNotFoundError(2, "no such file", str(path))
 
-    def fault(self, error: Exception) -> DataFormatError:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return DataFormatError(f"{self.path}: {first[:300]}")
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (self.arrow.ArrowException, OSError, ValueError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataFormatError(f"{self.path}: {first[:300]}") from error
 
 
 class _Delimited(_Opened):
@@ -138,11 +143,8 @@ class _Delimited(_Opened):
         super().__init__(path)
         stem = path.name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst")
         self.tabs = stem.endswith((".tsv", ".tab"))
-        try:
-            with self._open({}) as reader:
-                self.types = {f.name: self.arrow.types.is_floating(f.type) for f in reader.schema}
-        except (self.arrow.ArrowException, OSError, ValueError) as error:
-            raise self.fault(error) from error
+        with self.reading(), self._open({}) as reader:
+            self.types = {f.name: self.arrow.types.is_floating(f.type) for f in reader.schema}
 
     def _open(self, types: dict[str, Any]) -> Any:
         from pyarrow import csv
@@ -155,11 +157,8 @@ class _Delimited(_Opened):
 
     def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
         kinds = {n: self.arrow.float64() if n in numbers else self.arrow.string() for n in names}
-        try:
-            with self._open(kinds) as reader:
-                yield from reader
-        except (self.arrow.ArrowException, OSError, ValueError) as error:
-            raise self.fault(error) from error
+        with self.reading(), self._open(kinds) as reader:
+            yield from reader
 
 
 class _Parquet(_Opened):
@@ -167,17 +166,13 @@ class _Parquet(_Opened):
         super().__init__(path)
         from pyarrow import parquet
 
-        try:
+        with self.reading():
             self._file = parquet.ParquetFile(str(path))
             self.types = {f.name: self.arrow.types.is_floating(f.type) for f in self._file.schema_arrow}
-        except (self.arrow.ArrowException, OSError, ValueError) as error:
-            raise self.fault(error) from error
 
     def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
-        try:
+        with self.reading():
             yield from self._file.iter_batches(columns=names)
-        except (self.arrow.ArrowException, OSError, ValueError) as error:
-            raise self.fault(error) from error
 
 
 def _numbers(table: Any, name: str, path: Path) -> Array:
