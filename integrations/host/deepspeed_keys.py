@@ -47,17 +47,19 @@ def _one_letter_off(word: str, target: str) -> bool:
     return target in without_one or sorted(word) == sorted(target)
 
 
-def unread(keys: Iterable[object], ours: Collection[str]) -> list[str]:
+def unread(keys: Iterable[object], ours: Collection[str], *, near: bool = False) -> list[str]:
     """``'optimzer' (did you mean 'optimizer'?)`` for every key that neither DeepSpeed nor the plugin reads.
 
     Args:
         keys: Of the top level.
         ours: What the plugin reads.
+        near: Only those that are close to one that is read.
     """
     known = KNOWN | set(ours)
     found = []
     for key in map(str, keys):
         if key not in known and key[:1] not in "_#/":
             closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
-            found.append(repr(key) + (f" (did you mean {closest[0]!r}?)" if closest else ""))
+            if closest or not near:
+                found.append(repr(key) + (f" (did you mean {closest[0]!r}?)" if closest else ""))
     return found

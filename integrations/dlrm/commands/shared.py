@@ -181,9 +181,8 @@ def complete(
             raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
     for key in near_misses(content, SECTION) + near_misses(content, MODEL_SECTION):
         raise ConfigError(f"{source}: {key}: unknown section; did you mean {SECTION!r} or {MODEL_SECTION!r}?")
-    for key in unread(content, (SECTION, MODEL_SECTION)):
-        if "did you mean" in key:
-            raise ConfigError(f"{source}: unknown key {key}")
+    for key in unread(content, (SECTION, MODEL_SECTION), near=True):
+        raise ConfigError(f"{source}: unknown key {key}")
     accumulation = "gradient_accumulation_steps"
     for key in (*BATCH_KEYS, accumulation):
         value = made.get(key, 1)
