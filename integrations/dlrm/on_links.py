@@ -13,7 +13,7 @@ from dct_plugin.config import DCTConfig
 
 from ..links.method import Method
 from .data import epoch_batches, load
-from .trainer import Training, tensors_of
+from .trainer import Training, reporter, tensors_of
 
 __all__ = ["Trainings"]
 
@@ -42,7 +42,7 @@ class Trainings:
         self._trainings.clear()
 
     def _method(self, name: str, config: Mapping[str, Any]) -> Method:
-        training = Training(name, config, self._clicks, seed=0, epochs=1, report=_nothing)
+        training = Training(name, config, self._clicks, seed=0, epochs=1, report=reporter(None))
         self._trainings.append(training)
         attached = training.engine.__dict__.get("dct")
         metrics = [training.metrics, *([] if attached is None else [attached.metrics])]
@@ -71,7 +71,3 @@ def _warmup(config: Mapping[str, Any]) -> int:
         return 3
     gradients = DCTConfig.parse(config["dct"]).data_parallel
     return 10 + gradients.warmup_steps + gradients.sparsity_warmup_steps
-
-
-def _nothing(event: str, **fields: Any) -> None:
-    pass

@@ -40,7 +40,7 @@ from .engine import make_engine
 from .measure import bytes_per_step, gathered, same_on_all_ranks, time_all_reduce, unrecorded
 from .runner import run_name
 
-__all__ = ["Training", "main", "tensors_of"]
+__all__ = ["Training", "main", "reporter", "tensors_of"]
 
 Report = Callable[..., None]  # takes the name of an event, and its fields as keywords
 
@@ -53,7 +53,7 @@ def main() -> None:
     report = reporter(arguments.events if dist.get_rank() == 0 else None)
     try:
         _train_all(arguments, configs, report)
-    except (DCTError, DataFormatError, FileNotFoundError) as error:
+    except (DCTError, FileNotFoundError) as error:
         report("fault", text=str(error))  # the launcher's one line; the traceback is in this rank's output
         raise
     report("result")

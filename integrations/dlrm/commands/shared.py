@@ -66,9 +66,9 @@ class Job(NamedTuple):
             "data": self.data,
             "max-rows": self.max_rows,
             "epochs": self.epochs,
+            "split-seed": self.split_seed or None,
+            "columns": None if self.columns is None else json.dumps(self.columns),
         }
-        given["split-seed"] = self.split_seed or None
-        given["columns"] = None if self.columns is None else json.dumps(self.columns)
         made = ["--seeds", *map(str, self.seeds)]
         for name, value in given.items():
             made += [] if value is None else [f"--{name}", str(value)]
