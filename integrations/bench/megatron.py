@@ -35,9 +35,6 @@ class Megatron:
         self._dct = bool(options["dct"])
         warnings.filterwarnings("ignore")
         megatron_cpu.install()
-        import megatron.core
-
-        del megatron.core
         megatron_cpu.patch_megatron()
 
     def open(self, variant: str) -> list[Method]:
