@@ -179,13 +179,13 @@ class _Run:
                 if not todo:
                     return
             try:
-                yield from self._measured(entry, ranks, links, todo, stack)
+                yield from self._measured(name, ranks, links, todo, stack)
             except TeamError as error:
                 yield from _skipped(todo.values(), str(error), failed=True)
 
     def _measured(
         self,
-        entry: Entry,
+        name: str,
         ranks: int,
         links: Links | None,
         todo: dict[tuple[str, str], Cell],
@@ -194,6 +194,7 @@ class _Run:
         """Takes from ``todo`` what it yields."""
         if self._late():
             return (yield from self._out_of_time(todo))
+        entry = WORKLOADS[name]
         teams = [
             stack.enter_context(
                 Team(
@@ -202,7 +203,7 @@ class _Run:
                     links,
                     options=options,
                     folder=self.plan.out / "logs",
-                    name="-".join([next(iter(todo.values())).workload, str(ranks), label]),
+                    name=f"{name}-{ranks}-{label}",
                 )
             )
             for label, options in entry.teams(self.plan, ranks).items()
