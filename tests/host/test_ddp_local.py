@@ -258,7 +258,8 @@ def _resumes(rank: int, world_size: int, folder: str, section: dict[str, Any], s
 def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, more: dict[str, Any]) -> None:
     """Also between two exchanges, and from a checkpoint of the dense start."""
     section = {**LOCAL, **more}
-    for done in run(2, _resumes, str(tmp_path), section, True):
+    two = run(2, _resumes, str(tmp_path), section, True)
+    for done in two:
         assert done["found"]
         assert done["norm"]
         assert torch.equal(done["at"], done["loaded"])
@@ -273,7 +274,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, more: dict[str, Any]) -> 
     ranks = run(3, _resumes, str(tmp_path), section, False)
     for done in ranks:
         assert done["found"]
-        assert torch.equal(done["loaded"], run(2, _resumes, str(tmp_path), section, True)[0]["loaded"])
+        assert torch.equal(done["loaded"], two[0]["loaded"])
         assert torch.equal(done["again"][0], ranks[0]["again"][0])
         assert torch.equal(done["end again"], ranks[0]["end again"])
         assert not torch.equal(done["again"][0], done["loaded"])
