@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import launch, run
+from support.processes import launch, logged, run
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -403,21 +402,16 @@ def test_follow_counts_steps_of_an_optimizer() -> None:
 
 
 def _forgotten(rank: int, world_size: int) -> list[list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dct_plugin").addHandler(handler)
     start, stop = bounds_of_rank(rank, world_size)
     ids = part(draw("one_hot", 0), start, stop, "one_hot")
     found = []
     for config in ({"error_bound": 0.01, "warmup_steps": 5}, {"error_bound": 0.01}):
-        module = make(world_size, config=config)
-        module.channel._passes = 250
-        with torch.no_grad():
+        with logged() as lines, torch.no_grad():
+            module = make(world_size, config=config)
+            module.channel._passes = 250
             for _ in range(10):
                 module(ids)
-        found.append([text for text in records if "without an optimizer step" in text])
-        records.clear()
+        found.append([text for text in lines if "without an optimizer step" in text])
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 from dct_plugin.integrations.host.replicas import checksum
-from support.processes import launch, run
+from support.processes import launch, logged, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,30 +31,26 @@ def test_a_checksum_sees_every_bit() -> None:
 
 def _drifts(rank: int, world_size: int, action: str, ahead: bool) -> tuple[list[str], torch.Tensor]:
     """One bit of one parameter changes on rank 1 after the third step."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dct_plugin").addHandler(handler)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 1))
-    ddp = DistributedDataParallel(model)
-    keys: dict[str, Any] = {"sparsity": 0.9, "min_numel": 100, "verify_every": 2, "verify_action": action}
-    if ahead:
-        keys["error_feedback"] = "step_ahead"
-    state = DCTState({"data_parallel": keys}, named_parameters=model.named_parameters())
-    ddp.register_comm_hook(state, dct_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    if ahead:
-        state.step_ahead(model, optimizer)
-    for step in range(6):
-        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * rank + step))
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        if step == 2 and rank == 1:
-            with torch.no_grad():
-                model[2].weight.view(torch.int32)[0, 5] ^= 1
-    logging.getLogger("dct_plugin").removeHandler(handler)
+    with logged() as lines:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 1))
+        ddp = DistributedDataParallel(model)
+        keys: dict[str, Any] = {"sparsity": 0.9, "min_numel": 100, "verify_every": 2, "verify_action": action}
+        if ahead:
+            keys["error_feedback"] = "step_ahead"
+        state = DCTState({"data_parallel": keys}, named_parameters=model.named_parameters())
+        ddp.register_comm_hook(state, dct_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if ahead:
+            state.step_ahead(model, optimizer)
+        for step in range(6):
+            x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * rank + step))
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            if step == 2 and rank == 1:
+                with torch.no_grad():
+                    model[2].weight.view(torch.int32)[0, 5] ^= 1
     return lines, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
@@ -78,18 +73,14 @@ def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
 
 
 def _poisons(rank: int, world_size: int, exchange: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dct_plugin").addHandler(handler)
-    reducer = GradientReducer(DataParallelConfig(sparsity=0.9, exchange=exchange))
-    for step in range(3):
-        gradients = {"fc.weight": torch.ones(40_000), "fc.bias": torch.ones(10)}
-        if rank == 1 and step > 0:
-            gradients["fc.weight"][7] = float("nan")
-        reducer.all_reduce(list(gradients.items()))
-        reducer.end_step()
-    logging.getLogger("dct_plugin").removeHandler(handler)
+    with logged() as lines:
+        reducer = GradientReducer(DataParallelConfig(sparsity=0.9, exchange=exchange))
+        for step in range(3):
+            gradients = {"fc.weight": torch.ones(40_000), "fc.bias": torch.ones(10)}
+            if rank == 1 and step > 0:
+                gradients["fc.weight"][7] = float("nan")
+            reducer.all_reduce(list(gradients.items()))
+            reducer.end_step()
     return lines
 
 

@@ -7,12 +7,14 @@ group of its own.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,17 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[
     errors = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(outcomes) if kind == "error"]
     assert not errors, "\n".join(errors)
     return [value for _, value in outcomes]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the plugin logs in this process meanwhile, message by message."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dct_plugin")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
