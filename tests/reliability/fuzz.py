@@ -126,6 +126,17 @@ def payloads(generator: random.Random) -> Iterator[str]:
 
     compiled, reference = get_backend("cpu", "cpu"), get_backend("cpu", "reference")
     originals = list(_payloads())
+
+    def decoded(backend: Any, data: bytes, out: torch.Tensor, who: str = "") -> str:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+        try:
+            backend.decode_add(tensor, out)
+        except PayloadError:
+            return "refused"
+        except Exception as error:
+            violated(f"{who}{type(error).__name__}: {error}", data)
+        return "taken"
+
     untouched = torch.full((max(numel for _, numel in originals),), 7.25)
     number = 0
     while True:
@@ -134,26 +145,13 @@ def payloads(generator: random.Random) -> Iterator[str]:
         data = mutated(content, generator)
         if generator.random() < 0.8:
             data = resealed(data)
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
         out = untouched[:numel].clone()
-        try:
-            compiled.decode_add(tensor, out)
-            outcome = "taken"
-        except PayloadError:
-            outcome = "refused"
-            if not torch.equal(out, untouched[:numel]):
-                violated("a refused payload changed the output", data)
-        except Exception as error:
-            violated(f"{type(error).__name__}: {error}", data)
+        outcome = decoded(compiled, data, out)
+        if outcome == "refused" and not torch.equal(out, untouched[:numel]):
+            violated("a refused payload changed the output", data)
         if number % 25 == 0 or outcome == "taken":
             other = untouched[:numel].clone()
-            try:
-                reference.decode_add(tensor, other)
-                second = "taken"
-            except PayloadError:
-                second = "refused"
-            except Exception as error:
-                violated(f"reference: {type(error).__name__}: {error}", data)
+            second = decoded(reference, data, other, "reference: ")
             if second != outcome or not torch.equal(out.view(torch.int32), other.view(torch.int32)):
                 violated(f"the decoders differ: compiled {outcome}, reference {second}", data)
         yield outcome
