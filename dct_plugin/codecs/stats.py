@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import PayloadError
 
-#: What a device may find wrong with a payload, by number.
-DEVICE_ERRORS = {
+#: What compiled kernels find wrong with a payload, by number; those of a device find no other.
+KERNEL_ERRORS = {
     1: "payload checksum is wrong: corrupted in transit or in memory",
     2: "value section holds a non-finite value, or one that no encoder writes",
     3: "value section holds scales that no encoder writes",
@@ -64,7 +64,7 @@ class Stats:
 
         Args:
             counts: int64 [4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload that was
-                decoded before (:data:`DEVICE_ERRORS`; 0: nothing).
+                decoded before (:data:`KERNEL_ERRORS`; 0: nothing).
             tau: on the host, or fp32 [] on the device of ``counts``.
         """
         stats = cls(0, 0, 0, False, tau=0.0, select_ns=select_ns, encode_ns=encode_ns)
@@ -142,5 +142,5 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
         for (each, _), tau in zip(with_tau, taus, strict=True):
             each._tau = tau
     if wrong:
-        raise PayloadError(f"a payload decoded before: {DEVICE_ERRORS[wrong]}")
+        raise PayloadError(f"a payload decoded before: {KERNEL_ERRORS[wrong]}")
     return stats

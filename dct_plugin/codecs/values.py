@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import PayloadError
 
-INT8_GROUP = 256
+VALUE_GROUP = 256
 """Values that share scales, of 8, 4 and 2 bits alike."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -71,7 +71,7 @@ class _ValueCodec(ABC):
         self.scales = scales
 
     def nbytes(self, nnz: int) -> int:
-        return self.scales * -(-nnz // INT8_GROUP) + -(-nnz * self.bits // 8)
+        return self.scales * -(-nnz // VALUE_GROUP) + -(-nnz * self.bits // 8)
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,14 +120,14 @@ class _ScaledInt8(_ValueCodec):
         return data, decoded
 
     def decode(self, data: Tensor, nnz: int) -> Tensor:
-        groups = -(-nnz // INT8_GROUP)
+        groups = -(-nnz // VALUE_GROUP)
         scale = data[: 4 * groups].view(torch.float32)
         q = data[4 * groups :].view(torch.int8)
         if not bool((torch.isfinite(scale * 127.0) & (scale >= 0)).all()):
             raise PayloadError("value section holds scales that no encoder writes")
         if bool((q == -128).any()):
             raise PayloadError("int8 value section holds -128, which no encoder writes")
-        return q.to(torch.float32) * scale.repeat_interleave(INT8_GROUP)[:nnz]
+        return q.to(torch.float32) * scale.repeat_interleave(VALUE_GROUP)[:nnz]
 
 
 class _Levels(_ValueCodec):
@@ -167,7 +167,7 @@ class _Levels(_ValueCodec):
         return torch.cat([ends.view(torch.uint8).reshape(-1), packed]), decoded
 
     def decode(self, data: Tensor, nnz: int) -> Tensor:
-        groups = -(-nnz // INT8_GROUP)
+        groups = -(-nnz // VALUE_GROUP)
         ends = data[: 4 * groups].view(torch.bfloat16).view(groups, 2)
         low, high = ends.float().unbind(dim=1)
         if not bool((torch.isfinite(ends).all(dim=1) & (low >= 0) & (high >= low)).all()):
@@ -178,7 +178,7 @@ class _Levels(_ValueCodec):
         if bool(code[nnz:].any()):
             raise PayloadError("value section has trailing bits")
         code = code[:nnz]
-        start, step = (t.expand(-1, INT8_GROUP).reshape(-1)[:nnz] for t in self._scale(ends, data))
+        start, step = (t.expand(-1, VALUE_GROUP).reshape(-1)[:nnz] for t in self._scale(ends, data))
         value = start + (code % self._levels).to(torch.float32) * step
         return torch.where(code >= self._levels, -value, value)
 
@@ -190,9 +190,9 @@ class _Levels(_ValueCodec):
 
 def _in_groups(x: Tensor, padding: float) -> Tensor:
     """``x``, fp32 [n], as [groups, 256]."""
-    padded = x.new_full((-(-x.numel() // INT8_GROUP) * INT8_GROUP,), padding)
+    padded = x.new_full((-(-x.numel() // VALUE_GROUP) * VALUE_GROUP,), padding)
     padded[: x.numel()] = x
-    return padded.view(-1, INT8_GROUP)
+    return padded.view(-1, VALUE_GROUP)
 
 
 _FLOATS = {

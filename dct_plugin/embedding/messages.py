@@ -247,7 +247,7 @@ class VectorMessages:
         out = torch.empty(sum(counts), dtype=torch.float32, device=gradient.device)
         slices = list(out.split(counts))
         coded: list[int] = []
-        lengths, targets = [], []
+        lengths, targets, entries_of = [], [], []
         for source, (message, part, mask) in enumerate(zip(messages, slices, masks, strict=True)):
             shape = torch.Size((len(part) // self.dim, self.dim))
             if source == own:
@@ -260,19 +260,16 @@ class VectorMessages:
             if kind & _BOUNDED:
                 entries = self.entries(mask, shape, out.device)
                 coded.append(source)
+                entries_of.append(entries)
                 lengths.append(self._gradient_lengths(rows[source], entries))
                 targets.append(part if entries is None else part.new_empty(int(lengths[-1].sum())))
                 continue
             with self._blame("gradient", source):
-                self._read_plain_gradient(payload, part.zero_(), shape, mask)
+                self._read_plain_gradient(payload, part.zero_(), mask)
         self._read_coded("gradient", {s: messages[s][:-1] for s in coded}, lengths, targets)
-        for source, target in zip(coded, targets, strict=True):
-            mask = masks[source]
-            if target is not slices[source]:
-                part = slices[source].zero_()
-                entries = self.entries(mask, torch.Size((len(part) // self.dim, self.dim)), out.device)
-                assert entries is not None
-                part.masked_scatter_(entries.view(-1), target)
+        for source, target, entries in zip(coded, targets, entries_of, strict=True):
+            if entries is not None:
+                slices[source].zero_().masked_scatter_(entries.view(-1), target)
         return out.view(-1, self.dim).to(gradient.dtype)
 
     def entries(self, mask: Mask | None, shape: torch.Size, device: torch.device) -> Tensor | None:
@@ -355,9 +352,7 @@ class VectorMessages:
         entries = self.entries(mask, shape, flat.device)
         return self._values(flat if entries is None else flat[entries.view(-1)], code, 0)
 
-    def _read_plain_gradient(
-        self, payload: Tensor, out: Tensor, shape: torch.Size, mask: Mask | None
-    ) -> None:
+    def _read_plain_gradient(self, payload: Tensor, out: Tensor, mask: Mask | None) -> None:
         """Add to ``out``, fp32 zeros [rows * dim], what :meth:`_plain_gradient` has written."""
         kernels = self._backend(out.device)
         entries = mask.entries if mask is not None else None

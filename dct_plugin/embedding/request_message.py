@@ -62,8 +62,7 @@ class Wanted(NamedTuple):
     Attributes:
         as_rows: Per table of the owner: whether rows or bags are asked for.
         rows: int64, distinct rows of the tables that rows are asked of, ascending, numbered through the
-        owner's
-            tables.
+            owner's tables.
         counts: Vectors of each segment of the answer: tables with rows, then tables with bags.
         ids: int64, of the bags.
         lengths: int64, ids of each bag; None: one each.

@@ -10,6 +10,7 @@ for all tensors of a collective at once. What the host needs in between, the roo
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeAlias
@@ -293,6 +294,11 @@ def naming_message(which: int) -> Iterator[None]:
     except PayloadError as error:
         error.message = which
         raise
+
+
+def scales_first(messages: int, scale: float) -> bool:
+    """Whether :meth:`Backend.sum_messages` may multiply before it adds: no bit of a normal number changes."""
+    return messages == 1 or math.frexp(scale)[0] == 0.5
 
 
 def check_encode_shared(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_section
 from ..codecs.payload import Header, Payload, verify_checksum, write_payload
-from ..codecs.stats import Stats
+from ..codecs.stats import KERNEL_ERRORS, Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
 from . import build
@@ -31,6 +30,7 @@ from .backend import (
     naming_message,
     open_payload,
     open_positions,
+    scales_first,
     split_message,
 )
 
@@ -40,12 +40,7 @@ _GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
 _MAX_THREADS = 64
 
 _ERRORS = {
-    -2: "payload checksum is wrong: corrupted in transit or in memory",
-    -3: "value section holds a non-finite value, or one that no encoder writes",
-    -4: "value section holds scales that no encoder writes",
-    -5: "index section holds an index outside the tensor",
-    -6: "index section does not hold as many entries as the header says",
-    -7: "block16 offsets are not ascending",
+    **{-1 - number: text for number, text in KERNEL_ERRORS.items()},  # -1: out of memory
     -8: "index section has trailing bits or bytes",
     -9: "payload header is wrong",
 }
@@ -270,7 +265,7 @@ class CpuBackend:
             check_vector("message", message, (torch.uint8,))
             _on_cpu(message=message)
         which = c_int32()
-        in_place = len(messages) == 1 or math.frexp(scale)[0] == 0.5
+        in_place = scales_first(len(messages), scale)
         apart = [out.numel() for out in outs if not in_place or out.dtype != torch.float32]
         status = self._library.dct_sum_messages(
             (_Message * len(messages))(*[_Message(m.data_ptr(), m.numel()) for m in messages]),

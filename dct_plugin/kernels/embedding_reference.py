@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..codecs.payload import OVERFLOW_MAGNITUDE
 from .embedding_format import (
     DEFLATED,
     ESCAPE,
@@ -36,7 +37,6 @@ from .embedding_format import (
     payload_bytes,
 )
 
-_OVERFLOW = 2.0**126
 _ESCAPED_BITS = 16
 #: Step widths are this much below twice the bound, for the rounding of the quotient.
 _SLACK = 1.0 - 2.0**-12
@@ -110,7 +110,7 @@ class ReferenceEmbeddingKernels:
 def _encode(part: Outgoing, bit_cost: int, decoded: bool, codes: bool) -> Encoded:
     x, lengths = part.x.numpy(), part.lengths
     segments = len(lengths)
-    if not bool((np.abs(x) < _OVERFLOW).all()):
+    if not bool((np.abs(x) < OVERFLOW_MAGNITUDE).all()):
         message = _finish(NONFINITE, len(x), segments, b"", part.kind) if part.send else None
         return Encoded(message, None, None, False)
     methods, halves, streams = [], [], []

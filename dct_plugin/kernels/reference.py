@@ -31,12 +31,11 @@ from .backend import (
     split_message,
 )
 
-_MASK64 = (1 << 64) - 1
 
-
-def _signed(value: int) -> int:
-    value &= _MASK64
-    return value - (1 << 64) if value >> 63 else value
+def signed(value: int, bits: int = 64) -> int:
+    """The signed number of so many bits that is ``value`` modulo 2**bits."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -50,9 +49,9 @@ def sample_positions(numel: int, num_samples: int, seed: int, device: torch.devi
     SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over a counter, its upper half scaled to ``numel``.
     """
     counter = torch.arange(1, num_samples + 1, dtype=torch.int64, device=device)
-    z = counter * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = counter * signed(0x9E3779B97F4A7C15) + signed(seed)
+    z = (z ^ _shift_right(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * signed(0x94D049BB133111EB)
     z = z ^ _shift_right(z, 31)
     return _shift_right(_shift_right(z, 32) * numel, 32)
 

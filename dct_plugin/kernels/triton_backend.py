@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +37,9 @@ from .backend import (
     naming_message,
     open_payload,
     open_positions,
+    scales_first,
 )
-from .reference import ReferenceBackend
+from .reference import ReferenceBackend, signed
 
 try:
     import triton
@@ -61,16 +61,6 @@ _MOST_SAMPLES = 1 << 16  # that one program finds the threshold of
 
 def _programs(count: int, each: int) -> tuple[int]:
     return (max(1, -(-count // each)),)
-
-
-def _signed(value: int) -> int:
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _signed32(value: int) -> int:
-    value &= (1 << 32) - 1
-    return value - (1 << 32) if value >> 31 else value
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -271,8 +261,7 @@ class TritonBackend:
         for out in outs:
             check_vector("out", out, GRAD_DTYPES)
         split = self._split(messages, outs)
-        # Powers of two may be multiplied in before the sum.
-        early = len(messages) == 1 or math.frexp(scale)[0] == 0.5
+        early = scales_first(len(messages), scale)
         for position, out in enumerate(outs):
             in_place = out.dtype == torch.float32
             total = out if in_place else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
@@ -394,7 +383,7 @@ class TritonBackend:
         else:
             chunks = _programs(nbytes, _CHUNK)
             sums = torch.empty(2 * chunks[0], dtype=torch.int64, device=where)
-            device.gaps8_sums[chunks](index, sums, state, nbytes, nnz)
+            device.gaps8_sums[chunks](index, sums, state, nbytes)
             device.read_gaps8[chunks](index, positions, sums, state, nbytes, nnz, numel)
         return positions, state
 
@@ -422,7 +411,7 @@ class TritonBackend:
         with _on(grad.device):
             magnitudes = torch.empty(samples, dtype=torch.int32, device=grad.device)
             device.sample[_programs(samples, _CHUNK)](
-                *(_readable(grad), residual, magnitudes, grad.numel(), samples, _signed(seed)),
+                *(_readable(grad), residual, magnitudes, grad.numel(), samples, signed(seed)),
                 ALL=everything,
                 GRAD=_GRAD_CODE[grad.dtype],
                 HAS_RESIDUAL=residual is not None,
@@ -478,4 +467,4 @@ def _on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
 def _body_checks(header: Header) -> tuple[int, int]:
     """What the checksums of the body alone have to be, as int32."""
     first, second = header.body_checks
-    return _signed32(first), _signed32(second)
+    return signed(first, 32), signed(second, 32)

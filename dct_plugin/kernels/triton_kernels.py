@@ -90,6 +90,14 @@ def _as_position(low):
 
 
 @triton.jit
+def _places(positions, rank, kept, ALL: tl.constexpr):
+    """Where the entries of the ranks given are, int64; ALL are kept: at their ranks."""
+    if ALL:
+        return rank
+    return _as_position(tl.load(positions + rank, mask=kept, other=0))
+
+
+@triton.jit
 def _load_grad(grad, at, mask, GRAD: tl.constexpr):
     """fp32; bf16 comes as int16, which every machine can load."""
     if GRAD == BF16:
@@ -452,9 +460,7 @@ def write(
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
         kept = rank < nnz
-        at = rank
-        if ENTRIES != DENSE:
-            at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+        at = _places(positions, rank, kept, ENTRIES == DENSE)
         if ACCUMULATED:
             acc = tl.load(left + at, mask=kept, other=0.0)
         else:
@@ -719,8 +725,8 @@ def _steps(index, nbytes, chunk):
     return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["nbytes", "nnz"], do_not_specialize_on_alignment=["index"])
-def gaps8_sums(index, sums, state, nbytes, nnz):
+@triton.jit(do_not_specialize=["nbytes"], do_not_specialize_on_alignment=["index"])
+def gaps8_sums(index, sums, state, nbytes):
     """``sums``: what a chunk's bytes step over, and, behind all of these, how many entries they hold."""
     chunk = tl.program_id(0).to(tl.int64)
     steps, ends = _steps(index, nbytes, chunk)
@@ -808,9 +814,7 @@ def add(
     if _found_by_all(state, errors, check1, check2) == 0:
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         kept = rank < nnz
-        at = rank
-        if not DENSE_ENTRIES:
-            at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+        at = _places(positions, rank, kept, DENSE_ENTRIES)
         value = _load_values(body, values_at, rank, nnz, kept, VALUE)
         if SCALED:
             value *= scale
@@ -832,10 +836,9 @@ def mark(positions, mask, state, errors, nnz, check1, check2, DENSE_ENTRIES: tl.
     chunk = tl.program_id(0).to(tl.int64)
     if _found_by_all(state, errors, check1, check2) == 0:
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
-        at = rank
-        if not DENSE_ENTRIES:
-            at = _as_position(tl.load(positions + rank, mask=rank < nnz, other=0))
-        tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=rank < nnz)
+        kept = rank < nnz
+        at = _places(positions, rank, kept, DENSE_ENTRIES)
+        tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=kept)
 
 
 @triton.jit(do_not_specialize=["nnz", "check1", "check2"])
@@ -848,9 +851,7 @@ def overflow_at(
     if _found_by_all(read_state, errors, check1, check2) == 0:
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         kept = rank < nnz
-        at = rank
-        if not DENSE_ENTRIES:
-            at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+        at = _places(positions, rank, kept, DENSE_ENTRIES)
         ok = tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW
         _flag_unless(state, ok)
     else:

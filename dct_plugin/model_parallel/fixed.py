@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codecs.index import IndexEncoding
 from ..codecs.payload import HEADER_NBYTES, Header, header_bytes, payload_bound
-from ..codecs.values import INT8_GROUP, ValueDtype, value_nbytes
+from ..codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ..config import PipelineConfig
 from ..errors import PayloadError
 from ..stream import ActivationStream, Encoded, add_payload, as_flat
@@ -53,7 +53,7 @@ class FixedMessages:
         if density >= 1.0:
             return numel
         room = int(self.capacity * density * numel)
-        itemsize = value_nbytes(INT8_GROUP, value_dtype) // INT8_GROUP
+        itemsize = value_nbytes(VALUE_GROUP, value_dtype) // VALUE_GROUP
         header = -(-(_PREAMBLE + HEADER_NBYTES) // itemsize)
         return max(1, min(numel, max(room // 2, room - header)))
 

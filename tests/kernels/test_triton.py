@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import ROOT
 from support.host_reads import HostReads
-from support.kernel_cases import GRAD_DTYPES, Case, cases, same_bits
+from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
@@ -36,16 +36,6 @@ REFERENCE = ReferenceBackend(WRITTEN)
 TRITON = TritonBackend()
 BOTH: tuple[Backend, Backend] = (REFERENCE, TRITON)
 SIZES = [0, 1, 7, 33, 256, 257, 1023, 4095, 4097, 9000]
-
-
-def agree(case: Case) -> tuple[Tensor, tuple[int, int, int, bool]]:
-    expected, found = case.run(REFERENCE), case.run(TRITON)
-    assert found[0].counts == expected[0].counts
-    assert same_bits(found[1], expected[1])
-    if expected[2] is not None:
-        assert found[2] is not None
-        assert same_bits(found[2], expected[2])
-    return expected[1], expected[0].counts
 
 
 def read_alike(payload: Tensor, source: Tensor, nnz: int, value_dtype: ValueDtype) -> None:
@@ -71,7 +61,7 @@ def read_alike(payload: Tensor, source: Tensor, nnz: int, value_dtype: ValueDtyp
 @given(case=cases(sizes=SIZES))
 @settings(max_examples=25, deadline=None)
 def test_triton_kernels_equal_the_reference(case: Case) -> None:
-    payload, (_, nnz, _, _) = agree(case)
+    payload, (_, nnz, _, _) = agree(case, *BOTH)
     read_alike(payload, case.grad.flip(0), nnz, case.value_dtype)
 
 
@@ -86,7 +76,7 @@ def test_several_blocks_and_programs(encoding: IndexEncoding | None, capacity: i
         grad, torch.randn(70_001, generator=generator) * 0.3, capacity is None, 2.0, capacity, 66_000,
         ValueDtype.BF16, encoding, False,
     )  # fmt: skip
-    payload, (_, nnz, above, _) = agree(case)
+    payload, (_, nnz, above, _) = agree(case, *BOTH)
     assert (nnz == capacity) == (capacity is not None)
     assert above > 500
     read_alike(payload, grad, nnz, ValueDtype.INT4)

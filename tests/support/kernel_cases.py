@@ -102,3 +102,16 @@ def cases(draw: st.DrawFn, sizes: Sequence[int] = SIZES) -> Case:
         encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
         clear=draw(st.booleans()),
     )
+
+
+def agree(
+    case: Case, one: Backend, other: Backend, device: str = "cpu"
+) -> tuple[Tensor, tuple[int, int, int, bool]]:
+    """Both give the same figures, payload and residual, the other one on ``device``; payload and figures."""
+    expected, found = case.run(one), case.run(other, device)
+    assert found[0].counts == expected[0].counts
+    assert same_bits(found[1], expected[1])
+    if expected[2] is not None:
+        assert found[2] is not None
+        assert same_bits(found[2], expected[2])
+    return expected[1], expected[0].counts
