@@ -100,7 +100,8 @@ def test_thresholds_equal_the_reference(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("encoding", [None, *WRITTEN[1:]])
 def test_an_empty_tensor_has_nothing_to_read(encoding: IndexEncoding | None) -> None:
-    payload, _ = agree(Case(torch.empty(0), None, True, 1.0, None, 0, ValueDtype.INT8, encoding, False))
+    case = Case(torch.empty(0), None, True, 1.0, None, 0, ValueDtype.INT8, encoding, False)
+    payload, _ = agree(case, *BOTH)
     read_alike(payload, torch.empty(0), 0, ValueDtype.BF16)
 
 
