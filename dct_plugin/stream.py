@@ -311,6 +311,33 @@ class Compressor(Stream):
             writer.advance(part)
         return encoded
 
+    def lend(
+        self, zeros: Tensor, parts: Sequence[tuple[int, int, MessageWriter]], value_dtype: ValueDtype
+    ) -> Encoded:
+        """Write all of the residual, and no gradient, into the messages of the parts' receivers; what
+        ``value_dtype`` drops is what stays. The threshold is as it was.
+
+        Args:
+            zeros: fp32 [numel], all zero.
+            parts: As of :meth:`encode`.
+            value_dtype: Of the residual on the wire.
+        """
+        encoded = Encoded(numel=zeros.numel())
+        buffers = self._residual_buffers(zeros.numel(), zeros.device)
+        for start, stop, writer in parts:
+            part = self._write(
+                encoded,
+                zeros[start:stop],
+                writer.reserve(payload_bound(stop - start, stop - start, value_dtype)),
+                tau=0.0,
+                step=0,
+                capacity=stop - start,
+                value_dtype=value_dtype,
+                residual=[None if buffer is None else buffer[start:stop] for buffer in buffers],
+            )
+            writer.advance(part)
+        return encoded
+
     def observe(self, encoded: Encoded) -> None:
         """Close the step: the threshold lives on, unless a part was non-finite."""
         if encoded.nonfinite:

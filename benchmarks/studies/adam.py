@@ -4,7 +4,7 @@ Starts local ranks that train the same small GPT (350,976 parameters) from the s
 batches, once for every setting and seed; the settings differ in the ``dct`` section of the JSON alone. AdamW
 with weight decay, gradient clipping, learning-rate warm-up and cosine, for all settings alike. Held-out loss
 in nats per character, paired with the dense run of the seed; bytes are what the loopback interface carried in
-the second half of the run, all headers included.
+the second half of the run, and in all of it, all headers included.
 
     python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz
     python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz --ranks 4 --settings dense ahead-0.99
@@ -30,6 +30,7 @@ LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
 #: Dense steps and the rise of sparsity after them, for all settings but those that name others.
 START = {"warmup_steps": 60, "sparsity_warmup_steps": 60}
 SLOWER = {**START, "sparsity_warmup_steps": 180}
+ACCORDION = {"adaptive": "accordion", "adaptive_sparsity": 0.9, "adaptive_interval": 100}
 
 
 def _updates(sparsity: float, **more: Any) -> dict[str, Any]:
@@ -59,6 +60,20 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "ahead-0.97-ramp180": {"sparsity": 0.97, **AHEAD, **SLOWER},
     "ahead-0.99-no-start": {"sparsity": 0.99, **AHEAD},
     "ahead-0.99-int8": {"sparsity": 0.99, **AHEAD, **START, "value_dtype": "int8"},
+    **{
+        f"ahead-0.99-ramp180-{kind}": {"sparsity": 0.99, **AHEAD, **SLOWER, "value_dtype": kind}
+        for kind in ("int8", "int4", "int2")
+    },
+    **{
+        f"{name}-averaging{every}": {"sparsity": 0.99, **feedback, "error_averaging_interval": every}
+        for name, feedback in (
+            ("local-0.99", {**LOCAL, **START}),
+            ("ahead-0.99-ramp180", {**AHEAD, **SLOWER}),
+        )
+        for every in (20, 100)
+    },
+    "accordion-local": {"sparsity": 0.99, **LOCAL, **START, **ACCORDION},
+    "accordion-ahead": {"sparsity": 0.99, **AHEAD, **START, **ACCORDION},
     **{
         f"ahead-0.99-ramp180-parameters-{share}": {"sparsity": 0.99, **AHEAD, **SLOWER, **_updates(share)}
         for share in (0.9, 0.95, 0.97, 0.99)
@@ -192,7 +207,9 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(SEQUENCE)
-    counter = InterfaceCounter(["lo"])
+    counter, whole = InterfaceCounter(["lo"]), InterfaceCounter(["lo"])
+    dist.barrier()
+    whole.start()
     for step in range(args.steps):
         if step == args.steps // 2:
             dist.barrier()
@@ -201,13 +218,16 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
         rate *= max(0.05, 0.5 * (1 + math.cos(math.pi * step / args.steps)))
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        starts = torch.randint(len(training) - SEQUENCE - 1, (world_size, BATCH), generator=generator)[rank]
+        own = (len(training) if not args.split else len(training) // world_size) - SEQUENCE - 1
+        starts = torch.randint(own, (world_size, BATCH), generator=generator)[rank]
+        starts += rank * (len(training) // world_size) if args.split else 0
         where = starts[:, None] + offsets
         logits = engine(training[where])
         engine.backward(functional.cross_entropy(logits.view(-1, SYMBOLS), training[where + 1].view(-1)))
         engine.step()
     dist.barrier()
     counter.stop()
+    whole.stop()
     engine.eval()
     working = held_out_loss(engine, held_out)
     if section is not None:
@@ -223,6 +243,7 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
         "loss": loss,
         "loss_of_working_weights": working,
         "bytes_per_step": counter.tx / (args.steps - args.steps // 2),
+        "bytes_of_the_run": whole.tx,
         "ranks_identical": len(set(weights)) == 1,
     }
 
@@ -254,8 +275,8 @@ def table(results: list[dict[str, Any]]) -> str:
     for row in results:
         by_setting.setdefault(row["setting"], {})[row["seed"]] = row
     lines = [
-        "| setting | held-out loss | - dense (95 %) | kB per step, second half | fewer | ranks |",
-        "|---|--:|--:|--:|--:|---|",
+        "| setting | held-out loss | - dense (95 %) | kB per step, second half | fewer | MB in all | ranks |",
+        "|---|--:|--:|--:|--:|--:|---|",
     ]
     dense = by_setting.get("dense", {})
     for setting, runs in by_setting.items():
@@ -266,8 +287,10 @@ def table(results: list[dict[str, Any]]) -> str:
         if setting != "dense" and both:
             difference = str(paired([runs[seed]["loss"] - dense[seed]["loss"] for seed in both]))
             fewer = f"{sum(dense[seed]['bytes_per_step'] for seed in both) / len(both) / sent:.1f}x"
+        total = sum(run["bytes_of_the_run"] for run in runs.values()) / len(runs) / 1e6
         same = "identical" if all(run["ranks_identical"] for run in runs.values()) else "DIFFERENT"
-        lines.append(f"| {setting} | {loss:.4f} | {difference} | {sent / 1e3:.1f} | {fewer} | {same} |")
+        figures = f"{sent / 1e3:.1f} | {fewer} | {total:.0f}"
+        lines.append(f"| {setting} | {loss:.4f} | {difference} | {figures} | {same} |")
     return "\n".join(lines)
 
 
@@ -287,6 +310,7 @@ def main() -> None:
     parser.add_argument("--optimizer-params", default='{"weight_decay": 0.01, "torch_adam": true}')
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lr-warmup", type=int, default=60)
+    parser.add_argument("--split", action="store_true", help="each rank trains on its own part of the text")
     parser.add_argument("--json", type=Path, help="keep every run's figures")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)

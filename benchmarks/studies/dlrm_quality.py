@@ -58,6 +58,18 @@ def settings() -> dict[str, dict[str, Any]]:
         "DCT-DP 0.99, step-ahead": data_parallel(0.99, **ahead),
         "DCT-DP 0.99, 10 + 20 steps": data_parallel(0.99, **start),
         "DCT-DP 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, **ahead, **start),
+        **{
+            f"DCT-DP 0.99, step-ahead, 10 + 20 steps, {kind}": data_parallel(
+                0.99, **ahead, **start, value_dtype=kind
+            )
+            for kind in ("int8", "int4", "int2")
+        },
+        **{
+            f"Accordion, {every} steps": data_parallel(
+                0.99, adaptive="accordion", adaptive_sparsity=0.9, adaptive_interval=every
+            )
+            for every in (10, 25, 50)
+        },
         "hybrid": data_parallel(0.9, best),
         "hybrid 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, best, **ahead, **start),
         "hybrid 0.99, step-ahead, 20 + 40 steps": data_parallel(0.99, best, **ahead, **longer),

@@ -54,6 +54,18 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.999": {"sparsity": 0.999},
     "0.9, step-ahead": {"sparsity": 0.9, "error_feedback": "step_ahead"},
     "0.99, step-ahead": {"sparsity": 0.99, "error_feedback": "step_ahead"},
+    "0.99, averaging every 20": {"sparsity": 0.99, "average_every": 20},
+    "0.99, averaging every 100": {"sparsity": 0.99, "average_every": 100},
+    "0.99, step-ahead, averaging every 20": {
+        "sparsity": 0.99,
+        "error_feedback": "step_ahead",
+        "average_every": 20,
+    },
+    "0.99, step-ahead, averaging every 100": {
+        "sparsity": 0.99,
+        "error_feedback": "step_ahead",
+        "average_every": 100,
+    },
     "0.99, step-ahead, 10 + 20 steps": {
         "sparsity": 0.99,
         "error_feedback": "step_ahead",
@@ -72,6 +84,13 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 def batches(rows: int, batch: int, epochs: int, seed: int) -> Iterator[Any]:
     for epoch in range(epochs):
         yield from epoch_batches(rows, batch, seed=seed, epoch=epoch)
+
+
+def split(rows: Any, worker: int, args: argparse.Namespace) -> Any:
+    """A worker's share of a batch: every n-th row, or with ``--skew`` the n-th part of it."""
+    if not args.skew:
+        return rows[worker :: args.workers]
+    return rows[worker * len(rows) // args.workers : (worker + 1) * len(rows) // args.workers]
 
 
 def look_ahead(
@@ -97,6 +116,20 @@ def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> N
         ahead.end_step(skipped=False)
 
 
+def average_residuals(streams: list[dict[str, Compressor]], aheads: list[StepAhead]) -> None:
+    """What the reducer does every ``error_averaging_interval`` steps, without rounding to a type."""
+    names = [name for name, stream in streams[0].items() if stream.residual is not None]
+    for name in names:
+        residuals = [worker[name].residual.current for worker in streams]  # type: ignore[union-attr]
+        mean = torch.stack(residuals).mean(0)
+        for residual in residuals:
+            residual.copy_(mean)
+    if aheads:
+        moments = torch.stack([ahead.moments_of(names) for ahead in aheads]).mean(0)
+        for ahead in aheads:
+            ahead.share_moments(names, moments)
+
+
 def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """One run; AUC and log loss on the test rows, density over the run."""
     rows = data.train
@@ -106,10 +139,12 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
         step_with.param_groups[0]["momentum"] = 0.0
     loss_of = nn.BCEWithLogitsLoss()
     settings = VARIANTS[variant]
+    average_every = 0
     steps = list(batches(len(rows.label), args.batch_size, args.epochs, seed))
     streams: list[dict[str, Compressor]] = []
     if settings is not None:
         settings = dict(settings)
+        average_every = settings.pop("average_every", 0)
         if settings.pop("ramp", False):
             settings |= {"warmup_steps": len(steps) // 10, "sparsity_warmup_steps": len(steps) // 10}
         streams = [
@@ -126,8 +161,12 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
     dense, sparse, label = (torch.as_tensor(t) for t in rows)
     for number, at in enumerate(steps):
         sums: dict[str, torch.Tensor] = {}
+        if average_every and number % average_every == average_every // 2:
+            average_residuals(streams, aheads)
+        if args.skew:
+            at = at[data.train.label[at].argsort(kind="stable")]
         for worker in range(args.workers):
-            part = torch.as_tensor(at[worker :: args.workers])
+            part = torch.as_tensor(split(at, worker, args))
             step_with.zero_grad()
             if looks:
                 aheads[worker].displace()
@@ -171,6 +210,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--data", type=Path, help="Criteo text file instead of the shipped set")
+    parser.add_argument("--skew", action="store_true", help="share out every batch by label, not at random")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     data = load("criteo" if args.data else "diabetes", args.data)

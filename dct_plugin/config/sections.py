@@ -181,6 +181,17 @@ class DataParallelConfig(Section):
         description="With step_ahead: share of the own residual by which weights are displaced; null "
         "measures, for every tensor, how much of it the other ranks share.",
     )
+    error_averaging_interval: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps from one time that the ranks' residuals become their mean to the next "
+        "(Xu, Huo, Huang, AAAI 2021); null never averages.",
+    )
+    error_averaging_dtype: Literal["bf16", "int8"] = Field(
+        default="int8",
+        description="With error_averaging_interval: type of the residuals on the wire; what it drops stays "
+        "with the rank.",
+    )
     momentum_correction: float = Field(
         default=0.0,
         ge=0,
@@ -256,6 +267,13 @@ class DataParallelConfig(Section):
                 + "; set error_feedback to 'local', or leave momentum_correction out",
                 {"feedback": self.error_feedback, "value": show(self.momentum_correction)},
             )
+        if self.error_averaging_interval is not None and self.error_feedback == "none":
+            raise PydanticCustomError(
+                "dct_conflict",
+                "error_averaging_interval = {every} needs residuals, and error_feedback = 'none' keeps none; "
+                "leave it out, or set error_feedback to 'local' or 'step_ahead'",
+                {"every": self.error_averaging_interval},
+            )
         if self.adaptive != "off" and self.adaptive_sparsity > self.sparsity:
             raise PydanticCustomError(
                 "dct_conflict",
@@ -297,6 +315,13 @@ class DataParallelConfig(Section):
                 "adaptive = '{adaptive}' does not go with update = 'local': it follows the mean gradient, "
                 "which no rank has",
                 {"adaptive": self.adaptive},
+            )
+        if self.update == "local" and self.error_averaging_interval is not None:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "error_averaging_interval = {every} does not go with update = 'local': what a rank owes "
+                "there is how far its weights are ahead, and averaging that is a dense exchange of weights",
+                {"every": self.error_averaging_interval},
             )
         if self.update == "local" and self.momentum_correction != 0:
             raise PydanticCustomError(

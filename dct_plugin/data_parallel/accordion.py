@@ -103,22 +103,25 @@ class Accordion:
         """Squared norms of what this rank has of their accumulated gradients, fp64 [len(names)]."""
         return torch.stack([self._layers[name].total.double().square().sum() for name in names])
 
-    def decide(self, names: Sequence[str], squares: Tensor, step: int) -> None:
-        """Begin their next interval.
+    def decide(self, names: Sequence[str], squares: Tensor, step: int) -> list[str]:
+        """Begin their next interval; returns those that entered or left a critical regime.
 
         Args:
             names: Of :meth:`due`.
             squares: Of :meth:`squares`, summed over the ranks that share the tensors.
             step: Optimizer steps so far.
         """
-        rate = self.learning_rate()
+        rate, turned = self.learning_rate(), []
         for name, square in zip(names, squares.tolist(), strict=True):
             layer, norm = self._layers[name], math.sqrt(square) if math.isfinite(square) else 0.0
             known = layer.norm > 0.0 and norm > 0.0
             changed = not known or abs(layer.norm - norm) / layer.norm >= self.change
-            layer.critical = changed or rate < DROP * layer.rate
+            before, layer.critical = layer.critical, changed or rate < DROP * layer.rate
+            if layer.critical != before:
+                turned.append(name)
             layer.norm, layer.began, layer.rate = norm, step, rate
             layer.total.zero_()
+        return turned
 
     def end_step(self, *, skipped: bool) -> None:
         """An optimizer step is over; a ``skipped`` one leaves no trace."""

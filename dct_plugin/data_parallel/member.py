@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ class Written(NamedTuple):
     dense_bytes: float
     copies: Sequence[int]
     """How often each payload leaves this rank."""
+    share: str = ""
+    """Of the class, as which it is recorded besides."""
 
 
 class Member:
@@ -76,7 +79,7 @@ class Member:
         """By tensor: one for each that this rank sends by itself."""
         self._settings = settings
         self._kernels = kernels
-        self._backend = backend_of(kernels, self.device)
+        self.backend = backend_of(kernels, self.device)
         self._transactional = transactional
         self._loaded: dict[str, dict[str, Any]] = {}
         """States of streams that were not used since."""
@@ -85,7 +88,15 @@ class Member:
     def _streams_state(self) -> dict[str, Any]:
         return {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
 
-    def _stream(self, name: str) -> Compressor:
+    def owes(self, name: str) -> bool:
+        """Whether a tensor has a residual by now."""
+        stream = self.streams.get(name)
+        if stream is None:
+            return name in self._loaded and self._loaded[name]["residual"] is not None
+        return stream.residual is not None
+
+    def stream(self, name: str) -> Compressor:
+        """The stream of a tensor, made when it is first asked for."""
         stream = self.streams.get(name)
         if stream is None:
             stream = Compressor(
@@ -100,14 +111,14 @@ class Member:
             self.streams[name] = stream
         return stream
 
-    def _close(
+    def complete(
         self, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record
     ) -> list[Tensor]:
         """The complete messages, and with them, in one read from the device, what was written: thresholds
         follow, metrics record.
         """
         messages = read_messages(writers)
-        for name, cls, encoded, stream, dense_bytes, copies in written:
+        for name, cls, encoded, stream, dense_bytes, copies, share in written:
             if name is not None and not self._nonfinite_reported and encoded.nonfinite:
                 self._nonfinite_reported = True
                 logger.warning(
@@ -120,8 +131,20 @@ class Member:
             if stream is not None:
                 stream.observe(encoded)
             sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
-            self._record(encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent), whole)
+            record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent)
+            self._record(record, whole)
+            if share and self.metrics is not None:
+                self.metrics.record(replace(record, cls=f"{cls}/{share}"))
         return messages
+
+    def sum_messages(
+        self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float, *, sender: int = 0
+    ) -> None:
+        """``outs``, which hold zeros, become ``scale`` times the sum of the messages of ``sender`` and the
+        ranks behind it, added up in fp32 in rank order.
+        """
+        with self._naming_sender(sender):
+            self.backend.sum_messages(messages, outs, scale)
 
     @contextmanager
     def _naming_sender(self, first: int = 0) -> Iterator[None]:

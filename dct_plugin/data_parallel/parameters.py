@@ -158,15 +158,15 @@ class ParameterUpdates(Member):
             working, master = item.view(shard), master_of(item.name)
             stream = None
             if item.small:
-                encoded = encode_all(self._backend, master.to(working.dtype), self._writer)
+                encoded = encode_all(self.backend, master.to(working.dtype), self._writer)
             else:
-                stream = self._stream(item.name)
+                stream = self.stream(item.name)
                 difference = self._difference(working, master)
                 encoded = stream.encode(difference, [(0, working.numel(), self._writer)], density)
             name = "parameter_small" if item.small else "parameter"
             dense = receivers * encoded.numel * item.entry_bytes
             written.append(Written(None, name, encoded, stream, dense, [receivers]))
-        (message,) = self._close([self._writer], written, whole)
+        (message,) = self.complete([self._writer], written, whole)
         return message
 
     def _difference(self, working: Tensor, master: Tensor) -> Tensor:
@@ -184,4 +184,4 @@ class ParameterUpdates(Member):
             for (item, working), payload in zip(owned, payloads, strict=True):
                 if item.small:
                     working.zero_()
-                add_payload(self._backend, payload, working)
+                add_payload(self.backend, payload, working)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +21,16 @@ from ..kernels import GRAD_DTYPES
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
 from .accordion import Accordion
+from .averaging import ErrorAveraging
 from .local import LocalUpdates, Weight
 from .member import Member, Written
 from .plan import Change, Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
+
+logger = logging.getLogger("dct_plugin")
+
+#: Tensors that a line of the log names.
+_NAMED = 8
 
 
 class GradientReducer(Member):
@@ -69,6 +76,8 @@ class GradientReducer(Member):
         self._gentle = replace(self.schedule, sparsity=config.adaptive_sparsity)
         self.adaptive = Accordion(config.adaptive_interval) if config.adaptive == "accordion" else None
         """Decides which tensors take ``adaptive_sparsity``; hosts tell it their learning rate."""
+        every = config.error_averaging_interval
+        self._averaging = None if every is None else ErrorAveraging(self, every, config.error_averaging_dtype)
         self.loss_scale = loss_scale
         self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
@@ -232,7 +241,7 @@ class GradientReducer(Member):
                 self._encode_answer(item, shard, total, answer)
                 for (item, shard), total in zip(owned, totals, strict=True)
             ]
-            (message,) = self._close([answer], written, whole)
+            (message,) = self.complete([answer], written, whole)
         with whole.timed("exchange"):
             bounds = [plan.bound(owner) for owner in range(self.world_size)]
             answers = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
@@ -263,6 +272,8 @@ class GradientReducer(Member):
             member.end_step(skipped=skipped and self._transactional)
             if loss_scale is not None and loss_scale != self.loss_scale:
                 member.rescale(loss_scale / self.loss_scale)
+        if self._averaging is not None:
+            self._averaging.end_step()
         if not skipped:
             for name in self._paid:
                 self._loaded.pop(name)
@@ -406,7 +417,26 @@ class GradientReducer(Member):
             squares = self.adaptive.squares(due)
             if plan.kind == "reduce_scatter":  # elsewhere every rank has the whole
                 self.exchange.all_reduce(squares)
-            self.adaptive.decide(due, squares, self.step)
+            turned = self.adaptive.decide(due, squares, self.step)
+            if self.rank == 0:
+                self._tell(self.adaptive, turned)
+
+    def _tell(self, adaptive: Accordion, turned: Sequence[str]) -> None:
+        """One line for the tensors that entered a critical regime, one for those that left it."""
+        for critical, what, sparsity in (
+            (True, "in", self.config.adaptive_sparsity),
+            (False, "out of", self.config.sparsity),
+        ):
+            if names := [name for name in turned if adaptive.critical(name) == critical]:
+                logger.warning(
+                    "dct: step %d: Accordion: %d tensor%s %s a critical regime, sparsity %g: %s",
+                    self.step,
+                    len(names),
+                    "" if len(names) == 1 else "s",
+                    what,
+                    sparsity,
+                    ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else ""),
+                )
 
     # -- sending ---
 
@@ -447,6 +477,13 @@ class GradientReducer(Member):
     def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
         """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
         self._judge(plan)
+        if self._averaging is not None:
+            large = ((item.name, item.tensor.numel()) for item in plan.items if not item.small)
+            averaged = self._averaging.average(large, whole)
+            if self._ahead is not None and averaged:
+                moments = self._ahead.moments_of(averaged)
+                self.exchange.all_reduce(moments)
+                self._ahead.share_moments(averaged, moments / self.world_size)
         for writer in self._writers:
             writer.clear()
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
@@ -458,14 +495,14 @@ class GradientReducer(Member):
                 parts = [(shard.start, shard.stop, self._writers[shard.owner]) for shard in item.shards]
                 if item.small:
                     stats = [
-                        encode_all(self._backend, grad[start:stop], writer, clear=True).stats[0]
+                        encode_all(self.backend, grad[start:stop], writer, clear=True).stats[0]
                         for start, stop, writer in parts
                     ]
                     encoded = Encoded(stats, grad.numel())
                     if item.left is not None:
                         item.left.zero_()
                 else:
-                    stream = self._stream(item.name)
+                    stream = self.stream(item.name)
                     encoded = stream.encode(grad, parts, density, clear=True, left=item.left)
                 if grad.data_ptr() != item.tensor.data_ptr():
                     item.tensor.zero_()
@@ -480,9 +517,10 @@ class GradientReducer(Member):
                             copies if plan.kind == "direct" or shard.owner != self.rank else 0
                             for shard in item.shards
                         ],
+                        "critical" if self._gently(item) and not item.small else "",
                     )
                 )
-            return self._close(self._writers, written, whole)
+            return self.complete(self._writers, written, whole)
 
     def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
         """What an owner sends back: the sum, thresholded once more with the owner's own residual; zeros are
@@ -490,14 +528,14 @@ class GradientReducer(Member):
         """
         density, stream = min(1.0, self._density(item) * self.config.answer_density), None
         if item.small:
-            encoded = encode_all(self._backend, total, answer, ValueDtype.FP32, clear=True)
+            encoded = encode_all(self.backend, total, answer, ValueDtype.FP32, clear=True)
         elif density < 1.0 and not self.config.server_error_feedback:
             # Without a residual nothing may be dropped: everything that arrived goes back.
             code = ValueDtype.parse(self.config.value_dtype)
-            encoded = encode_all(self._backend, total, answer, code, zeros=False, clear=True)
+            encoded = encode_all(self.backend, total, answer, code, zeros=False, clear=True)
             encoded.density = density
         else:
-            stream = self._stream(f"{item.name}[{shard.start}:{shard.stop}]")
+            stream = self.stream(f"{item.name}[{shard.start}:{shard.stop}]")
             encoded = stream.encode(total, [(0, total.numel(), answer)], density, clear=True)
         receivers = self.world_size - 1
         return Written(
@@ -510,8 +548,10 @@ class GradientReducer(Member):
         )
 
     def _density(self, item: Item) -> float:
-        gentle = self.adaptive is not None and self.adaptive.critical(item.name)
-        return (self._gentle if gentle else self.schedule).density(self.step)
+        return (self._gentle if self._gently(item) else self.schedule).density(self.step)
+
+    def _gently(self, item: Item) -> bool:
+        return self.adaptive is not None and self.adaptive.critical(item.name)
 
     # -- receiving ---
 
@@ -531,17 +571,14 @@ class GradientReducer(Member):
         *,
         sender: int = 0,
     ) -> None:
-        """``outs``, which hold zeros, become ``scale`` times the sum of the messages of ``sender`` and the
-        ranks behind it, added up in fp32 in rank order.
-        """
+        """:meth:`sum_messages` for tensors of any floating-point type."""
         with whole.timed("decode"):
             # What the kernels do not write themselves (fp64) is added up beside.
             into = [
                 out if out.dtype in GRAD_DTYPES else torch.zeros_like(out, dtype=torch.float32)
                 for out in outs
             ]
-            with self._naming_sender(sender):
-                self._backend.sum_messages(messages, into, scale)
+            self.sum_messages(messages, into, scale, sender=sender)
             for out, total in zip(outs, into, strict=True):
                 if total is not out:
                     out.copy_(total)

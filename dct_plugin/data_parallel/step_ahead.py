@@ -101,6 +101,15 @@ class Moments:
         torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
         return out.add_(eps)
 
+    def means(self) -> Tensor:
+        """Row and column means one behind the other, fp32, a copy."""
+        return torch.cat([self.rows, self.columns])
+
+    def replace(self, means: Tensor) -> None:
+        """Take over what :meth:`means` gives."""
+        self.rows.copy_(means[: self.rows.numel()])
+        self.columns.copy_(means[self.rows.numel() :])
+
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
         for mean in (self.rows, self.columns, self._seen_rows, self._seen_columns):
@@ -312,6 +321,7 @@ class StepAhead:
         self._moments: dict[str, Moments] = {}
         self._products: dict[str, tuple[float, float]] = {}
         self._measured: dict[str, tuple[float, float]] = {}  # in this step, which may yet be taken back
+        self._shared: dict[str, Tensor] = {}  # likewise
         self._loaded: dict[str, Any] = {}
         self._buffers: dict[str, Tensor] = {}
         self._rooms: dict[str, Tensor] = {}
@@ -456,10 +466,28 @@ class StepAhead:
             for name, (own, mixed) in self._measured.items():
                 before = self._products.get(name, (0.0, 0.0))
                 self._products[name] = (MEMORY * before[0] + own, MEMORY * before[1] + mixed)
+            for name, means in self._shared.items():
+                self._moments[name].replace(means)
         self._measured.clear()
+        self._shared.clear()
         for name, moments in self._moments.items():
             unit = self._unit_of(self._parameters[name])
             moments.end_step(skipped=skipped, decay=None if unit is None else unit.decay)
+
+    def moments_of(self, names: Iterable[str]) -> Tensor:
+        """Means of the second moments of those of ``names`` that have them, fp32, 1-D."""
+        found = [m.means() for name in names if (m := self._moments_of(name)) is not None]
+        return torch.cat(found) if found else torch.empty(0)
+
+    def share_moments(self, names: Iterable[str], means: Tensor) -> None:
+        """Go on from ``means``, the mean over the ranks of :meth:`moments_of`, when the step is over.
+
+        With error averaging: a rank gets residuals where it may have seen no gradient, and what it would
+        divide them by is almost nothing.
+        """
+        known = [name for name in names if self._moments_of(name) is not None]
+        sizes = [self._moments[name].means().numel() for name in known]
+        self._shared.update(zip(known, means.split(sizes), strict=True))
 
     def rescale(self, factor: float) -> None:
         """The unit of the gradients changed (loss scale)."""
@@ -522,6 +550,7 @@ class StepAhead:
         self.forget()
         self._moments.clear()
         self._measured.clear()
+        self._shared.clear()
         saved = state or {"moments": {}, "products": {}}
         self._loaded = {name: m for name, m in saved["moments"].items() if name in self._parameters}
         self._products = {name: (own, mixed) for name, (own, mixed) in saved["products"].items()}

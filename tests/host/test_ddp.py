@@ -333,6 +333,7 @@ def _looks_ahead(rank: int, world_size: int, case: str, folder: str) -> torch.Te
     """AdamW with a schedule, gradient accumulation and clipping; the parameters at the end."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=8) if case == "scaled" else None
     keys: dict[str, Any] = {"sparsity": 0.99, "min_numel": 1000, "error_feedback": "step_ahead"}
+    keys["error_averaging_interval"] = 6  # what holds without must hold with it
     if case in ("exact", "plain"):
         keys.update(sparsity=0.0, value_dtype="fp32")
 

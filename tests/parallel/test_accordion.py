@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.processes import logged
 from support.processes import run as run_ranks
 
-from dct_plugin.config import DataParallelConfig
+from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.accordion import SAMPLES, Accordion
 from dct_plugin.errors import ConfigError
+from dct_plugin.metrics import Metrics
 
 
 def run(accordion: Accordion, gradients: list[torch.Tensor], *, first: int = 0) -> list[bool]:
@@ -87,11 +89,12 @@ def test_the_gentle_setting_is_not_the_stronger_one() -> None:
         DataParallelConfig.of(adaptive="accordion", sparsity=0.9, adaptive_sparsity=0.95)
 
 
-def _reduced(rank: int, world_size: int, kind: str) -> list[bool]:
+def _reduced(rank: int, world_size: int, kind: str) -> tuple[list[bool], int]:
     config = DataParallelConfig.of(
         sparsity=0.5, adaptive="accordion", adaptive_sparsity=0.0, adaptive_interval=4, exchange="direct"
     )
-    reducer = GradientReducer(config)
+    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+    reducer = GradientReducer(config, metrics=metrics)
     numel, critical = 20_000, []
     shards = [
         Shard(owner, owner * numel // world_size, (owner + 1) * numel // world_size) for owner in (0, 1)
@@ -107,15 +110,29 @@ def _reduced(rank: int, world_size: int, kind: str) -> list[bool]:
         assert reducer.adaptive is not None
         critical.append(reducer.adaptive.critical("w"))
         reducer.end_step()
+        metrics.step(step)
         if step == 9:
-            state, reducer = reducer.state_dict(), GradientReducer(config)
+            state, reducer = reducer.state_dict(), GradientReducer(config, metrics=metrics)
             reducer.load_state_dict(state)
-    return critical
+    return critical, round(metrics.summary().classes["gradient/critical"].dense_bytes / (4 * numel))
+
+
+def _told(rank: int, world_size: int, kind: str) -> tuple[list[bool], int, list[str]]:
+    with logged() as lines:
+        critical, steps = _reduced(rank, world_size, kind)
+    return critical, steps, [line for line in lines if "Accordion" in line]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 def test_ranks_decide_alike_with_reduced_gradients_and_with_shards(kind: str) -> None:
-    first, second = run_ranks(2, _reduced, kind)
+    (first, steps, told), (second, _, silent) = run_ranks(2, _told, kind)
     # Nothing to compare with at first; the change at step 8 is seen when its interval is over.
     assert first == second == [True] * 8 + [False] * 4 + [True] * 4
+    # A dense exchange of one tensor between two ranks; ranks send half as much to owners alone.
+    assert steps * (1 if kind == "all_reduce" else 2) == 12
+    assert told == [
+        "dct: step 8: Accordion: 1 tensor out of a critical regime, sparsity 0.5: w",
+        "dct: step 12: Accordion: 1 tensor in a critical regime, sparsity 0: w",
+    ]
+    assert silent == []
