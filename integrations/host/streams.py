@@ -1,0 +1,72 @@
+"""Activation streams of a host, by name: one for each point of the model at which something crosses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from dct_plugin.config import ActivationConfig, KernelConfig
+from dct_plugin.model_parallel import ActivationStream
+
+__all__ = ["ActivationStreams"]
+
+
+class ActivationStreams:
+    """Streams by name; each is made at its first use, with the state loaded for it.
+
+    Args:
+        kernels: Which kernels run.
+        prefix: Of the names: the states of all points may lie in one dictionary.
+
+    Attributes:
+        step: Optimizer steps so far.
+        training: Whether the current pass has a backward pass.
+    """
+
+    def __init__(self, kernels: KernelConfig, prefix: str) -> None:
+        self.step = 0
+        self.training = True
+        self._kernels = kernels
+        self._prefix = prefix
+        self._streams: dict[str, ActivationStream] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def stream(self, name: str, config: ActivationConfig) -> ActivationStream:
+        """The stream of a name (with the prefix); ``config`` is for its first use."""
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = ActivationStream(
+                config, name=name, rank=dist.get_rank(), kernels=self._kernels
+            )
+            if (state := self._loaded.pop(name, None)) is not None:
+                stream.load_state_dict(state)
+            stream.step, stream.training = self.step, self.training
+        return stream
+
+    def begin(self, training: bool) -> None:
+        """A pass starts."""
+        self.training = training
+        for stream in self._streams.values():
+            stream.training = training
+
+    def end_step(self) -> None:
+        """An optimizer step is over, taken or skipped."""
+        self.step += 1
+        for stream in self._streams.values():
+            stream.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Thresholds by name, of streams that were not used since they were loaded, too."""
+        return {**self._loaded, **{name: stream.state_dict() for name, stream in self._streams.items()}}
+
+    def load_state_dict(self, streams: dict[str, Any], *, step: int) -> None:
+        """Restore what :meth:`state_dict` gave; other prefixes are left, all else starts afresh.
+
+        Args:
+            streams: By name.
+            step: Optimizer steps so far.
+        """
+        self.step = step
+        self._streams.clear()
+        self._loaded = {name: state for name, state in streams.items() if name.startswith(self._prefix)}
