@@ -25,8 +25,16 @@ from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import checkpointing, step_ahead
 from .parameters import GatherHooks
+from .pipeline import PipelineHooks
 from .stage0 import BoundaryHooks, is_expert
-from .support import check_engine, check_local, check_version, known_fault
+from .support import (
+    check_engine,
+    check_local,
+    check_parameters,
+    check_version,
+    is_pipeline,
+    known_fault,
+)
 from .zero import PartitionHooks
 
 logger = logging.getLogger("dct_plugin")
@@ -46,6 +54,7 @@ class Attachment:
         ahead: Displaces the weights in training passes; None without ``error_feedback: "step_ahead"``.
         gathers: Sends updated weights; None without ``parameters.enabled``.
         local: Local weights and their anchor; None without ``update: "local"``.
+        pipeline: Thresholds what crosses between pipeline stages; None where nothing is.
         description: The hooks that were chosen, in words.
     """
 
@@ -71,21 +80,29 @@ class Attachment:
         if self.reducer.adaptive is not None:
             self.reducer.adaptive.follow(engine.optimizer)
         self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
-        self.description = _describe(engine, kind)
+        self.description = _describe(engine, kind, config)
         self._patches = Patches()
         self.ahead: StepAhead | None = None
         self._hooks: BoundaryHooks | PartitionHooks
         if kind == "zero":
-            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps)
+            tied = engine.module.get_tied_weights_and_groups() if is_pipeline(engine) else ()
+            whole = [weight for weight, _ in tied]
+            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps, whole=whole)
         else:
             self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
         self.gathers: GatherHooks | None = None
+        self.local: LocalUpdates | None = None
+        self.pipeline: PipelineHooks | None = None
+        if crosses_stages(engine, config):
+            self.pipeline = PipelineHooks(engine, config, self.metrics)
+            self.steps.members = [*self.steps.members, self.pipeline]
+        if not config.data_parallel.enabled:
+            return
         if config.data_parallel.parameters.enabled:
             self.gathers = self._gathers(engine, kind)
         if config.data_parallel.error_feedback == "step_ahead":
             unit = 1.0 / (self._hooks.scale * self.reducer.world_size)
             self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit)
-        self.local: LocalUpdates | None = None
         if config.data_parallel.update == "local":
             assert isinstance(self._hooks, BoundaryHooks)
             self.local = self._hooks.update_locally()
@@ -93,6 +110,7 @@ class Attachment:
     def _gathers(self, engine: Any, kind: str) -> GatherHooks:
         if kind == "stage0":
             raise refuse("ZeRO stage 0")
+        check_parameters(engine)
         updates = ParameterUpdates(
             self.config.data_parallel,
             engine.seq_data_parallel_group,
@@ -100,7 +118,7 @@ class Attachment:
             device=engine.device,
             kernels=self.config.kernels,
         )
-        self.steps.members = [self.reducer, updates]
+        self.steps.members = [*self.steps.members, updates]
         return GatherHooks(kind, engine.optimizer, updates, self._hooks.name_of)
 
     def gather_parameters(self) -> None:
@@ -113,15 +131,23 @@ class Attachment:
     def install(self, engine: Any) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
         optimizer, patches = engine.optimizer, self._patches
-        self._hooks.install(patches)
+        if self.config.data_parallel.enabled:
+            self._hooks.install(patches)
+        else:
+            self.steps.begin()  # no gradients will come, and nothing is to be said about that
         if self.gathers is not None:
             self.gathers.install(patches)
+        if self.pipeline is not None:
+            self.pipeline.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
         ahead, local = self.ahead, self.local
-        for shows in (ahead, local):
-            if shows is not None:
-                shows.attach(engine.module)
+        if ahead is not None and is_pipeline(engine):
+            step_ahead.displace_in_batches(engine, ahead, patches)
+        else:
+            for shows in (ahead, local):
+                if shows is not None:
+                    shows.attach(engine.module)
         named = step_ahead.named_parameters(engine, self._hooks.name_of)
         replicated = [pair for group in named for pair in group if not is_expert(pair[1])]
         self.steps.replicas = Replicas(
@@ -139,6 +165,7 @@ class Attachment:
             sizes={name: parameter.numel() for group in named for name, parameter in group},
             configuration=self.config.fingerprint(),
             local=local,
+            pipeline=self.pipeline,
         )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
@@ -202,10 +229,11 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
             return None
         check_version(deepspeed.__version__)
         kind = check_engine(engine, deepspeed.__version__)
-        reduces = config.data_parallel.enabled and kind != "none"
-        if reduces and config.data_parallel.update == "local":
+        reduces = config.data_parallel.enabled
+        if reduces and kind != "none" and config.data_parallel.update == "local":
             check_local(engine, kind)
-        attachment = Attachment(engine, config, kind) if reduces else None
+        wanted = kind != "none" and (reduces or crosses_stages(engine, config))
+        attachment = Attachment(engine, config, kind) if wanted else None
     path = attachment.description if attachment else "none"
     agreement.confirm(
         startup.facts_of(config, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
@@ -219,12 +247,12 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
     engine.__dict__[ATTRIBUTE] = attachment
     if rank == 0:
         settings = config.data_parallel
+        gradients = f"sparsity {settings.sparsity:g}, {settings.value_dtype} values"
         logger.warning(
-            "dct: active on %s, %d ranks, sparsity %g, %s values, config %s",
+            "dct: active on %s, %d ranks, %s, config %s",
             attachment.description,
             world_size,
-            settings.sparsity,
-            settings.value_dtype,
+            gradients if reduces else "dense gradients",
             config.fingerprint(),
         )
         if strange := unread(configuration_of(engine) or (), ("dct", "dlrm")):
@@ -234,7 +262,24 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
     return attachment
 
 
-def _describe(engine: Any, kind: str) -> str:
+def crosses_stages(engine: Any, config: DCTConfig) -> bool:
+    """Whether something is to be thresholded between the stages of a pipeline."""
+    return is_pipeline(engine) and PipelineHooks.wanted(engine, config)
+
+
+def _describe(engine: Any, kind: str, config: DCTConfig) -> str:
+    path = _gradient_path(engine, kind)
+    if not is_pipeline(engine):
+        return path
+    path += f", {engine.num_stages} pipeline stages"
+    if not crosses_stages(engine, config):
+        return path
+    section = config.model_parallel.pipeline
+    found = dict.fromkeys(f"{section.at(i).sparsity:g}" for i in range(engine.num_stages - 1))
+    return f"{path} at sparsity {', '.join(found)}"
+
+
+def _gradient_path(engine: Any, kind: str) -> str:
     precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
     stage = int(engine.zero_optimization_stage())
     if kind == "zero":

@@ -23,6 +23,8 @@ from ..host import reducer_files
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 from .parameters import GatherHooks
+from .pipeline import PipelineHooks
+from .support import is_pipeline
 
 #: Of the client state: the identity of the save.
 CLIENT_KEY = "dct_plugin"
@@ -39,6 +41,7 @@ def install(
     sizes: Mapping[str, int],
     configuration: str,
     local: LocalUpdates | None,
+    pipeline: PipelineHooks | None,
 ) -> None:
     """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
 
@@ -52,15 +55,27 @@ def install(
         sizes: Entries of the parameters by the names of their streams.
         configuration: Fingerprint of the ``dct`` section.
         local: Weights of this rank, which go into its own file; the others hold the anchor.
+        pipeline: Whose thresholds are saved with it.
+
+    The stages of a pipeline hold other parameters: each has a folder for its data-parallel ranks.
     """
-    group = reducer.exchange.group
+    group, parts = reducer.exchange.group, is_pipeline(engine)
     # Of the class: a subclass may pass its arguments on unseen.
     save_signature = inspect.signature(DeepSpeedEngine.save_checkpoint)
     load_signature = inspect.signature(DeepSpeedEngine.load_checkpoint)
 
     def state_dict() -> dict[str, Any]:
         state = reducer.state_dict()
-        return state if gathers is None else {**state, "parameters": gathers.updates.state_dict()}
+        if gathers is not None:
+            state["parameters"] = gathers.updates.state_dict()
+        if pipeline is not None:
+            state["pipeline"] = pipeline.streams.state_dict()
+        return state
+
+    def own_folder(of_tag: str | Path) -> Path:
+        if not is_pipeline(engine):
+            return Path(of_tag)
+        return Path(of_tag, f"dct_stage_{engine.stage_id:02d}_of_{engine.num_stages:02d}")
 
     def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **keywords: Any) -> Any:
@@ -68,7 +83,8 @@ def install(
             if not given["save_dir"]:
                 return original(*args, **keywords)
             tag, client_state = given.get("tag"), given.get("client_state") or {}
-            folder = Path(given["save_dir"], f"global_step{engine.global_steps}" if tag is None else str(tag))
+            tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+            folder = own_folder(Path(given["save_dir"], tag))
             mark = folder / checkpoint.UNFINISHED
             if reducer.rank == 0 and folder.is_dir() and any(folder.iterdir()):
                 mark.touch()
@@ -76,7 +92,7 @@ def install(
             if gathers is not None:
                 gathers.gather()
             identity = reducer_files.save(
-                folder, state_dict, group=group, unit=unit, configuration=configuration
+                folder, state_dict, group=group, parts=parts, unit=unit, configuration=configuration
             )
             given.update(client_state={**client_state, CLIENT_KEY: identity})
             given.pop("self")
@@ -98,13 +114,17 @@ def install(
             identity, state = found[1].pop(CLIENT_KEY, ""), None
             if asked["load_optimizer_states"] and not asked["load_module_only"]:
                 folder = _folder(engine, asked["load_dir"], asked["tag"])
-                state = reducer_files.load(folder, group=group, unit=unit, sizes=sizes, expected=identity)
+                state = reducer_files.load(
+                    own_folder(folder), group=group, parts=parts, unit=unit, sizes=sizes, expected=identity
+                )
             scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
             state = state or reducer_files.FRESH
             reducer.load_state_dict(state, loss_scale=scale)
             steps.step = reducer.step
             if gathers is not None:
                 gathers.updates.load_state_dict(state.get("parameters"), step=reducer.step)
+            if pipeline is not None:
+                pipeline.streams.load_state_dict(state.get("pipeline") or {}, step=reducer.step)
             return found
 
         return load_checkpoint

@@ -8,6 +8,8 @@ from typing import Any
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 
+from ..host.patches import Patches
+
 #: Where DeepSpeed's wrappers keep the model's parameters, one list for each parameter group of the optimizer.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
@@ -38,3 +40,22 @@ def prepared(
     named = named_parameters(engine, name_of)
     unit_of = units_of(engine.optimizer, [[parameter for _, parameter in group] for group in named])
     return reducer.step_ahead([pair for group in named for pair in group], unit_of, unit=unit)
+
+
+def displace_in_batches(engine: Any, ahead: StepAhead, patches: Patches) -> None:
+    """In a pipeline the passes of several micro-batches overlap: the weights are displaced from the start of
+    ``train_batch`` to the optimizer's step in it.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_batch(*args: Any, **keywords: Any) -> Any:
+            ahead.forget()
+            ahead.displace()
+            try:
+                return original(*args, **keywords)
+            finally:
+                ahead.restore()
+
+        return train_batch
+
+    patches.wrap(engine, "train_batch", make)

@@ -72,6 +72,18 @@ TARGETS = (
     *(Target(module, "all_gather_dp_groups", _GATHERED) for module, _ in (_ZERO, _BF16)),
 )
 
+_PIPELINE = "deepspeed.runtime.pipe.engine", "PipelineEngine"
+
+#: The same for pipeline engines, looked at where there is one.
+PIPELINE_TARGETS = (
+    _target(_PIPELINE, "train_batch", "data_iter"),
+    *(_target(_PIPELINE, f"_exec_{name}", "buffer_id")
+      for name in ("send_activations", "recv_activations", "send_grads", "recv_grads")),
+    Target("deepspeed.runtime.pipe.p2p", "send", ("tensor", "dest_stage", "async_op")),
+    Target("deepspeed.runtime.pipe.p2p", "recv", ("tensor", "src_stage", "async_op")),
+    Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", ("self",)),
+)  # fmt: skip
+
 #: Optimizer wrappers with gradient paths of their own; anything else at stage 0 is reduced by the engine.
 _KINDS = {"DeepSpeedZeroOptimizer": "zero", "BF16_Optimizer": "bf16"}
 
@@ -79,6 +91,10 @@ _ENGINE_ATTRIBUTES = (
     "optimizer", "module", "monitor", "device", "global_rank", "global_steps", "gradient_average",
     "communication_data_type", "postscale_gradients", "gradient_predivide_factor", "has_moe_layers",
     "seq_data_parallel_group",
+)  # fmt: skip
+_PIPELINE_ATTRIBUTES = (
+    "_INSTRUCTION_MAP", "pipe_buffers", "pipe_recv_buf", "grid", "stage_id", "num_stages",
+    "has_attention_mask", "has_bool_tensors", "is_model_parallel",
 )  # fmt: skip
 _ZERO_ATTRIBUTES = (
     "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
@@ -98,10 +114,13 @@ def check_version(version: str) -> None:
     Raises:
         VersionError: Says what was found, what is supported and what to do.
     """
-    supported = f"{SUPPORTED} (tested: {', '.join(TESTED)})"
     if version not in SUPPORTED:
-        raise unsupported(f"DeepSpeed {version}", supported, _REMEDY)
-    signatures.require(TARGETS, f"DeepSpeed {version}", supported, _REMEDY)
+        raise unsupported(f"DeepSpeed {version}", _supported(), _REMEDY)
+    signatures.require(TARGETS, f"DeepSpeed {version}", _supported(), _REMEDY)
+
+
+def _supported() -> str:
+    return f"{SUPPORTED} (tested: {', '.join(TESTED)})"
 
 
 def check_engine(engine: Any, version: str) -> str:
@@ -119,13 +138,17 @@ def check_engine(engine: Any, version: str) -> str:
     for reason in _unsupported(engine, optimizer):
         raise ConfigError(
             f"rank {engine.global_rank}: dct does not support {reason}. Supported is DeepSpeed's ordinary "
-            "engine with ZeRO stage 0, 1 or 2 in fp32, bf16 or fp16, data parallel over all ranks, without "
-            "offload; set dct.enabled to false to train without it"
+            "engine with ZeRO stage 0, 1 or 2 in fp32, bf16 or fp16, data parallel over all ranks, or its "
+            "pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to false to train "
+            "without it"
         )
     if optimizer is None or type(optimizer).__name__ == "DummyOptim":
         return "none"
     kind = _KINDS.get(type(optimizer).__name__, "stage0")
     needed: list[tuple[str, Any, tuple[str, ...]]] = [("engine", engine, _ENGINE_ATTRIBUTES)]
+    if is_pipeline(engine):
+        signatures.require(PIPELINE_TARGETS, f"DeepSpeed {version}", _supported(), _REMEDY)
+        needed.append(("engine", engine, _PIPELINE_ATTRIBUTES))
     if kind == "zero":
         needed.append(("optimizer", optimizer, _ZERO_ATTRIBUTES))
     elif kind == "bf16":
@@ -139,6 +162,11 @@ def check_engine(engine: Any, version: str) -> str:
     return kind
 
 
+def is_pipeline(engine: Any) -> bool:
+    """Whether it is DeepSpeed's pipeline engine."""
+    return isinstance(engine, import_module(_PIPELINE[0]).PipelineEngine)
+
+
 def check_local(engine: Any, kind: str) -> None:
     """Whether the engine's optimizer can step each rank's own weights (``update: "local"``).
 
@@ -149,12 +177,28 @@ def check_local(engine: Any, kind: str) -> None:
     if kind != "stage0":
         stage = int(engine.zero_optimization_stage())
         reason = f"under ZeRO stage {stage} a rank's optimizer has a part of the weights, and needs all"
+    elif is_pipeline(engine):
+        reason = "in a pipeline passes overlap, and stages have weights in common"
     elif engine.fp16_enabled():
         reason = "under fp16 a rank that skips a step changes its loss scale, and the others do not"
     if reason:
         raise ConfigError(
             f"rank {engine.global_rank}: dct.data_parallel.update = 'local': {reason}. Supported is ZeRO "
             "stage 0 in fp32 or bf16; set update to 'shared'"
+        )
+
+
+def check_parameters(engine: Any) -> None:
+    """Whether updates of the engine's weights can be thresholded (``parameters.enabled``).
+
+    Raises:
+        ConfigError: Says why not.
+    """
+    if is_pipeline(engine) and engine.module.get_tied_weights_and_groups():
+        raise ConfigError(
+            f"rank {engine.global_rank}: dct.data_parallel.parameters.enabled = true: stages of the pipeline "
+            "have weights in common (TiedLayerSpec), which their optimizers cut in different places: the "
+            "copies would drift apart. Set it to false"
         )
 
 
@@ -175,8 +219,8 @@ def _unsupported(engine: Any, optimizer: Any) -> Iterator[str]:
     for cls in type(engine).__mro__:
         if cls is base:
             break
-        if cls.__module__.startswith("deepspeed."):
-            yield f"the engine {cls.__name__} (pipeline parallelism, hybrid engine)"
+        if cls.__module__.startswith("deepspeed.") and (cls.__module__, cls.__name__) != _PIPELINE:
+            yield f"the engine {cls.__name__} (hybrid engine, DualPipeV)"
     stage = int(engine.zero_optimization_stage())
     if stage > 2:
         yield f"ZeRO stage {stage} (zero_optimization.stage = {stage})"
@@ -195,12 +239,13 @@ def _unsupported(engine: Any, optimizer: Any) -> Iterator[str]:
     sequence = int(getattr(engine, "sequence_parallel_size", 1))
     if sequence > 1:
         yield f"sequence parallelism (sequence_parallel_size = {sequence})"
-    group = engine.seq_data_parallel_group
+    size = torch.distributed.get_world_size(engine.seq_data_parallel_group)
     world_size = torch.distributed.get_world_size()
-    if torch.distributed.get_world_size(group) != world_size:
+    stages = int(engine.num_stages) if is_pipeline(engine) else 1
+    if size * stages != world_size:
+        in_stages = f" in {stages} pipeline stages" if stages > 1 else ""
         yield (
-            f"a data-parallel group of {torch.distributed.get_world_size(group)} of {world_size} ranks "
-            "(tensor or model parallelism)"
+            f"a data-parallel group of {size} of {world_size} ranks{in_stages} (tensor or model parallelism)"
         )
     if _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16:
         yield "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 section"

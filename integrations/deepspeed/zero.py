@@ -28,7 +28,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 
 from ..host.patches import Patches
 from ..host.steps import StepHooks
-from .buckets import Averaging, CommBuffer, pieces
+from .buckets import Averaging, CommBuffer, Piece, pieces
 from .stage0 import is_expert
 
 
@@ -39,10 +39,15 @@ class PartitionHooks:
         optimizer: DeepSpeed's optimizer.
         reducer: Over the optimizer's data-parallel group.
         steps: Of the optimizer.
+        whole: Weights of which other ranks, with partitions of their own, have a copy that must stay bitwise
+            the same: they are reduced as if nobody owned a part of them.
     """
 
-    def __init__(self, optimizer: Any, reducer: GradientReducer, steps: StepHooks) -> None:
+    def __init__(
+        self, optimizer: Any, reducer: GradientReducer, steps: StepHooks, *, whole: Sequence[Tensor] = ()
+    ) -> None:
         self.optimizer = optimizer
+        self._whole = {id(weight) for weight in whole}
         self.reducer = reducer
         self.steps = steps
         self.to_owners = bool(optimizer.reduce_scatter)
@@ -147,13 +152,7 @@ class PartitionHooks:
         layout = pieces(
             [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in found]
         )
-        self.reducer.reduce_scatter(
-            [
-                (piece.name, piece.of(buffer.flat), self._shards_of(group, identity, parameter))
-                for piece, (group, identity, parameter) in zip(layout, found, strict=True)
-                if not is_expert(parameter)
-            ]
-        )
+        self._to_owners(buffer.flat, layout, found)
         for owners, part, *accumulators in bucket:
             if self._owned_here(owners):
                 start = part.storage_offset() - tensor.storage_offset()
@@ -187,18 +186,29 @@ class PartitionHooks:
             [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in layout]
         )
         if self.to_owners:
-            self.reducer.reduce_scatter(
-                [
-                    (piece.name, piece.of(buffer.flat), self._shards_of(group, identity, parameter))
-                    for piece, (group, identity, parameter) in zip(parts, layout, strict=True)
-                ],
-                scale=self.scale,
-            )
+            self._to_owners(buffer.flat, parts, layout, scale=self.scale)
         else:
             self.reducer.all_reduce(
                 [(piece.name, piece.of(buffer.flat)) for piece in parts], scale=self.scale
             )
         return buffer.flat
+
+    def _to_owners(
+        self,
+        flat: Tensor,
+        layout: Sequence[Piece],
+        found: Sequence[tuple[int, int, Any]],
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """Reduce the gradients in ``flat``, each part at its owner; experts' are left alone."""
+        ours = [(piece, part) for piece, part in zip(layout, found, strict=True) if not is_expert(part[2])]
+        cut = [(piece, part) for piece, part in ours if id(part[2]) not in self._whole]
+        if whole := [(piece.name, piece.of(flat)) for piece, part in ours if id(part[2]) in self._whole]:
+            self.reducer.all_reduce(whole, scale=scale)
+        if cut:
+            entries = [(piece.name, piece.of(flat), self._shards_of(*part)) for piece, part in cut]
+            self.reducer.reduce_scatter(entries, scale=scale)
 
     # -- where things are ------------------------------------------------------------------------------------
 

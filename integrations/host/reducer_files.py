@@ -30,6 +30,7 @@ def save(
     state: Callable[[], State],
     *,
     group: dist.ProcessGroup | None = None,
+    parts: bool = False,
     unit: float = 1.0,
     configuration: str = "",
 ) -> str:
@@ -39,6 +40,8 @@ def save(
         folder: Of the checkpoint.
         state: Gives ``GradientReducer.state_dict()``.
         group: Over which gradients are reduced; None for all ranks.
+        parts: The job has several such groups, for parts of the model, each with a folder of its own; all
+            ranks of the job save and load together.
         unit: Factor that the host had multiplied into the gradients, see :func:`dct_plugin.checkpoint.save`.
         configuration: Fingerprint of the ``dct`` section.
 
@@ -60,13 +63,14 @@ def save(
             configuration=configuration,
         )
 
-    return rank_files.save(checkpoint.file_of(folder, rank), content, group=group)
+    return rank_files.save(checkpoint.file_of(folder, rank), content, group=None if parts else group)
 
 
 def load(
     folder: Folder,
     *,
     group: dist.ProcessGroup | None = None,
+    parts: bool = False,
     unit: float = 1.0,
     sizes: Mapping[str, int] | None = None,
     expected: str | None = None,
@@ -74,7 +78,7 @@ def load(
     """Read what :func:`save` wrote; a collective, whose results and errors are :func:`.rank_files.load`'s.
 
     Args:
-        folder, group, unit: As for :func:`save`.
+        folder, group, parts, unit: As for :func:`save`.
         sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
         expected: What :func:`save` returned, from the host's own state.
     """
@@ -89,7 +93,7 @@ def load(
             )
         return found
 
-    state = rank_files.load(read, folder, group=group, expected=expected)
+    state = rank_files.load(read, folder, group=None if parts else group, expected=expected)
     if state is None or sizes is None:
         return state
     state, strange = checkpoint.known_to(sizes, state)

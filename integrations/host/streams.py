@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-from dct_plugin.config import ActivationConfig, KernelConfig
+from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
 __all__ = ["ActivationStreams"]
@@ -16,7 +15,7 @@ class ActivationStreams:
     """Streams by name; each is made at its first use, with the state loaded for it.
 
     Args:
-        kernels: Which kernels run.
+        make: Makes the stream of a name.
         prefix: Of the names: the states of all points may lie in one dictionary.
 
     Attributes:
@@ -24,10 +23,10 @@ class ActivationStreams:
         training: Whether the current pass has a backward pass.
     """
 
-    def __init__(self, kernels: KernelConfig, prefix: str) -> None:
+    def __init__(self, make: Callable[[str, ActivationConfig], ActivationStream], prefix: str) -> None:
         self.step = 0
         self.training = True
-        self._kernels = kernels
+        self._make = make
         self._prefix = prefix
         self._streams: dict[str, ActivationStream] = {}
         self._loaded: dict[str, Any] = {}
@@ -36,9 +35,7 @@ class ActivationStreams:
         """The stream of a name (with the prefix); ``config`` is for its first use."""
         stream = self._streams.get(name)
         if stream is None:
-            stream = self._streams[name] = ActivationStream(
-                config, name=name, rank=dist.get_rank(), kernels=self._kernels
-            )
+            stream = self._streams[name] = self._make(name, config)
             if (state := self._loaded.pop(name, None)) is not None:
                 stream.load_state_dict(state)
             stream.step, stream.training = self.step, self.training

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
@@ -25,11 +27,15 @@ class ActivationHook(Hook):
     def __init__(self, session: Session, config: ActivationConfig, prefix: str) -> None:
         self.session = session
         self._settings = config
-        self._streams = ActivationStreams(session.config.kernels, prefix)
+        self._streams = ActivationStreams(self._make, prefix)
 
     def stream(self, name: str, config: ActivationConfig | None = None) -> ActivationStream:
         """The stream of a name (with the prefix); ``config`` is for its first use, None: the hook's."""
         return self._streams.stream(name, self._settings if config is None else config)
+
+    def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
+        kernels = self.session.config.kernels
+        return ActivationStream(config, name=name, rank=dist.get_rank(), kernels=kernels)
 
     def begin(self, training: bool) -> None:
         self._streams.begin(training)

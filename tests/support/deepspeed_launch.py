@@ -76,11 +76,13 @@ def execute(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def launch(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
+def launch(
+    world_size: int, plan: list[Run], folder: Path, *, worker: Path = WORKER, **variables: str
+) -> Results:
     """Execute all runs of ``plan``, in one process per rank, and return their results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
-    command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
+    command = torchrun(world_size, str(worker), str(folder / "plan.json"), str(folder))
     done = execute(command, folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
     files = [folder / f"{rank}.json" for rank in range(world_size)]

@@ -1,0 +1,279 @@
+"""DeepSpeed's pipeline engine: activations forward and gradients backward between stages, thresholded.
+
+The engine executes a schedule of instructions; four of them send or receive through the module ``p2p``.
+While one of these runs, the engine module's ``p2p`` is a channel that replaces the tensors that are
+thresholded by messages of fixed size (:class:`~dct_plugin.model_parallel.FixedMessages`) and hands everything
+else on: shapes, integer and boolean tensors, tensors so small that a message would be no smaller. The
+schedule, buffers and shapes stay DeepSpeed's. Which micro-batch a gradient belongs to is its pipeline buffer,
+on both sides, so that both know the mask of the gradient that crosses next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from dct_plugin.config import ActivationConfig, DCTConfig
+from dct_plugin.kernels import GRAD_DTYPES
+from dct_plugin.metrics import Metrics, Record
+from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
+from dct_plugin.stream import Encoded
+
+from ..host.patches import Patches
+from ..host.streams import ActivationStreams
+
+__all__ = ["PipelineHooks"]
+
+_PREFIX = "pipeline boundary "
+#: Of one tensor that crossed: how, and what its gradient takes; None where it crossed as it was.
+_Crossed = tuple[FixedMessages, Mask] | None
+
+
+class PipelineHooks:
+    """Thresholds what a ``PipelineEngine`` sends between its stages.
+
+    Args:
+        engine: DeepSpeed's engine, of two stages or more.
+        config: The whole section.
+        metrics: Where bytes, density and times are recorded.
+    """
+
+    def __init__(self, engine: Any, config: DCTConfig, metrics: Metrics) -> None:
+        self.engine = engine
+        self.config = config.model_parallel.pipeline
+        self.metrics = metrics
+        self._kernels = config.kernels
+        self.streams = ActivationStreams(self._make, _PREFIX)
+        self._number = 0
+        self._sent: dict[int, list[_Crossed]] = {}  # by pipeline buffer, one for each floating-point tensor
+        self._received: dict[int, list[_Crossed]] = {}
+
+    @staticmethod
+    def wanted(engine: Any, config: DCTConfig) -> bool:
+        """Whether anything is to be thresholded between this engine's stages."""
+        section = config.model_parallel.pipeline
+        boundaries = range(engine.num_stages - 1)
+        return section.enabled and any(section.at(boundary).sparsity > 0 for boundary in boundaries)
+
+    def install(self, patches: Patches) -> None:
+        """Patch the engine instance."""
+        instructions = dict(self.engine._INSTRUCTION_MAP)
+        channels: dict[Any, Callable[[int], _Channel]] = {
+            schedule.SendActivation: self._send_activations,
+            schedule.RecvActivation: self._receive_activations,
+            schedule.SendGrad: self._send_gradients,
+            schedule.RecvGrad: self._receive_gradients,
+        }
+        for instruction, channel in channels.items():
+            instructions[instruction] = _through(instructions[instruction], channel)
+        patches.replace(self.engine, "_INSTRUCTION_MAP", instructions)
+
+    def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
+        # Both ends of a boundary are of the same replica.
+        replica = self.engine.grid.get_data_parallel_id()
+        return ActivationStream(config, name=name, rank=replica, kernels=self._kernels)
+
+    # -- steps and state ------------------------------------------------------------------------------------
+
+    def end_step(
+        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
+    ) -> None:
+        """An optimizer step is over, taken or skipped."""
+        self.streams.end_step()
+
+    # -- the four instructions ------------------------------------------------------------------------------
+
+    def _send_activations(self, buffer_id: int) -> _Channel:
+        """Outputs to the next stage; masks are kept for their gradients."""
+        boundary = self.engine.stage_id
+        outputs = _tensors(self.engine.pipe_buffers["outputs"][buffer_id])
+        sparse = self._begin(boundary)
+        crossed = self._kept(self._sent, buffer_id)
+
+        def send(tensor: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
+            messages = self._messages(boundary, position, tensor) if sparse else None
+            if messages is None:
+                crossed.append(None)
+                transfer(tensor)
+                return
+            message, mask, encoded = messages.encode(tensor, self._number)
+            self._number += 1
+            crossed.append((messages, mask))
+            self._record("pipeline", tensor, message, encoded)
+            self._timed(transfer, message)
+
+        return _Channel(lambda: self._floating(outputs), send)
+
+    def _receive_activations(self, buffer_id: int) -> _Channel:
+        """Inputs from the previous stage, into DeepSpeed's buffers, which it copies."""
+        boundary = self.engine.stage_id - 1
+        sparse = self._begin(boundary)
+        crossed = self._kept(self._received, buffer_id)
+
+        def receive(buffer: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
+            messages = self._messages(boundary, position, buffer) if sparse else None
+            if messages is None:
+                crossed.append(None)
+                transfer(buffer)
+                return
+            message = _room(buffer, messages.nbytes(buffer.numel(), buffer.dtype))
+            self._timed(transfer, message)
+            began = time.perf_counter()
+            crossed.append((messages, messages.decode(message, buffer)))
+            self._record_time(decode_ms=_since(began))
+
+        # The buffers are made after the first shapes arrived, inside the instruction.
+        return _Channel(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), receive)
+
+    def _send_gradients(self, buffer_id: int) -> _Channel:
+        """Of the inputs, in their order, to the previous stage, as values at the masks."""
+        crossed = self._received.pop(buffer_id, [])
+
+        def send(gradient: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
+            if (known := crossed[position]) is None:
+                transfer(gradient)
+                return
+            messages, mask = known
+            message, encoded = messages.encode_gradient(gradient, mask, exact=True)
+            self._record("pipeline_gradient", gradient, message, encoded)
+            self._timed(transfer, message)
+
+        return _Channel(lambda: None, send)
+
+    def _receive_gradients(self, buffer_id: int) -> _Channel:
+        """Of the outputs, in their order, from the next stage."""
+        crossed = self._sent.pop(buffer_id, [])
+
+        def receive(buffer: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
+            if (known := crossed[position]) is None:
+                transfer(buffer)
+                return
+            messages, mask = known
+            size = messages.nbytes(buffer.numel(), buffer.dtype, gradient=True, mask=mask)
+            message = _room(buffer, size)
+            self._timed(transfer, message)
+            began = time.perf_counter()
+            messages.decode_gradient(message, {mask.number: mask}, buffer)
+            self._record_time(decode_ms=_since(began))
+
+        return _Channel(lambda: None, receive)
+
+    # -- what is thresholded --------------------------------------------------------------------------------
+
+    def _begin(self, boundary: int) -> bool:
+        """A pass reaches a boundary; whether it is thresholded there."""
+        training = torch.is_grad_enabled()  # of which eval_batch has none
+        self.streams.begin(training)
+        if not training and not self.config.evaluation:
+            return False
+        return self.config.at(boundary).sparsity > 0 and self.streams.step >= self.config.warmup_steps
+
+    def _kept(self, where: dict[int, list[_Crossed]], buffer_id: int) -> list[_Crossed]:
+        """What gradients will need of a pass; those without a backward pass leave nothing behind."""
+        return where.setdefault(buffer_id, []) if self.streams.training else []
+
+    def _messages(self, boundary: int, position: int, tensor: Tensor) -> FixedMessages | None:
+        """For the floating-point tensor at a position of what crosses; None: it crosses as it is."""
+        if tensor.dtype not in GRAD_DTYPES:
+            return None
+        name = f"{_PREFIX}{boundary}" + (f" tensor {position}" if position else "")
+        messages = FixedMessages(self.streams.stream(name, self.config.at(boundary)))
+        size = messages.nbytes(tensor.numel(), tensor.dtype)
+        return messages if size < tensor.numel() * tensor.element_size() else None
+
+    def _floating(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those whose gradients come back; the last one may be a boolean mask that crosses as a number."""
+        if self.engine.has_attention_mask or self.engine.has_bool_tensors:
+            tensors = tensors[:-1]
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+    # -- metrics --------------------------------------------------------------------------------------------
+
+    def _record(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
+        if not self.streams.training:
+            cls += "_evaluation"
+        dense = tensor.numel() * tensor.element_size()
+        self.metrics.record(encoded.record(cls, dense_bytes=dense, sent_bytes=message.numel()))
+
+    def _timed(self, transfer: Callable[[Tensor], Any], message: Tensor) -> None:
+        began = time.perf_counter()
+        transfer(message)
+        self._record_time(exchange_ms=_since(began))
+
+    def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
+        if self.streams.training:
+            record = Record("pipeline", tensors=0, exchange_ms=exchange_ms, decode_ms=decode_ms)
+            self.metrics.record(record)
+
+
+class _Channel:
+    """Stands for the module ``p2p`` while one instruction runs.
+
+    Args:
+        expected: The tensors that are handled, in the order in which they cross; whatever else comes, crosses
+            as it is. None: all tensors are handled.
+        handle: Called with one of them, a function that transfers a tensor in its place, and its position.
+    """
+
+    def __init__(
+        self,
+        expected: Callable[[], Sequence[Tensor] | None],
+        handle: Callable[[Tensor, Callable[[Tensor], Any], int], None],
+    ) -> None:
+        self._expected, self._handle = expected, handle
+        self._position = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_p2p, name)
+
+    def send(self, tensor: Tensor, stage: int, *more: Any, **keywords: Any) -> None:
+        self._cross(tensor, lambda message: _p2p.send(message, stage, *more, **keywords))
+
+    def recv(self, tensor: Tensor, stage: int, *more: Any, **keywords: Any) -> None:
+        self._cross(tensor, lambda message: _p2p.recv(message, stage, *more, **keywords))
+
+    def _cross(self, tensor: Tensor, transfer: Callable[[Tensor], Any]) -> None:
+        expected, position = self._expected(), self._position
+        if expected is not None and (position >= len(expected) or tensor is not expected[position]):
+            transfer(tensor)
+        else:
+            self._position += 1
+            self._handle(tensor, transfer, position)
+
+
+_p2p = pipe_engine.p2p
+
+
+def _through(original: Callable[..., None], channel: Callable[[int], _Channel]) -> Callable[..., None]:
+    """An instruction whose transfers go through a channel."""
+
+    def execute(engine: Any, buffer_id: int) -> None:
+        pipe_engine.p2p = channel(buffer_id)
+        try:
+            original(engine, buffer_id)
+        finally:
+            pipe_engine.p2p = _p2p
+
+    return execute
+
+
+def _tensors(crossing: Any) -> Sequence[Tensor]:
+    """What crosses in one instruction: a tensor, several, or not known yet."""
+    if crossing is None:
+        return ()
+    return (crossing,) if isinstance(crossing, Tensor) else crossing
+
+
+def _room(tensor: Tensor, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=tensor.device)
+
+
+def _since(began: float) -> float:
+    """Milliseconds."""
+    return 1e3 * (time.perf_counter() - began)
