@@ -37,9 +37,10 @@ def settings() -> dict[str, dict[str, Any]]:
     start = {"warmup_steps": 10, "sparsity_warmup_steps": 20}
     longer = {"warmup_steps": 20, "sparsity_warmup_steps": 40}
     best = {"error_bound": 0.03, "gradient_bound": 0.1}
+    fine = {"error_bound": 0.01, "gradient_bound": 0.1}
     return {
         "lossless": embedding(),
-        "bound 0.01": embedding(error_bound=0.01, gradient_bound=0.1),
+        "bound 0.01": embedding(**fine),
         "bound 0.03": embedding(**best),
         "bound 0.1": embedding(error_bound=0.1, gradient_bound=0.1),
         "bound 0.03, gradient 0.3": embedding(error_bound=0.03, gradient_bound=0.3),
@@ -73,6 +74,9 @@ def settings() -> dict[str, dict[str, Any]]:
         "hybrid": data_parallel(0.9, best),
         "hybrid 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, best, **ahead, **start),
         "hybrid 0.99, step-ahead, 20 + 40 steps": data_parallel(0.99, best, **ahead, **longer),
+        # As configs/hybrid_dct.json; two-phase is what more than four ranks take.
+        "fine hybrid 0.99": data_parallel(0.99, fine, **ahead, **start),
+        "fine hybrid 0.99, two-phase": data_parallel(0.99, fine, exchange="two_phase", **ahead, **start),
     }
 
 

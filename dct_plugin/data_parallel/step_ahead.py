@@ -38,6 +38,11 @@ INTERVAL = 10
 SAMPLES = 256
 MEMORY = 0.8
 
+#: Learning rates by which an entry is displaced at most, if the optimizer divides by a second moment. Row
+#: and column means underestimate the moment of an entry that is large where its row and column are not, and
+#: an owner's displacement is the number of ranks times the mean's: single entries ended runs.
+LIMIT = 50.0
+
 
 class Moments:
     """Second moment of one tensor's gradients as row and column means, ``outer(rows, columns) / mean(rows)``.
@@ -239,7 +244,8 @@ def displaced(
     rooms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``weight - the optimizer's step with coefficient * residual`` into ``out``; bitwise ``weight`` where
-    the residual is zero.
+    the residual is zero. With a second moment no entry moves by more than :data:`LIMIT` times the
+    coefficient and the learning rate.
 
     Args:
         weight: Any shape and floating type, contiguous.
@@ -261,7 +267,7 @@ def displaced(
     if unit.preconditioned:
         assert moments is not None
         moments.denominator(step, decay=unit.decay, eps=unit.eps / gradient_unit)
-        torch.div(residual, step, out=step).mul_(-unit.lr * coefficient)
+        torch.div(residual, step, out=step).clamp_(-LIMIT, LIMIT).mul_(-unit.lr * coefficient)
     else:
         torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
     if exact or rooms is None:

@@ -14,7 +14,7 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "lossless": {"embedding": {"deduplicate": True}, "data_parallel": {"enabled": False}},
     "hybrid": {
-        "embedding": {"deduplicate": True, "error_bound": 0.03, "gradient_bound": 0.1},
+        "embedding": {"deduplicate": True, "error_bound": 0.01, "gradient_bound": 0.1},
         "data_parallel": {
             "sparsity": 0.99,
             "error_feedback": "step_ahead",

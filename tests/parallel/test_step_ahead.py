@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import MIN_SHARD
-from dct_plugin.data_parallel.step_ahead import INTERVAL, Moments, StepAhead, StepUnit, displaced, units_of
+from dct_plugin.data_parallel.step_ahead import (
+    INTERVAL,
+    LIMIT,
+    Moments,
+    StepAhead,
+    StepUnit,
+    displaced,
+    units_of,
+)
 from dct_plugin.errors import ConfigError
 
 
@@ -171,6 +179,28 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
         )
         expected = (weight.double() - 0.5 * expected.view(6, 8)).to(dtype)
         torch.testing.assert_close(found, expected)
+
+
+def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
+    """An entry of which row and column means see next to nothing, beside one of which they see all."""
+    gradient = torch.zeros(100, 100)
+    gradient[0, 0], gradient[1, 1] = 1e3, 1e-2
+    moments = Moments((100, 100), gradient.device)
+    moments.add(gradient.view(-1))
+    moments.end_step(skipped=False, decay=0.999)
+    weight, residual = torch.zeros(100, 100), gradient.view(-1) * 3.0
+    for coefficient in (1.0, 0.5):
+        found = displaced(
+            weight,
+            residual,
+            moments,
+            StepUnit(0.1, True, 0.999, 0.0),
+            coefficient=coefficient,
+            out=torch.empty_like(weight),
+        )
+        assert found[1, 1] == pytest.approx(-LIMIT * 0.1 * coefficient)
+        assert found[0, 0] == pytest.approx(-3.0 * 0.1 * coefficient, rel=1e-3)
+        assert int(found.count_nonzero()) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
