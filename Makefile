@@ -23,7 +23,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-gpu lint bench bench-gpu links soak fuzz wheel clean
+.PHONY: help setup demo test test-fast test-gpu test-onebit lint bench bench-gpu links soak fuzz wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -54,6 +54,16 @@ test: $(TEST_READY) ## Run the whole test suite
 
 test-fast: $(TEST_READY) ## Run the tests that start no processes, in about a minute
 	@$(BIN)/python -m pytest -m 'not slow'
+
+# The last DeepSpeed that has 1-bit Adam, in a folder of its own that only these tests import.
+ONEBIT := $(VENV)/onebit
+$(ONEBIT)/.ready: $(TEST_READY) locks/onebit.lock
+	$(call step,DeepSpeed with 1-bit optimizers,$(BIN)/python -m pip install --upgrade --require-hashes --no-deps --target $(ONEBIT) -r locks/onebit.lock)
+	$(call step,its communication op (compiled once),PYTHONPATH=$(ONEBIT) TORCH_EXTENSIONS_DIR=$(abspath $(ONEBIT))/torch_extensions $(BUILD_OP) || true)
+	@touch $@
+
+test-onebit: $(ONEBIT)/.ready ## Run the tests of the slot of 1-bit optimizers with an older DeepSpeed
+	@DCT_ONEBIT_DEEPSPEED=$(abspath $(ONEBIT)) $(BIN)/python -m pytest tests/deepspeed/test_onebit.py
 
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
 SOURCES := build/source

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import sys
 import warnings
 from types import ModuleType
@@ -24,6 +25,15 @@ SECTION = "dct"
 #: What engines agree on at start-up, see :mod:`.host.startup`. Those without the section say so there: a rank
 #: whose JSON lacks it is then named at once, not after a time limit.
 TOPIC = "deepspeed"
+
+#: Modules with a slot for compressed momentum, and their optimizers; DeepSpeed has them up to 0.19.6.
+ONEBIT_MODULES = {
+    "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
+    "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
+}
+#: What their ``comm_backend_name`` is for the plugin.
+BACKEND_NAME = "dct"
 
 _WRAPPED = "_dct_wrapped"
 _DEPTH = "_dct_init_depth"
@@ -38,6 +48,8 @@ def autoload() -> None:
 
         when_imported(build_lock.MODULE, build_lock.watch)
         when_imported(ENGINE_MODULE, _install_safely)
+        for name in ONEBIT_MODULES:
+            when_imported(name, _offer_backend)
     except Exception as error:
         _warn(f"could not wait for DeepSpeed: {error!r}")
 
@@ -69,6 +81,13 @@ def _install_safely(module: ModuleType) -> None:
         _warn(f"could not hook {ENGINE_MODULE}: {error!r}; a {SECTION!r} section will have no effect")
 
 
+def _offer_backend(module: ModuleType) -> None:
+    try:
+        importlib.import_module(".deepspeed.onebit", __package__).offer(module)
+    except Exception as error:
+        _warn(f"could not hook {module.__name__}: {error!r}; it does not take {BACKEND_NAME!r} as a backend")
+
+
 def _with_subclasses(cls: type) -> list[type]:
     found = [cls]
     subclass: type
@@ -89,6 +108,9 @@ def _wrap_init(cls: Any) -> None:
         state[_DEPTH] = depth + 1
         try:
             original(self, *args, **keywords)
+        except Exception as error:
+            _explain(self, error)
+            raise
         finally:
             state[_DEPTH] = depth
         if depth == 0:
@@ -129,12 +151,43 @@ def configuration_of(engine: Any) -> Any:
 
 
 def find_section(engine: Any) -> Any:
-    """The ``dct`` section of an engine's JSON as written there, None when there is none."""
+    """The ``dct`` section of an engine's JSON as written there, None when there is none; the defaults where
+    the optimizer asks for the plugin as its backend.
+    """
     config = configuration_of(engine)
     if not isinstance(config, dict):
         _warn(f"the configuration of this DeepSpeed cannot be read; a {SECTION!r} section has no effect")
         return None
-    return config.get(SECTION)
+    return config.get(SECTION, {} if asks_for_backend(config) else None)
+
+
+def asks_for_backend(config: Any) -> bool:
+    """Whether the optimizer of a JSON is to exchange its momentum through the plugin."""
+    try:
+        return bool(config["optimizer"]["params"]["comm_backend_name"] == BACKEND_NAME)
+    except (KeyError, TypeError):
+        return False
+
+
+def _explain(engine: Any, error: Exception) -> None:
+    """What a DeepSpeed without the slot says does not help."""
+    if not asks_for_backend(configuration_of(engine)):
+        return
+    try:
+        present = [importlib.util.find_spec(name) is not None for name in ONEBIT_MODULES]
+    except ImportError:
+        present = []
+    if not any(present):
+        from dct_plugin.errors import VersionError
+
+        version = getattr(sys.modules.get("deepspeed"), "__version__", "")
+        raise VersionError(
+            f"DeepSpeed {version} has no 1-bit Adam, 1-bit LAMB and 0/1 Adam, and with them no place for "
+            f"optimizer.params.comm_backend_name = {BACKEND_NAME!r}: the last version that has them is "
+            f"0.19.6. The {SECTION!r} section does the same job for every optimizer: take "
+            '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
+            '"error_feedback": "step_ahead", "warmup_steps": N}}, where N was freeze_step'
+        ) from error
 
 
 def _announce_absence() -> None:

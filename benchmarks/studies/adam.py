@@ -21,10 +21,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
+
+Configure = Callable[[argparse.Namespace, str], dict[str, Any]]
 
 LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
 #: Dense steps and the rise of sparsity after them, for all settings but those that name others.
@@ -178,15 +181,8 @@ def held_out_loss(engine: Any, held_out: Any) -> float:
     return loss / count
 
 
-def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, Any]) -> dict[str, Any]:
-    """One run on this rank."""
-    import deepspeed
-    import torch
-    import torch.distributed as dist
-    from torch.nn import functional
-
-    from dct_plugin.metrics import InterfaceCounter
-
+def config_of(args: argparse.Namespace, setting: str) -> dict[str, Any]:
+    """DeepSpeed's JSON."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {
@@ -201,6 +197,20 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
     section = SETTINGS[setting]
     if section is not None:
         config["dct"] = {"data_parallel": section}
+    return config
+
+
+def train(
+    args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, Any], config: dict[str, Any]
+) -> dict[str, Any]:
+    """One run on this rank."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional
+
+    from dct_plugin.metrics import InterfaceCounter
+
     model = model_of(seed)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     training, held_out = data
@@ -230,7 +240,7 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
     whole.stop()
     engine.eval()
     working = held_out_loss(engine, held_out)
-    if section is not None:
+    if "dct" in config:
         engine.dct.gather_parameters()
     weights = [None] * world_size
     flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
@@ -248,7 +258,7 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, An
     }
 
 
-def worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace, configure: Configure) -> None:
     """One rank: every setting and seed, in this process."""
     import deepspeed
     import torch
@@ -260,7 +270,7 @@ def worker(args: argparse.Namespace) -> None:
     with open(args.result if dist.get_rank() == 0 else os.devnull, "w", encoding="utf-8") as file:
         for seed in args.seeds:
             for setting in args.settings:
-                result = train(args, setting, seed, data)
+                result = train(args, setting, seed, data, configure(args, setting))
                 file.write(json.dumps(result) + "\n")
                 file.flush()
                 if dist.get_rank() == 0:
@@ -294,14 +304,15 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def parser_of(
+    description: str | None, settings: Iterable[str], default: list[str]
+) -> argparse.ArgumentParser:
+    """The options that studies share."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
-    parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, default=["dense", "local-0.99", "ahead-0.99"]
-    )
+    parser.add_argument("--settings", nargs="+", choices=list(settings), default=default)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0, 1 or 2")
@@ -314,21 +325,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep every run's figures")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def run(args: argparse.Namespace, configure: Configure, **variables: str) -> None:
+    """Train every setting and seed in local ranks, and print the table; ``variables`` are the ranks'."""
     if args.worker:
-        worker(args)
+        worker(args, configure)
         return
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.jsonl"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         # PYTHONHASHSEED: the ranks compare hashes of their parameters.
-        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"}
-        command = [*launcher, f"--nproc-per-node={args.ranks}", __file__, *sys.argv[1:], "--worker"]
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, **variables}
+        environment["PYTHONHASHSEED"] = "0"
+        command = [*launcher, f"--nproc-per-node={args.ranks}", sys.argv[0], *sys.argv[1:], "--worker"]
         subprocess.run([*command, "--result", str(result)], env=environment, check=True)
         results = [json.loads(line) for line in result.read_text().splitlines()]
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
+
+
+def main() -> None:
+    run(parser_of(__doc__, SETTINGS, ["dense", "local-0.99", "ahead-0.99"]).parse_args(), config_of)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
 
-from ..autoload import configuration_of
+from ..autoload import asks_for_backend, configuration_of
 from ..host import startup
 from ..host.deepspeed_keys import unread
 from ..host.patches import Patches
@@ -24,14 +24,17 @@ from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import checkpointing, step_ahead
+from .onebit import MomentumHooks, MomentumReducer
 from .parameters import GatherHooks
 from .pipeline import PipelineHooks
 from .stage0 import BoundaryHooks, is_expert
 from .support import (
     check_engine,
     check_local,
+    check_momentum,
     check_parameters,
     check_version,
+    inner_of,
     is_pipeline,
     known_fault,
 )
@@ -63,12 +66,14 @@ class Attachment:
         # reduced, that they overflowed: such a step is taken back. In fp32 and bf16 only non-finite gradients
         # skip a step, which never enter a residual; what the finite tensors had sent in that step is lost
         # with its batch.
-        self._scaled = bool(engine.fp16_enabled())
+        # Momentum is in the weights' units, and is not exchanged in a step that is skipped.
+        self._scaled = bool(engine.fp16_enabled()) and kind != "momentum"
         self.config = config
         self.metrics = Metrics(
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
-        self.reducer = GradientReducer(
+        make = MomentumReducer if kind == "momentum" else GradientReducer
+        self.reducer = make(
             config.data_parallel,
             engine.seq_data_parallel_group,
             metrics=self.metrics,
@@ -88,6 +93,8 @@ class Attachment:
             tied = engine.module.get_tied_weights_and_groups() if is_pipeline(engine) else ()
             whole = [weight for weight, _ in tied]
             self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps, whole=whole)
+        elif kind == "momentum":
+            self._hooks = MomentumHooks(engine, self.reducer, self.steps)
         else:
             self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
         self.gathers: GatherHooks | None = None
@@ -108,7 +115,7 @@ class Attachment:
             self.local = self._hooks.update_locally()
 
     def _gathers(self, engine: Any, kind: str) -> GatherHooks:
-        if kind == "stage0":
+        if kind in ("stage0", "momentum"):
             raise refuse("ZeRO stage 0")
         check_parameters(engine)
         updates = ParameterUpdates(
@@ -162,7 +169,9 @@ class Attachment:
             self.steps,
             patches,
             unit=unit,
-            sizes={name: parameter.numel() for group in named for name, parameter in group},
+            sizes=self._hooks.sizes
+            if isinstance(self._hooks, MomentumHooks)
+            else {name: parameter.numel() for group in named for name, parameter in group},
             configuration=self.config.fingerprint(),
             local=local,
             pipeline=self.pipeline,
@@ -224,13 +233,15 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
     agreement = startup.join(topic)
     with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=rank)
-        if not config.enabled:
+        if not config.enabled and not asks_for_backend(configuration_of(engine)):
             agreement.abstain()
             return None
         check_version(deepspeed.__version__)
         kind = check_engine(engine, deepspeed.__version__)
         reduces = config.data_parallel.enabled
-        if reduces and kind != "none" and config.data_parallel.update == "local":
+        if kind == "momentum":
+            check_momentum(config, rank)
+        elif reduces and kind != "none" and config.data_parallel.update == "local":
             check_local(engine, kind)
         wanted = kind != "none" and (reduces or crosses_stages(engine, config))
         attachment = Attachment(engine, config, kind) if wanted else None
@@ -282,6 +293,8 @@ def _describe(engine: Any, kind: str, config: DCTConfig) -> str:
 def _gradient_path(engine: Any, kind: str) -> str:
     precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
     stage = int(engine.zero_optimization_stage())
+    if kind == "momentum":
+        return f"the momentum of {type(inner_of(engine)).__name__}, {precision}"
     if kind == "zero":
         optimizer = engine.optimizer
         form = "reduce-scatter" if optimizer.reduce_scatter else "all-reduce"

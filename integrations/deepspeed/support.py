@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from dct_plugin.config import DCTConfig
+from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError, VersionError
 
+from ..autoload import BACKEND_NAME
 from ..host import signatures
 from ..host.signatures import Target
 from ..host.versions import VersionRange, parse, unsupported
@@ -22,6 +25,13 @@ from ..host.versions import VersionRange, parse, unsupported
 SUPPORTED = VersionRange("0.19.0", "0.20.0")
 #: Versions that ran: the last one the whole suite, the others every kind of hook.
 TESTED = ("0.19.0", "0.19.4", "0.19.8")
+
+#: What the plugin works with, and the file that a DeepSpeed has which offers it.
+FEATURES = {
+    "ZeRO stage 0, 1, 2": "runtime/zero/stage_1_and_2.py",
+    "pipeline engine": "runtime/pipe/p2p.py",
+    '1-bit Adam, 1-bit LAMB, 0/1 Adam (comm_backend_name "dct")': "runtime/fp16/onebit/adam.py",
+}
 
 _REMEDY = "install a supported DeepSpeed, update dct-plugin, or set dct.enabled to false to train without it"
 
@@ -108,6 +118,11 @@ _BF16_ATTRIBUTES = (
 )  # fmt: skip
 
 
+def inner_of(engine: Any) -> Any:
+    """The optimizer that steps, without a wrapper of DeepSpeed's."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def check_version(version: str) -> None:
     """Whether this DeepSpeed is one we know, method by method.
 
@@ -127,8 +142,9 @@ def check_engine(engine: Any, version: str) -> str:
     """Whether this engine's combination of features is supported.
 
     Returns:
-        The kind of hooks it needs: ``"stage0"``, ``"bf16"``, ``"zero"``, or ``"none"`` for an engine that
-            does not train (it has no optimizer).
+        The kind of hooks it needs: ``"stage0"``, ``"bf16"``, ``"zero"``, ``"momentum"`` for an optimizer
+            that exchanges its momentum through us, or ``"none"`` for an engine that does not train (it has no
+            optimizer).
 
     Raises:
         ConfigError: Names the combination, the key that asks for it, and what is supported.
@@ -145,6 +161,8 @@ def check_engine(engine: Any, version: str) -> str:
     if optimizer is None or type(optimizer).__name__ == "DummyOptim":
         return "none"
     kind = _KINDS.get(type(optimizer).__name__, "stage0")
+    if getattr(inner_of(engine), "comm_backend_name", None) == BACKEND_NAME:
+        kind = "momentum"
     needed: list[tuple[str, Any, tuple[str, ...]]] = [("engine", engine, _ENGINE_ATTRIBUTES)]
     if is_pipeline(engine):
         signatures.require(PIPELINE_TARGETS, f"DeepSpeed {version}", _supported(), _REMEDY)
@@ -202,6 +220,31 @@ def check_parameters(engine: Any) -> None:
         )
 
 
+def check_momentum(config: DCTConfig, rank: int) -> None:
+    """Whether an optimizer's momentum can be exchanged so.
+
+    Raises:
+        ConfigError: Names the key, its value and what is allowed.
+    """
+    settings = config.data_parallel
+    given_and_allowed = {
+        "enabled": (config.enabled, True),
+        "data_parallel.enabled": (settings.enabled, True),
+        "data_parallel.error_feedback": (settings.error_feedback, "local"),
+        "data_parallel.update": (settings.update, "shared"),
+        "data_parallel.adaptive": (settings.adaptive, "off"),
+        "data_parallel.momentum_correction": (settings.momentum_correction, 0.0),
+        "data_parallel.error_averaging_interval": (settings.error_averaging_interval, None),
+    }
+    for key, (given, value) in given_and_allowed.items():
+        if given != value:
+            raise ConfigError(
+                f"rank {rank}: dct.{key} = {show(given)} does not go with "
+                f"optimizer.params.comm_backend_name = '{BACKEND_NAME}', where the optimizer keeps what "
+                f"is not sent of its momentum: must be {show(value)}"
+            )
+
+
 def known_fault(engine: Any, version: str) -> str:
     """What DeepSpeed itself does wrong in this combination, with or without the plugin; mostly empty."""
     if engine.fp16_enabled() and int(engine.zero_optimization_stage()) == 0 and parse(version) <= (0, 19, 8):
@@ -233,7 +276,13 @@ def _unsupported(engine: Any, optimizer: Any) -> Iterator[str]:
             yield f"offloading (zero_optimization.{key}.device = {getattr(device, 'value', device)})"
     if getattr(engine, "zenflow", False):
         yield "ZenFlow (zero_optimization.zenflow)"
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = inner_of(engine)
+    backend = getattr(inner, "comm_backend_name", BACKEND_NAME)
+    if backend != BACKEND_NAME:
+        yield (
+            f"the optimizer {type(inner).__name__} with optimizer.params.comm_backend_name = {backend!r}: it "
+            f"exchanges its momentum by itself ({BACKEND_NAME!r} has it exchanged through the plugin)"
+        )
     if "muon" in type(inner).__name__.lower():
         yield f"the optimizer {type(inner).__name__}: it needs whole gradient matrices"
     sequence = int(getattr(engine, "sequence_parallel_size", 1))

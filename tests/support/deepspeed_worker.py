@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import onebit_mean
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -37,7 +38,8 @@ class Net(nn.Module):
         self.embedding = nn.Embedding(64, 33, sparse=kind == "sparse")
         self.hidden = nn.Linear(33, 161)
         self.middle = nn.Linear(161, 47)
-        self.unused = nn.Linear(47, 5)
+        if kind != "used":  # 1-bit LAMB divides by the norm of every momentum
+            self.unused = nn.Linear(47, 5)
         self.norm = nn.LayerNorm(47)
         self.head = nn.Linear(47, 1)
         if kind == "experts":
@@ -107,7 +109,7 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
         moments = looked.moments()
-        scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
+        scale = float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
         if "dct" in engine.__dict__:
             followed.append(engine.dct.reducer.loss_scale)
         scale_before = engine.dct.reducer.loss_scale if before else 1.0
@@ -224,7 +226,11 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     start = time.perf_counter()
     try:
+        if run.get("mean_backend"):
+            onebit_mean.install()
         engine = make_engine(run)
+        if run.get("mean_backend"):
+            onebit_mean.started(engine.optimizer)
         if run.get("switch_off"):
             engine.enable_backward_allreduce = False
         first = 0

@@ -1,0 +1,202 @@
+"""DeepSpeed's slot for compressed momentum: ``"comm_backend_name": "dct"``.
+
+1-bit Adam, 1-bit LAMB and 0/1 Adam (Tang et al., ICML 2021; Li et al., 2021; Lu et al., 2022) exchange their
+momentum through a backend that they choose by name, and keep two errors for it: the worker's, and that of the
+part that a rank sums up for all. Here what is exchanged is thresholded instead of reduced to signs, through
+the plugin's codecs and exchange; the residuals of its streams lie in the optimizer's two buffers. DeepSpeed
+has these optimizers up to 0.19.6.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.plan import Shard, shards_in
+from dct_plugin.errors import ConfigError
+from dct_plugin.stream import Compressor
+
+from ..autoload import BACKEND_NAME, ONEBIT_MODULES
+from ..host.patches import Patches
+from .stage0 import BoundaryHooks
+from .support import inner_of
+
+#: Module, class and name of the backend in whose place ours is made.
+_STAND_IN = "deepspeed.runtime.comm.compressed", "CompressedBackend", "compressed"
+#: The stream of 1-bit LAMB, which has all momenta in one tensor.
+_ALL = "momentum"
+
+_WRAPPED = "_dct_wrapped"
+
+
+def offer(module: ModuleType) -> None:
+    """Make the optimizer of one of DeepSpeed's modules (:data:`~..autoload.ONEBIT_MODULES`) take the name."""
+    optimizer = getattr(module, ONEBIT_MODULES[module.__name__])
+    original = optimizer.__init__
+    if getattr(original, _WRAPPED, False):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(*args: Any, **keywords: Any) -> None:
+        given = signature.bind(*args, **keywords)
+        ours = given.arguments.get("comm_backend_name") == BACKEND_NAME
+        if not ours:
+            original(*args, **keywords)
+            return
+        given.arguments["comm_backend_name"] = _STAND_IN[2]
+        with _standing_in():
+            original(*given.args, **given.kwargs)
+        made = given.arguments["self"]
+        made.comm_backend_name = BACKEND_NAME
+        # DeepSpeed gives the first step of a process to trying its backend out: no weight moves. After a
+        # checkpoint was loaded, the step after it is then taken with each rank's own gradient.
+        made.initialize = True
+
+    setattr(__init__, _WRAPPED, True)
+    optimizer.__init__ = __init__
+
+
+@contextmanager
+def _standing_in() -> Iterator[None]:
+    name, attribute, _ = _STAND_IN
+    own = ModuleType(name)
+    setattr(own, attribute, Backend)
+    there = sys.modules.get(name)
+    sys.modules[name] = own  # DeepSpeed's own cannot be imported without the device that it is written for
+    try:
+        yield
+    finally:
+        if there is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = there
+
+
+class Backend:
+    """What the optimizers call; the engine's attachment connects it.
+
+    Args:
+        mpu: DeepSpeed's model-parallel unit, None for data parallelism over all ranks.
+    """
+
+    def __init__(self, mpu: Any = None) -> None:
+        group = None if mpu is None else mpu.get_data_parallel_group()
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.hooks: MomentumHooks | None = None
+
+    def compressed_allreduce(
+        self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor, local_rank: int
+    ) -> Tensor:
+        """Replace ``buffer_m`` by the mean of what the ranks send of it, bitwise the same on all.
+
+        Args:
+            buffer_m: Any shape; changed in place and returned.
+            worker_error: fp32, at least as many entries: what this rank has not sent.
+            server_error: fp32, one over the number of ranks of these: what it owes to all of the part whose
+                sum it forms.
+            local_rank: Not used.
+
+        Raises:
+            ConfigError: The engine's configuration switches the plugin off.
+            DesyncError, PayloadError: See :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
+        """
+        if self.hooks is None:
+            raise ConfigError(
+                f"optimizer.params.comm_backend_name = '{BACKEND_NAME}': the engine that this optimizer "
+                "belongs to is not attached to dct"
+            )
+        if buffer_m.numel():
+            self.hooks.average(buffer_m, worker_error, server_error)
+        return buffer_m
+
+
+class MomentumReducer(GradientReducer):
+    """Averages one momentum after the other; the residuals are the optimizer's."""
+
+    _lent: dict[str, Tensor]
+    _part: int
+
+    def average(self, name: str, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
+        """Replace ``momentum`` (1-D) by the mean of what the ranks send of ``momentum + worker_error``.
+
+        Args:
+            name: Of the stream.
+            momentum, worker_error, server_error: See :meth:`Backend.compressed_allreduce`.
+        """
+        numel, self._part = momentum.numel(), server_error.numel()
+        self._lent = {name: worker_error[:numel]}
+        for owner, start, stop in self._shards(name, numel):
+            if owner == self.rank:
+                self._lent[f"{name}[{start}:{stop}]"] = server_error[: stop - start]
+        self.all_reduce([(name, momentum)], scale=1.0 / self.world_size)
+
+    def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
+        """See :meth:`~dct_plugin.data_parallel.GradientReducer.load_state_dict`; no loss scale is in a
+        momentum.
+        """
+        super().load_state_dict(state)
+
+    def _shards(self, name: str, numel: int) -> list[Shard]:
+        # As the optimizer laid out its buffers; small tensors need none.
+        return super()._shards(name, numel) if self._small(numel) else shards_in(0, numel, self._part)
+
+    def stream(self, name: str) -> Compressor:
+        """The stream of a tensor, with its residual where the optimizer keeps it."""
+        stream = super().stream(name)
+        stream.keep_in(self._lent[name])
+        return stream
+
+
+class MomentumHooks(BoundaryHooks):
+    """Connects an engine's optimizer with a reducer; gradients of the optimizer's own dense steps stay
+    DeepSpeed's.
+    """
+
+    reducer: MomentumReducer
+
+    def install(self, patches: Patches) -> None:
+        """Patch the engine's optimizer (this instance)."""
+        self._optimizer = inner_of(self.engine)
+        self._names, self.sizes = self._streams()
+        patches.replace(self._optimizer.comm_backend_handle, "hooks", self)
+        self.steps.begin()  # in the optimizer's dense steps nothing comes here, and nothing is wrong
+
+    def _streams(self) -> tuple[dict[int, str], dict[str, int]]:
+        """Names of the optimizer's tensors, which are parameters or flat copies of groups of them, and the
+        sizes by name. 1-bit LAMB has all momenta in one tensor, with zeros at its end.
+        """
+        names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
+        tensors = [p for group in self._optimizer.param_groups for p in group["params"]]
+        named = {id(p): names.get(id(p), f"group {i}") for i, p in enumerate(tensors)}
+        sizes = {named[id(p)]: p.numel() for p in tensors}
+        if hasattr(self._optimizer, "exp_avg_flat"):
+            unit = self._optimizer.size * self._optimizer.divider
+            return {}, {_ALL: -(-sum(sizes.values()) // unit) * unit}
+        return named, sizes
+
+    def average(self, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
+        """See :meth:`Backend.compressed_allreduce`."""
+        self.steps.begin()
+        name = next(
+            (
+                self._names[id(parameter)]
+                for parameter, state in self._optimizer.state.items()
+                if state.get("worker_error") is worker_error
+            ),
+            _ALL,
+        )
+        flat = momentum.detach().reshape(-1)
+        self.reducer.average(name, flat, worker_error, server_error)
+        if flat.data_ptr() != momentum.data_ptr():
+            momentum.copy_(flat.view(momentum.shape))
