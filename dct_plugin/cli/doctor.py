@@ -107,6 +107,47 @@ def _hosts() -> Iterable[Finding]:
         yield Finding("warn", "host framework", "neither DeepSpeed nor Megatron-core is installed", advice)
 
 
+def _deepspeed() -> Iterable[Finding]:
+    """What the installed version has of what the plugin works with; nothing of DeepSpeed is imported."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
+        return
+    support = importlib.import_module("dct_plugin.integrations.deepspeed.support")
+    folder = Path(spec.submodule_search_locations[0])
+    has = {feature: (folder / file).is_file() for feature, file in support.FEATURES.items()}
+    detail = ", ".join(feature for feature in has if has[feature])
+    if missing := ", ".join(feature for feature in has if not has[feature]):
+        detail += f"; this version does not have: {missing}"
+    yield Finding("ok", "deepspeed allows", detail)
+
+
+def _hugging_face() -> Iterable[Finding]:
+    allows = {
+        "transformers": "the Trainer passes the dct section on to DeepSpeed",
+        "accelerate": "passes the dct section on to DeepSpeed; DDP models take the hook after prepare()",
+    }
+    for name, what in allows.items():
+        version = _version(name)
+        yield Finding("ok", name, f"{version}, {what}" if version else "not installed; not needed")
+
+
+def _compilers() -> Iterable[Finding]:
+    from ..kernels.build import BuildError, compilers
+
+    triton = _version("triton")
+    detail = (
+        f"{triton}, kernels for CUDA tensors" if triton else "not installed: plain torch for CUDA tensors"
+    )
+    yield Finding("ok", "triton", detail)
+    try:
+        found = [" ".join(command) for command in compilers()]
+    except BuildError as error:
+        yield Finding("warn", "compiler", str(error), "correct CC, or unset it")
+        return
+    detail = ", ".join(found) if found else "none; needed where no wheel brought the kernels in C"
+    yield Finding("ok", "compiler", detail)
+
+
 def _kernels() -> Iterable[Finding]:
     import torch
 
@@ -214,6 +255,9 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
     _torch,
     _cuda,
     _hosts,
+    _deepspeed,
+    _hugging_face,
+    _compilers,
     _kernels,
     _activation,
     _megatron,
