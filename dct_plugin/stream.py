@@ -1,9 +1,9 @@
 """One tensor stream: threshold, residual, encoding.
 
-Everything that crosses the network passes a stream, becomes a
-:class:`~dct_plugin.codecs.payload.Payload`, and is a tensor again on the other side. :class:`Compressor` is
-the stream of gradients, which keeps what it did not send; :class:`ActivationStream` that of activations,
-which drops it. Below them are the few functions that other paths share.
+Everything that crosses the network passes a stream, becomes a message (most often a
+:class:`~dct_plugin.codecs.payload.Payload`), and is a tensor again on the other side. :class:`Compressor` is
+the stream of gradients, which keeps what it did not send. That of activations, which drops it, is in
+:mod:`dct_plugin.model_parallel`. Below are the few functions that other paths share.
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ class Stream:
             self._backend = backend_of(self._kernels, device)
         return self._backend
 
-    def _propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
+    def propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
         """The threshold for ``flat``."""
         tau = self.threshold.propose(self.backend(flat.device), flat, residual, encoded.density)
         encoded.refreshes = int(self.threshold.measuring)
         return tau
 
-    def _write(
+    def write(
         self,
         encoded: Encoded,
         flat: Tensor,
@@ -287,12 +287,12 @@ class Compressor(Stream):
                 grad.zero_()
             grad, clear = velocity, False
         dense = encoded.density >= 1.0 or not numel
-        tau = 0.0 if dense else self._propose(encoded, grad, buffers[0])
+        tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
         for start, stop, writer in parts:
             length = stop - start
             capacity = length if dense else self._capacity(encoded.density, length)
             room = writer.reserve(payload_bound(length, capacity, self._value_dtype, self._encoding))
-            part = self._write(
+            part = self.write(
                 encoded,
                 grad[start:stop],
                 room,
@@ -325,7 +325,7 @@ class Compressor(Stream):
         encoded = Encoded(numel=zeros.numel())
         buffers = self._residual_buffers(zeros.numel(), zeros.device)
         for start, stop, writer in parts:
-            part = self._write(
+            part = self.write(
                 encoded,
                 zeros[start:stop],
                 writer.reserve(payload_bound(stop - start, stop - start, value_dtype)),
@@ -437,113 +437,6 @@ class Compressor(Stream):
         for name, buffer in self._buffers().items():
             if name in self._loaded:
                 buffer.restore(self._loaded.pop(name))
-
-
-class ActivationStream(Stream):
-    """Thresholds the activations that cross at one point of the model, step after step.
-
-    There is no residual: the next batch holds other samples. The threshold is measured on the first tensor
-    of an optimizer step and stays for the whole step: activation recomputation runs a forward pass twice and
-    must find the same mask again.
-
-    Args:
-        config: Settings of the point.
-        name: Name of the point, in messages and as the seed of the threshold's sample.
-        rank: Rank in the group, seeds the sample too.
-        kernels: Which kernels run; the defaults when None.
-    """
-
-    def __init__(
-        self,
-        config: ActivationConfig,
-        *,
-        name: str = "activation",
-        rank: int = 0,
-        kernels: KernelConfig | None = None,
-    ) -> None:
-        super().__init__(config, name=name, rank=rank, kernels=kernels)
-        self.config = config
-        self.schedule = SparsitySchedule.of(config)
-        self.step = 0
-        """Optimizer steps so far."""
-        self.training = True
-        """False in forward-only passes: the threshold is used and left as it is."""
-        self._measured: Tau | None = None  # the threshold of this step
-        self._poisoned = False
-        self._above = self._numel = 0
-
-    @property
-    def density(self) -> float:
-        """Share of the entries that cross in this step; 1 in warm-up steps and at sparsity 0."""
-        return self.schedule.density(self.step)
-
-    def value_dtype(self, tensor_dtype: torch.dtype, *, gradient: bool = False) -> ValueDtype:
-        """Type of the values on the wire; lossless where everything is sent."""
-        if self.density >= 1.0:
-            return wire_dtype(tensor_dtype, dense=True)
-        return wire_dtype(
-            tensor_dtype, self.config.gradient_value_dtype if gradient else self.config.value_dtype
-        )
-
-    def encode(self, parts: Sequence[Tensor], outs: Sequence[Tensor], capacity: int | None = None) -> Encoded:
-        """Write one payload per part, and read what was written.
-
-        Args:
-            parts: 1-D (:func:`as_flat`). The threshold of the step is measured on all parts together of the
-                first call in it.
-            outs: uint8, at least ``payload_bound`` bytes each.
-            capacity: Most entries of a payload; None: all that reach the threshold.
-        """
-        encoded = Encoded(numel=sum(part.numel() for part in parts), density=self.density)
-        tau = self._threshold(encoded, parts)
-        for part, out in zip(parts, outs, strict=True):
-            self._write(
-                encoded,
-                part,
-                out,
-                tau=tau,
-                step=self.step,
-                capacity=part.numel() if capacity is None or encoded.density >= 1.0 else capacity,
-                value_dtype=self.value_dtype(part.dtype),
-            )
-        read_stats(encoded.stats)
-        if isinstance(self._measured, Tensor):
-            self._measured = encoded.tau
-        self._poisoned |= encoded.nonfinite
-        if self.training and encoded.density < 1.0:
-            self._above += encoded.above
-            self._numel += encoded.numel
-        return encoded
-
-    def _threshold(self, encoded: Encoded, parts: Sequence[Tensor]) -> Tau:
-        if encoded.density >= 1.0:
-            return 0.0
-        if not encoded.numel:
-            return SMALLEST_TAU
-        if self._measured is None and (self.training or self.threshold.tau <= 0.0):
-            self._measured = self._propose(encoded, parts[0] if len(parts) == 1 else torch.cat(list(parts)))
-        return self.threshold.tau if self._measured is None else self._measured
-
-    def end_step(self) -> None:
-        """An optimizer step is complete: the threshold may change now, unless a tensor was non-finite."""
-        if self._poisoned:
-            self.threshold.reject()
-        elif self._measured is not None:
-            self.threshold.accept(float(self._measured))
-            if self._numel:
-                self.threshold.observe(self._above, self._numel)
-        self._measured, self._poisoned = None, False
-        self._above = self._numel = 0
-        self.step += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Threshold and step counter."""
-        return {"step": self.step, "threshold": self.threshold.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self.step = state["step"]
-        self.threshold.load_state_dict(state["threshold"])
 
 
 # -- shared by every path ---

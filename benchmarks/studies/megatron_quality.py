@@ -19,13 +19,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from dct_plugin.integrations.bench import megatron_cpu
 from dct_plugin.integrations.dlrm.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -110,23 +112,29 @@ class Text:
             yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """One rank of one run, its result to a file."""
+def job_of(arguments: argparse.Namespace, name: str, seed: int) -> Job:
+    """The run of a row of the table."""
+    base = Job(
+        layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq,
+        micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches,
+        steps=arguments.steps, lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
+    )  # fmt: skip
+    dct, topology = settings(arguments)[name]
+    return replace(base, seed=seed, dct=dct, **topology)
+
+
+def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int) -> None:
+    """One rank of ``job`` on the text, what it found to a file: losses, and bytes per step after warm-up."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    store = dist.TCPStore(ADDRESSES[0] if arguments.link else "127.0.0.1", arguments.port, 2, rank == 0)
+    store = dist.TCPStore(
+        ADDRESSES[0] if arguments.link else "127.0.0.1", arguments.port + number, 2, rank == 0
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     text = Text(read_text(arguments.text))
-    base = Job(
-        layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq,
-        micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches,
-        steps=arguments.steps, vocab=text.vocab, lr=arguments.lr, tied_embeddings=False, evaluation_rounds=16,
-    )  # fmt: skip
-    (seed,) = arguments.seeds
-    name, (dct, topology) = arguments.only, settings(arguments)[arguments.only]
-    job = replace(base, seed=seed, dct=dct, **topology)
+    job = replace(job, vocab=text.vocab + -text.vocab % job.tp)
     counter = InterfaceCounter([DEVICE] if arguments.link else None)
     at: list[tuple[int, int]] = []
 
@@ -139,54 +147,82 @@ def work(arguments: argparse.Namespace) -> None:
 
     outcome = train(
         job,
-        batches=lambda job, rank: text.batches("train", job, 1000 * seed + rank),
+        batches=lambda job, rank: text.batches("train", job, 1000 * job.seed + rank),
         held_out=lambda job, rank: text.batches("held out", job, 7 + rank),
         on_step=count,
     )
     steps = max(1, job.steps - 1 - arguments.warmup)
     sent, received = at[0] if at else (0, 0)
-    row = {"name": name, "seed": seed, "sent": sent / steps, "received": received / steps}
+    row = {"name": name, "seed": job.seed, "sent": sent / steps, "received": received / steps}
     row["held_out"] = statistics.fmean(outcome.evaluations) if outcome.evaluations else None
     row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
     row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
-    Path(f"{arguments.worker}.{rank}").write_text(json.dumps(row))
+    result = Path(arguments.worker) / f"{number}.{rank}"
+    result.with_suffix(".new").write_text(json.dumps(row))
+    result.with_suffix(".new").rename(result)
     if rank == 1:
-        print(f"{name}, seed {seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
+        print(f"{row['name']}, seed {job.seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(name: str, seed: int, measured: bool) -> list[dict[str, Any]]:
-    """Both ranks of one run; returns what each of them found."""
-    ranks: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        results = str(Path(folder) / "rank")
-        try:
-            for rank in range(2):
-                command = [
-                    sys.executable,
-                    *sys.argv,
-                    "--worker",
-                    results,
-                    "--only",
-                    name,
-                    "--seeds",
-                    str(seed),
-                ]
-                command += ["--link"] if measured else []
-                if measured:
-                    command = ["ip", "netns", "exec", NAMESPACES[rank], *command]
-                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-                environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
-                ranks.append(subprocess.Popen(command, env=environment))
-            codes = [process.wait() for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
+def serve(arguments: argparse.Namespace, job_of: Callable[[str, int], Job]) -> None:
+    """One rank: a fork for each run that standard input names, so that imports are paid for once, and gloo's
+    connections of one run do not burden the next.
+    """
+    megatron_cpu.install()
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401
+
+    for number, line in enumerate(sys.stdin):
+        name, seed = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            counted_run(arguments, name, job_of(name, seed), number)
+            os._exit(0)
+        os.waitpid(child, 0)
         # After its result a rank only takes down its connections, and gloo may abort in that.
-        if not all(Path(f"{results}.{rank}").exists() for rank in range(2)):
-            raise SystemExit(f"{name}, seed {seed}: a rank failed: exit codes {codes}")
-        return [json.loads(Path(f"{results}.{rank}").read_text()) for rank in range(2)]
+        if not (Path(arguments.worker) / f"{number}.{os.environ['RANK']}").exists():
+            raise SystemExit(f"rank {os.environ['RANK']}: {name}, seed {seed} failed")
+
+
+class Ranks:
+    """Both ranks' processes, for one run after the other."""
+
+    def __init__(self, measured: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._runs = 0
+        self._ranks: list[subprocess.Popen[str]] = []
+        for rank in range(2):
+            command = [sys.executable, *sys.argv, "--worker", self._folder.name]
+            if measured:
+                command = ["ip", "netns", "exec", NAMESPACES[rank], *command, "--link"]
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
+            self._ranks.append(process)
+
+    def run(self, name: str, seed: int) -> list[dict[str, Any]]:
+        """What each rank found."""
+        files = [Path(self._folder.name) / f"{self._runs}.{rank}" for rank in range(2)]
+        self._runs += 1
+        for process in self._ranks:
+            assert process.stdin is not None
+            print(json.dumps([name, seed]), file=process.stdin, flush=True)
+        limit = time.monotonic() + 1800
+        while not all(file.exists() for file in files):
+            if any(process.poll() is not None for process in self._ranks) or time.monotonic() > limit:
+                raise SystemExit(f"{name}, seed {seed}: a rank failed")
+            time.sleep(0.2)
+        return [json.loads(file.read_text()) for file in files]
+
+    def close(self) -> None:
+        """End both processes."""
+        for process in self._ranks:
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
 
 
 def make_link() -> bool:
@@ -282,22 +318,22 @@ def main() -> None:
     parser.add_argument("--output", help="markdown file; standard output without it")
     parser.add_argument("--port", type=int, default=29731)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments)
+        serve(arguments, lambda name, seed: job_of(arguments, name, seed))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
     measured = make_link()
     rows: list[list[dict[str, Any]]] = [[], []]
+    ranks = Ranks(measured)
     try:
-        # A process for each run: gloo's connections of one would burden the next.
         for seed in arguments.seeds:
             for name in settings(arguments):
-                for rank, row in enumerate(run(name, seed, measured)):
+                for rank, row in enumerate(ranks.run(name, seed)):
                     rows[rank].append(row)
     finally:
+        ranks.close()
         if measured:
             remove_link()
     text = table(arguments, rows, measured)

@@ -346,17 +346,42 @@ class DataParallelConfig(Section):
         return self.server_density
 
 
+Method = Literal["threshold", "topk", "randomk", "quantise", "lowrank", "learned", "none"]
+#: Classes that need a sparsity; at 0 they leave everything as it is.
+_SPARSE = ("threshold", "topk", "randomk")
+_KeptType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
+_Bits = Literal[16, 8, 4, 3, 2, 1]
+
+
 class ActivationConfig(Section):
-    """What thresholding an activation takes, wherever it crosses."""
+    """How activations are compressed where they cross, and the gradients that come back."""
 
     enabled: bool = Field(
-        default=True, description="Threshold what crosses here; false leaves it to the host."
+        default=True, description="Compress what crosses here; false leaves it to the host."
+    )
+    method: Method = Field(
+        default="threshold",
+        description="What crosses: entries that reach a threshold, the largest of each tensor (topk), random "
+        "ones (randomk), all in few bits (quantise), a projection to a low rank (lowrank), the code of a "
+        "linear auto-encoder trained with the model (learned), or all (none: the host's own transfer).",
+    )
+    gradient_method: Literal["same", "threshold", "topk", "randomk", "quantise", "lowrank", "none"] = Field(
+        default="same",
+        description="How gradients come back: same answers at the forward message's positions, in its "
+        "subspace or in its code (quantise: quantised); any other compresses them by themselves.",
     )
     sparsity: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the entries that do not cross; 0 leaves the host's own transfer in place.",
+        description="With threshold, topk and randomk: share of the entries that do not cross; 0 leaves the "
+        "host's own transfer in place.",
+    )
+    gradient_sparsity: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="The same for gradients with a gradient_method of their own; null takes sparsity.",
     )
     threshold: _ThresholdSource = "sample"
     threshold_lifespan: int = Field(
@@ -367,27 +392,131 @@ class ActivationConfig(Section):
     )
     threshold_tracking: _Tracking = True
     density_band: _DensityBand = (0.8, 1.25)
-    value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+    value_dtype: _KeptType = Field(
         default="auto",
-        description="Type of the kept activations on the wire; auto is fp16 for fp16 tensors, else bf16.",
+        description="With threshold and topk: type of the kept activations on the wire; auto is fp16 for "
+        "fp16 tensors, else bf16.",
     )
-    gradient_value_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+    gradient_value_dtype: _KeptType = Field(
         default="auto",
         description="Type of the gradients that come back; auto is fp16 for fp16 tensors, else bf16.",
+    )
+    bits: _Bits = Field(
+        default=8,
+        description="With quantise, lowrank, learned and randomk: bits of a value; 16 is bf16, 1 a sign, and "
+        "one scale serves a group of values.",
+    )
+    gradient_bits: _Bits | None = Field(default=None, description="The same for gradients; null takes bits.")
+    group_size: int = Field(
+        default=128,
+        ge=8,
+        le=65536,
+        description="Values that share a scale (2 bytes): a power of two.",
+        json_schema_extra={"allowed": "a power of two in [8, 65536]"},
+    )
+    stochastic: bool = Field(
+        default=False,
+        description="Round at random, right on average, and span each group's largest value; the seed is "
+        "made of name, step and content, so that recomputation rounds alike.",
+    )
+    gradient_stochastic: bool | None = Field(
+        default=None, description="The same for gradients; null takes stochastic."
+    )
+    rotate: bool = Field(
+        default=False,
+        description="With quantise: mix the values of each group by a Hadamard transform first, so that "
+        "outliers spread (TAH-Quant).",
+    )
+    rank: int = Field(
+        default=16, ge=1, le=65536, description="With lowrank and learned: numbers per row instead of hidden."
+    )
+    gradient_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=65536,
+        description="With gradient_method lowrank: the rank of gradients; null takes rank.",
+    )
+    learning_rate: float = Field(
+        default=1e-3, gt=0, description="With learned: Adam's, for encoder and decoder."
     )
     warmup_steps: int = Field(
         default=0, ge=0, description="First optimizer steps in which the host's own transfer is used."
     )
+
+    @field_validator("group_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("not a power of two")  # replaced by the field's own text
+        return value
+
+    @model_validator(mode="after")
+    def _gradients_fit(self) -> Self:
+        own = self.gradient_method != "same"
+        for key, useful in (
+            ("gradient_sparsity", own and self.gradient_method in _SPARSE),
+            ("gradient_rank", self.gradient_method == "lowrank"),
+        ):
+            if getattr(self, key) is not None and not useful:
+                raise PydanticCustomError(
+                    "dct_conflict",
+                    "{key} = {value} needs a gradient_method that has one; gradient_method = '{method}' "
+                    "follows the forward message or has none",
+                    {"key": key, "value": show(getattr(self, key)), "method": self.gradient_method},
+                )
+        return self
 
     @property
     def density(self) -> float:
         """Target share of the entries that cross, 1 - sparsity."""
         return 1.0 - self.sparsity
 
+    @property
+    def compresses_forward(self) -> bool:
+        """Whether anything is left out of what crosses forward."""
+        return self.method != "none" and (self.method not in _SPARSE or self.sparsity > 0)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is left out of what crosses forward or backward."""
+        own = self.gradient_method != "same" and self.for_gradients().compresses_forward
+        return self.compresses_forward or own
+
+    @property
+    def summary(self) -> str:
+        """Method and strength forward, and backward where that is another one; for people."""
+        own = "" if self.gradient_method == "same" else f", gradients {self.for_gradients().summary}"
+        if self.method in _SPARSE:
+            what = f"sparsity {self.sparsity:g}"
+        elif self.method == "none":
+            return f"dense{own}"
+        else:
+            what = f"{self.bits} bits" + (f", rank {self.rank}" if self.method != "quantise" else "")
+        return (what if self.method == "threshold" else f"{self.method}, {what}") + own
+
+    def for_gradients(self) -> Self:
+        """The section for gradients that are compressed by themselves, as if they went forward."""
+        own = {"method": self.method if self.gradient_method == "same" else self.gradient_method}
+        given = {
+            "sparsity": self.gradient_sparsity,
+            "bits": self.gradient_bits,
+            "stochastic": self.gradient_stochastic,
+            "rank": self.gradient_rank,
+        }
+        given = {key: value for key, value in given.items() if value is not None}
+        changes = {**own, **given, "value_dtype": self.gradient_value_dtype, "gradient_method": "same"}
+        return self.model_copy(update={**changes, "gradient_sparsity": None, "gradient_rank": None})
+
 
 class PipelineConfig(ActivationConfig):
     """``dct.model_parallel.pipeline``: activations and gradients between pipeline stages."""
 
+    boundaries: tuple[int, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Boundaries at which anything is compressed: 0 is behind the first stage; null: all.",
+        json_schema_extra={"allowed": "a list of integers >= 0 or null"},
+    )
     boundary_sparsity: tuple[float, ...] = Field(
         default=(),
         strict=False,
@@ -399,12 +528,19 @@ class PipelineConfig(ActivationConfig):
         default=1.0,
         ge=0.5,
         le=1e6,
-        description="Room of a message, as a multiple of the target density; receivers need its size in "
-        "advance, so this is what crosses. What does not fit is dropped like entries below tau.",
+        description="With threshold: room of a message, as a multiple of the target density; receivers need "
+        "its size in advance, so this is what crosses. What does not fit is dropped like entries below tau.",
     )
     evaluation: bool = Field(
-        default=True, description="Threshold in forward-only passes, too; false evaluates the dense model."
+        default=True, description="Compress in forward-only passes, too; false evaluates the dense model."
     )
+
+    @field_validator("boundaries")
+    @classmethod
+    def _numbers(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if values is not None and any(value < 0 for value in values):
+            raise ValueError("out of range")  # replaced by the field's own text
+        return values
 
     @field_validator("boundary_sparsity")
     @classmethod
@@ -413,11 +549,18 @@ class PipelineConfig(ActivationConfig):
             raise ValueError("out of range")  # replaced by the field's own text
         return values
 
+    @property
+    def compresses(self) -> bool:
+        return super().compresses or any(self.boundary_sparsity)
+
     def at(self, boundary: int) -> PipelineConfig:
         """The section for the boundary behind stage ``boundary``, with that one's sparsity."""
-        if boundary >= len(self.boundary_sparsity):
-            return self
-        return self.model_copy(update={"sparsity": self.boundary_sparsity[boundary]})
+        own: dict[str, Any] = {"boundary_sparsity": ()}
+        if boundary < len(self.boundary_sparsity):
+            own["sparsity"] = self.boundary_sparsity[boundary]
+        if self.boundaries is not None and boundary not in self.boundaries:
+            own |= {"method": "none", "gradient_method": "same"}
+        return self.model_copy(update=own)
 
 
 class TensorConfig(ActivationConfig):
@@ -425,7 +568,7 @@ class TensorConfig(ActivationConfig):
 
     gather: bool = Field(
         default=False,
-        description="With sequence parallelism, threshold the inputs of column-parallel layers, too; costs "
+        description="With sequence parallelism, compress the inputs of column-parallel layers, too; costs "
         "more quality than the partial sums of row-parallel ones.",
     )
     skip_first_layers: int = Field(default=0, ge=0, description="First transformer layers that stay dense.")

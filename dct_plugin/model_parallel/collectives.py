@@ -1,25 +1,25 @@
-"""Collectives whose backward passes reuse the forward masks, for the ranks of a model-parallel group."""
+"""Collectives of compressed activations and their gradients, for the ranks of a model-parallel group."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.payload import Header, header_bytes, parse_payload, payload_bound
 from ..collectives import Exchange
 from ..errors import PayloadError
 from ..metrics import Metrics
-from ..stream import ActivationStream, Encoded, add_payload, as_flat, encode_at, values_nbytes
+from ..stream import Encoded
+from .stream import ActivationStream
 
 
-class MaskedCollectives:
-    """Collectives of a model-parallel group whose backward passes reuse the forward masks.
+class CompressedCollectives:
+    """Collectives of a model-parallel group whose messages are a stream's, forward and backward.
 
     All methods are collectives in both directions: every rank calls them in the same order with tensors of
     the same shape, and runs their backward passes in the same order. ``docs/model-parallel.md`` shows them at
@@ -46,25 +46,25 @@ class MaskedCollectives:
         self.cls = cls
 
     def all_gather(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
-        """Concatenate the ranks' tensors along the first dimension; others see this rank's thresholded.
+        """Concatenate the ranks' tensors along the first dimension; others see this rank's compressed.
 
-        The gradient of this rank's tensor is the sum of its own part's and of the others' at the mask.
+        The gradient of this rank's tensor is the sum of its own part's and of the others' as they come back.
         """
         return _Exchanged.apply(tensor, self, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
 
     def reduce_scatter(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum equal chunks (along the first dimension) of the ranks' partial sums at the chunk's rank.
 
-        What goes to other ranks is thresholded; its gradient comes back at the mask. The own chunk is exact.
+        What goes to other ranks is compressed, and so is its gradient. The own chunk is exact.
         """
         leaving = _splits(tensor.shape[0], self.world_size, None, stream)
         return _Exchanged.apply(tensor, self, stream, "reduce_scatter", leaving, None)
 
     def all_reduce(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
-        """Sum the ranks' thresholded partial sums, the own one too: bitwise the same result on every rank.
+        """Sum the ranks' compressed partial sums, the own one too: bitwise the same result on every rank.
 
-        Backward needs no communication where the gradient of the sum is the same on every rank: it is kept at
-        the own mask.
+        Backward needs no communication where the gradient of the sum is the same on every rank: what is
+        decoded of the own partial sum passes it on, exactly.
         """
         return _AllReduce.apply(tensor, self, stream)
 
@@ -75,9 +75,9 @@ class MaskedCollectives:
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
     ) -> Tensor:
-        """Send row blocks to the ranks, thresholded, and concatenate what arrives.
+        """Send row blocks to the ranks, compressed, and concatenate what arrives.
 
-        Gradients return as values at the masks. As between experts: the own block is exact.
+        Gradients return by the same ways. As between experts: the own block is exact.
 
         Args:
             tensor: ``[rows, ...]``.
@@ -93,56 +93,48 @@ class MaskedCollectives:
 
     # -- forward and backward halves ---------------------------------------------------------------------
 
-    def _send_parts(
-        self, parts: list[Tensor], stream: ActivationStream, kind: str
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Each rank's part to that rank: ``(payloads sent, payloads received)``; the own ones are empty.
-
-        ``parts`` may hold the same tensor for all ranks, which is encoded once.
-        """
+    def _send_parts(self, parts: list[Tensor], stream: ActivationStream, kind: str) -> _Sent:
+        """Each rank's part to that rank; one that goes to several ranks is encoded once."""
         with self.exchange.abort_on_error():
-            # By identity: a tensor that goes to several ranks is encoded once.
-            leaving = {id(part): as_flat(part) for rank, part in enumerate(parts) if rank != self.rank}
-            flats = list(leaving.values())
-            outs = [
-                torch.empty(
-                    payload_bound(flat.numel(), flat.numel(), stream.value_dtype(flat.dtype)),
-                    dtype=torch.uint8,
-                    device=flat.device,
-                )
-                for flat in flats
-            ]
-            encoded = stream.encode(flats, outs)
-            payloads = {
-                key: out[: stats.nbytes].clone()
-                for key, out, stats in zip(leaving, outs, encoded.stats, strict=True)
-            }
-            empty = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
-            sent = [empty if r == self.rank else payloads[id(part)] for r, part in enumerate(parts)]
+            leaving = {id(part): part for rank, part in enumerate(parts) if rank != self.rank}
+            written = stream.encode(list(leaving.values()))
+            place = {key: number for number, key in enumerate(leaving)}
+            nothing = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
+            where = [None if r == self.rank else place[id(part)] for r, part in enumerate(parts)]
+            messages = [nothing if at is None else written.messages[at] for at in where]
         fingerprint = zlib.crc32(f"{kind}:{stream.name}:{[tuple(p.shape[1:]) for p in parts]}".encode())
-        with self._recorded(self.cls, parts, encoded):
-            return sent, self.exchange.all_to_all(sent, fingerprint)
+        with self._recorded(self.cls, parts, written.encoded):
+            received = self.exchange.all_to_all(messages, fingerprint)
+        kept = [None if at is None else written.kept[at] for at in where]
+        return _Sent(messages, kept, received)
 
-    def _return_values(
-        self, parts: list[Tensor], received: list[Tensor], sent: list[Tensor], stream: ActivationStream
+    def _return_gradients(
+        self,
+        parts: list[Tensor],
+        received: list[Any],
+        sent: list[Any],
+        shapes: list[torch.Size],
+        stream: ActivationStream,
     ) -> list[Tensor]:
-        """Backward of :meth:`_send_parts`: gradient parts to their senders, at the masks, sizes known."""
+        """Backward of :meth:`_send_parts`: gradients of what was ``received`` to its senders, and those of
+        what was ``sent``, of ``shapes``, from its receivers.
+        """  # fmt: skip
         own = parts[self.rank]
-        code = stream.value_dtype(own.dtype, gradient=True)
-        kernels = stream.backend(own.device)
         messages = [torch.empty(0, dtype=torch.uint8, device=own.device)] * len(parts)
         encoded = Encoded(density=stream.density)
-        for rank, (part, mask) in enumerate(zip(parts, received, strict=True)):
-            if rank != self.rank:
-                messages[rank], stats = encode_at(kernels, as_flat(part), mask, code)
-                encoded.stats.append(stats)
-        sizes = [0 if r == self.rank else values_nbytes(p, code) for r, p in enumerate(sent)]
+        with self.exchange.abort_on_error():
+            for rank, (part, kept) in enumerate(zip(parts, received, strict=True)):
+                if rank != self.rank:
+                    messages[rank], one = stream.encode_gradient(part, kept)
+                    encoded.stats += one.stats
         with self._recorded(f"{self.cls}_gradient", parts, encoded):
-            answers = self.exchange.transfer(messages, sizes)
-        return [
-            answer if rank == self.rank else answer[: Header.parse(header_bytes(answer)).nbytes]
-            for rank, answer in enumerate(answers)
-        ]
+            if not stream.gradient_size_is_known:
+                return self.exchange.all_to_all(messages, zlib.crc32(f"{stream.name} gradient".encode()))
+            sizes = [
+                0 if r == self.rank else stream.gradient_nbytes(shape, own.dtype, kept)
+                for r, (shape, kept) in enumerate(zip(shapes, sent, strict=True))
+            ]
+            return self.exchange.transfer(messages, sizes)
 
     @contextmanager
     def _recorded(self, cls: str, parts: list[Tensor], encoded: Encoded) -> Iterator[None]:
@@ -162,12 +154,12 @@ class MaskedCollectives:
             self.metrics.record(record)
 
 
-def _checked(payload: Tensor, numel: int, stream: ActivationStream, sender: int) -> Tensor:
-    try:
-        parse_payload(payload, numel, verify=False)  # decoding verifies
-    except PayloadError as error:
-        raise PayloadError(f"{stream.name}: message from rank {sender} of the group: {error}") from error
-    return payload
+class _Sent(NamedTuple):
+    """By rank of the group: messages that went there, what is kept of them, and messages from there."""
+
+    messages: list[Tensor]
+    kept: list[Any]
+    received: list[Tensor]
 
 
 class _Exchanged(torch.autograd.Function):
@@ -181,79 +173,83 @@ class _Exchanged(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: Tensor,
-        comm: MaskedCollectives,
+        comm: CompressedCollectives,
         stream: ActivationStream,
         kind: str,
         leaving: list[int] | None,
         arriving: list[int] | None,
     ) -> Tensor:
         parts = _parts(tensor, leaving, comm)
-        sent, received = comm._send_parts(parts, stream, kind)
-        ctx.comm, ctx.stream, ctx.sent, ctx.received = comm, stream, sent, received
-        ctx.leaving, ctx.arriving = leaving, arriving
-        return _combined(parts[comm.rank], received, arriving, comm, stream)
+        own = parts[comm.rank]
+        crossed = comm._send_parts(parts, stream, kind)
+        ctx.comm, ctx.stream, ctx.leaving, ctx.arriving = comm, stream, leaving, arriving
+        ctx.sent, ctx.shapes = crossed.kept, [part.shape for part in parts]
+        ctx.received = [None] * len(parts)
+
+        def decode(rank: int, out: Tensor) -> None:
+            ctx.received[rank] = _decoded(stream, crossed.received[rank], out, rank)
+
+        return _combined(own, arriving, comm, decode)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         comm, stream = ctx.comm, ctx.stream
         parts = _parts(gradients[0], ctx.arriving, comm)
-        answers = comm._return_values(parts, ctx.received, ctx.sent, stream)
-        out = _combined(parts[comm.rank], answers, ctx.leaving, comm, stream, masks=ctx.sent)
-        return out, None, None, None, None, None
+        answers = comm._return_gradients(parts, ctx.received, ctx.sent, ctx.shapes, stream)
+
+        def decode(rank: int, out: Tensor) -> None:
+            stream.decode_gradient(answers[rank], ctx.sent[rank], out, rank)
+
+        return _combined(parts[comm.rank], ctx.leaving, comm, decode), None, None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: MaskedCollectives, stream: ActivationStream) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, comm: CompressedCollectives, stream: ActivationStream) -> Tensor:
         tensor = tensor.contiguous()
-        sent, received = comm._send_parts([tensor] * comm.world_size, stream, "all_reduce")
-        own = next((payload for payload in sent if payload.numel()), None)
+        crossed = comm._send_parts([tensor] * comm.world_size, stream, "all_reduce")
+        ctx.stream, ctx.rank, ctx.received = stream, comm.rank, []
+        if comm.world_size == 1:
+            return tensor.clone()
+        other = (comm.rank + 1) % comm.world_size
         total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-        kernels = stream.backend(tensor.device)
-        for rank, payload in enumerate(received):
-            if rank != comm.rank:
-                add_payload(kernels, _checked(payload, tensor.numel(), stream, rank), total)
-            elif own is not None:
-                add_payload(kernels, own, total)
-            else:
-                total.add_(tensor)
-        ctx.stream, ctx.own = stream, own
+        ctx.kept = crossed.kept[other]
+        for rank, message in enumerate(crossed.received):
+            message = crossed.messages[other] if rank == comm.rank else message
+            ctx.received.append(_decoded(stream, message, total, rank))
         return total.to(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradients[0]
-        if ctx.own is not None:
-            mask = ctx.stream.backend(gradient.device).decode_mask(ctx.own, gradient.numel())
-            gradient = gradient * mask.view(gradient.shape)
-        return gradient, None, None
+        gradient = pulled = gradients[0]
+        for rank, received in enumerate(ctx.received):
+            if rank == ctx.rank:
+                pulled = ctx.stream.pull_back(gradient, ctx.kept, received)
+            else:
+                ctx.stream.learn(gradient, received)
+        return pulled, None, None
 
 
-def _parts(tensor: Tensor, rows: list[int] | None, comm: MaskedCollectives) -> list[Tensor]:
+def _parts(tensor: Tensor, rows: list[int] | None, comm: CompressedCollectives) -> list[Tensor]:
     tensor = tensor.contiguous()
     return [tensor] * comm.world_size if rows is None else list(tensor.split(rows))
 
 
 def _combined(
-    own: Tensor,
-    payloads: list[Tensor],
-    rows: list[int] | None,
-    comm: MaskedCollectives,
-    stream: ActivationStream,
-    masks: list[Tensor] | None = None,
+    own: Tensor, rows: list[int] | None, comm: CompressedCollectives, decode: Callable[[int, Tensor], None]
 ) -> Tensor:
-    """``own`` and the others' payloads, in blocks of ``rows``, or (None) summed in fp32 and in rank order;
-    with ``masks`` the payloads hold values only.
+    """``own`` and what ``decode(rank, out)`` adds for the others, in blocks of ``rows``, or (None) summed in
+    fp32 and in rank order.
     """
     if rows is None:
         out = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
-        blocks: Sequence[Tensor] = [out] * len(payloads)
+        blocks: Sequence[Tensor] = [out] * comm.world_size
     else:
         out = own.new_zeros((sum(rows), *own.shape[1:]))
         blocks = out.split(rows)
-    for rank, (payload, block) in enumerate(zip(payloads, blocks, strict=True)):
+    for rank, block in enumerate(blocks):
         if rank != comm.rank:
-            _add(payload, block, rank, stream, masks)
+            decode(rank, block)
         elif rows is None:
             block.add_(own)
         else:
@@ -261,14 +257,11 @@ def _combined(
     return out.to(own.dtype)
 
 
-def _add(
-    payload: Tensor, out: Tensor, rank: int, stream: ActivationStream, masks: list[Tensor] | None
-) -> None:
-    kernels = stream.backend(out.device)
-    if masks is None:
-        add_payload(kernels, _checked(payload, out.numel(), stream, rank), out)
-    else:
-        add_payload(kernels, payload, out, masks[rank])
+def _decoded(stream: ActivationStream, message: Tensor, out: Tensor, sender: int) -> Any:
+    try:
+        return stream.decode(message, out, sender)
+    except PayloadError as error:
+        raise PayloadError(f"{stream.name}: message from rank {sender} of the group: {error}") from error
 
 
 def _splits(rows: int, world_size: int, splits: Sequence[int] | None, stream: ActivationStream) -> list[int]:

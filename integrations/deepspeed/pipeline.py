@@ -1,11 +1,11 @@
-"""DeepSpeed's pipeline engine: activations forward and gradients backward between stages, thresholded.
+"""DeepSpeed's pipeline engine: activations forward and gradients backward between stages, compressed.
 
 The engine executes a schedule of instructions; four of them send or receive through the module ``p2p``.
 While one of these runs, the engine module's ``p2p`` is a channel that replaces the tensors that are
-thresholded by messages of fixed size (:class:`~dct_plugin.model_parallel.FixedMessages`) and hands everything
+compressed by messages of fixed size (:class:`~dct_plugin.model_parallel.FixedMessages`) and hands everything
 else on: shapes, integer and boolean tensors, tensors so small that a message would be no smaller. The
 schedule, buffers and shapes stay DeepSpeed's. Which micro-batch a gradient belongs to is its pipeline buffer,
-on both sides, so that both know the mask of the gradient that crosses next.
+on both sides, so that both know what the gradient that crosses next answers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import Tensor
 from dct_plugin.config import ActivationConfig, DCTConfig
 from dct_plugin.kernels import GRAD_DTYPES
 from dct_plugin.metrics import Metrics, Record
-from dct_plugin.model_parallel import ActivationStream, FixedMessages, Mask
+from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
 from dct_plugin.stream import Encoded
 
 from ..host.patches import Patches
-from ..host.streams import ActivationStreams
+from ..host.streams import ActivationStreams, average
 
 __all__ = ["PipelineHooks"]
 
 _PREFIX = "pipeline boundary "
 #: Of one tensor that crossed: how, and what its gradient takes; None where it crossed as it was.
-_Crossed = tuple[FixedMessages, Mask] | None
+_Crossed = tuple[FixedMessages, Kept] | None
 
 
 class PipelineHooks:
-    """Thresholds what a ``PipelineEngine`` sends between its stages.
+    """Compresses what a ``PipelineEngine`` sends between its stages.
 
     Args:
         engine: DeepSpeed's engine, of two stages or more.
@@ -56,10 +56,10 @@ class PipelineHooks:
 
     @staticmethod
     def wanted(engine: Any, config: DCTConfig) -> bool:
-        """Whether anything is to be thresholded between this engine's stages."""
+        """Whether anything is to be compressed between this engine's stages."""
         section = config.model_parallel.pipeline
         boundaries = range(engine.num_stages - 1)
-        return section.enabled and any(section.at(boundary).sparsity > 0 for boundary in boundaries)
+        return section.enabled and any(section.at(boundary).compresses for boundary in boundaries)
 
     def install(self, patches: Patches) -> None:
         """Patch the engine instance."""
@@ -77,7 +77,14 @@ class PipelineHooks:
     def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
         # Both ends of a boundary are of the same replica.
         replica = self.engine.grid.get_data_parallel_id()
-        return ActivationStream(config, name=name, rank=replica, kernels=self._kernels)
+        group = self.engine.grid.get_data_parallel_group()
+        return ActivationStream(
+            config,
+            name=name,
+            rank=replica,
+            kernels=self._kernels,
+            average=lambda tensors: average(tensors, group),
+        )
 
     # -- steps and state ------------------------------------------------------------------------------------
 
@@ -90,7 +97,7 @@ class PipelineHooks:
     # -- the four instructions ------------------------------------------------------------------------------
 
     def _send_activations(self, buffer_id: int) -> _Channel:
-        """Outputs to the next stage; masks are kept for their gradients."""
+        """Outputs to the next stage; what their gradients take is kept."""
         boundary = self.engine.stage_id
         outputs = _tensors(self.engine.pipe_buffers["outputs"][buffer_id])
         sparse = self._begin(boundary)
@@ -102,9 +109,9 @@ class PipelineHooks:
                 crossed.append(None)
                 transfer(tensor)
                 return
-            message, mask, encoded = messages.encode(tensor, self._number)
+            message, kept, encoded = messages.encode(tensor, self._number)
             self._number += 1
-            crossed.append((messages, mask))
+            crossed.append((messages, kept))
             self._record("pipeline", tensor, message, encoded)
             self._timed(transfer, message)
 
@@ -122,7 +129,7 @@ class PipelineHooks:
                 crossed.append(None)
                 transfer(buffer)
                 return
-            message = _room(buffer, messages.nbytes(buffer.numel(), buffer.dtype))
+            message = _room(buffer, messages.nbytes(buffer.shape, buffer.dtype))
             self._timed(transfer, message)
             began = time.perf_counter()
             crossed.append((messages, messages.decode(message, buffer)))
@@ -132,15 +139,15 @@ class PipelineHooks:
         return _Channel(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), receive)
 
     def _send_gradients(self, buffer_id: int) -> _Channel:
-        """Of the inputs, in their order, to the previous stage, as values at the masks."""
+        """Of the inputs, in their order, to the previous stage."""
         crossed = self._received.pop(buffer_id, [])
 
         def send(gradient: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
             if (known := crossed[position]) is None:
                 transfer(gradient)
                 return
-            messages, mask = known
-            message, encoded = messages.encode_gradient(gradient, mask, exact=True)
+            messages, kept = known
+            message, encoded = messages.encode_gradient(gradient, kept, exact=True)
             self._record("pipeline_gradient", gradient, message, encoded)
             self._timed(transfer, message)
 
@@ -154,25 +161,25 @@ class PipelineHooks:
             if (known := crossed[position]) is None:
                 transfer(buffer)
                 return
-            messages, mask = known
-            size = messages.nbytes(buffer.numel(), buffer.dtype, gradient=True, mask=mask)
+            messages, kept = known
+            size = messages.nbytes(buffer.shape, buffer.dtype, gradient=True, kept=kept)
             message = _room(buffer, size)
             self._timed(transfer, message)
             began = time.perf_counter()
-            messages.decode_gradient(message, {mask.number: mask}, buffer)
+            messages.decode_gradient(message, {kept.number: kept}, buffer)
             self._record_time(decode_ms=_since(began))
 
         return _Channel(lambda: None, receive)
 
-    # -- what is thresholded --------------------------------------------------------------------------------
+    # -- what is compressed ----------------------------------------------------------------------------------
 
     def _begin(self, boundary: int) -> bool:
-        """A pass reaches a boundary; whether it is thresholded there."""
+        """A pass reaches a boundary; whether it is compressed there."""
         training = torch.is_grad_enabled()  # of which eval_batch has none
         self.streams.begin(training)
         if not training and not self.config.evaluation:
             return False
-        return self.config.at(boundary).sparsity > 0 and self.streams.step >= self.config.warmup_steps
+        return self.config.at(boundary).compresses and self.streams.step >= self.config.warmup_steps
 
     def _kept(self, where: dict[int, list[_Crossed]], buffer_id: int) -> list[_Crossed]:
         """What gradients will need of a pass; those without a backward pass leave nothing behind."""
@@ -184,7 +191,7 @@ class PipelineHooks:
             return None
         name = f"{_PREFIX}{boundary}" + (f" tensor {position}" if position else "")
         messages = FixedMessages(self.streams.stream(name, self.config.at(boundary)))
-        size = messages.nbytes(tensor.numel(), tensor.dtype)
+        size = messages.nbytes(tensor.shape, tensor.dtype)
         return messages if size < tensor.numel() * tensor.element_size() else None
 
     def _floating(self, tensors: Sequence[Tensor]) -> list[Tensor]:

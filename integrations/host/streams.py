@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
-__all__ = ["ActivationStreams"]
+__all__ = ["ActivationStreams", "average"]
 
 
 class ActivationStreams:
@@ -54,7 +58,7 @@ class ActivationStreams:
             stream.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Thresholds by name, of streams that were not used since they were loaded, too."""
+        """What streams remember by name, of streams that were not used since they were loaded, too."""
         return {**self._loaded, **{name: stream.state_dict() for name, stream in self._streams.items()}}
 
     def load_state_dict(self, streams: dict[str, Any], *, step: int) -> None:
@@ -67,3 +71,14 @@ class ActivationStreams:
         self.step = step
         self._streams.clear()
         self._loaded = {name: state for name, state in streams.items() if name.startswith(self._prefix)}
+
+
+def average(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Tensors become their mean over a group, in place; None: there are no replicas."""
+    if group is None or group.size() == 1:
+        return
+    flat = torch.cat([tensor.view(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= group.size()
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view_as(tensor))

@@ -180,7 +180,7 @@ def _check_writer(file: Path, content: State, rank: RankCoordinates, data: int) 
 
 
 def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: RankCoordinates) -> State:
-    """For another number of replicas: the mean of the residuals; activations' thresholds are measured anew.
+    """For another number of replicas: the mean of the residuals; streams of activations are one replica's.
 
     ``contents`` reads the files one by one; every kind of gradient takes its own pass over them.
     """
@@ -199,7 +199,7 @@ def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: Rank
                 unit=part["unit"],
             ),
         }
-    return {"step": first["step"], "streams": {}, "reducers": reducers}
+    return {"step": first["step"], "streams": first["streams"], "reducers": reducers}
 
 
 class CheckpointHook(Hook):

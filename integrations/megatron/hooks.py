@@ -144,11 +144,11 @@ def _add_hooks(session: Session) -> None:
         from .pipeline import PipelineHook
 
         each = "".join(f", boundary {i}: {s:g}" for i, s in enumerate(pipeline.boundary_sparsity))
-        session.add(PipelineHook(session), Active("pipeline", f"sparsity {pipeline.sparsity:g}{each}"))
+        session.add(PipelineHook(session), Active("pipeline", f"{pipeline.summary}{each}"))
     if not off["tensor"]:
         from .tensor import TensorHook
 
-        detail = f"sparsity {tensor.sparsity:g}, {'with' if tensor.gather else 'without'} gathers"
+        detail = f"{tensor.summary}, {'with' if tensor.gather else 'without'} gathers"
         session.add(TensorHook(session), Active("tensor", detail))
     if not off["data_parallel"]:
         from .data import DataParallelHook

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dct_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dct_plugin.config import DCTConfig, OptionDoc
+    from dct_plugin.config import ActivationConfig, DCTConfig, OptionDoc
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -245,24 +245,27 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
 
     Args:
         config: The whole configuration.
-        pass_through: Whether what has sparsity 0 is left to Megatron.
+        pass_through: Whether what leaves nothing out is left to Megatron.
     """
     if not config.enabled:
         return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
-    pipeline, tensor = config.model_parallel.pipeline, config.model_parallel.tensor
-    sections: dict[str, tuple[str, Any, bool]] = {
-        "pipeline": (
-            "dct.model_parallel.pipeline",
-            pipeline,
-            bool(pipeline.sparsity) or any(pipeline.boundary_sparsity),
-        ),
-        "tensor": ("dct.model_parallel.tensor", tensor, bool(tensor.sparsity)),
-        "data_parallel": ("dct.data_parallel", config.data_parallel, bool(config.data_parallel.sparsity)),
+    model, data = config.model_parallel, config.data_parallel
+    sections: dict[str, tuple[str, Any, str]] = {
+        "pipeline": ("dct.model_parallel.pipeline", model.pipeline, _nothing_compressed(model.pipeline)),
+        "tensor": ("dct.model_parallel.tensor", model.tensor, _nothing_compressed(model.tensor)),
+        "data_parallel": ("dct.data_parallel", data, "" if data.sparsity else "sparsity = 0"),
     }
     states = {}
-    for name, (path, section, some) in sections.items():
+    for name, (path, section, nothing) in sections.items():
         if not section.enabled:
             states[name] = f"{path}.enabled = false"
         else:
-            states[name] = "" if some or not pass_through else f"{path}.sparsity = 0"
+            states[name] = f"{path}.{nothing}" if nothing and pass_through else ""
     return states
+
+
+def _nothing_compressed(section: ActivationConfig) -> str:
+    """The setting because of which a section leaves everything to Megatron; empty if it does not."""
+    if section.compresses:
+        return ""
+    return 'method = "none"' if section.method == "none" else "sparsity = 0"

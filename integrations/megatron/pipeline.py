@@ -2,10 +2,10 @@
 
 All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send and receive through this
 one method. Forward a boundary's activation goes as a message of fixed size
-(:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep its mask, and the gradient comes back
-as values only, without padding where the order of messages is known. Which micro-batch a gradient belongs
-to is in the number of the message: the receiver of an activation keeps it together with the tensor, and
-recognises the gradient to send as that tensor's ``.grad``.
+(:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep what the gradient's message refers to,
+which comes without padding where the order of messages is known. Which micro-batch and model chunk a
+gradient belongs to is in the number of the message: the receiver of an activation keeps it together with the
+tensor, and recognises the gradient to send as that tensor's ``.grad``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from torch import Tensor
 
 from dct_plugin.errors import DCTError
 from dct_plugin.metrics import Record
-from dct_plugin.model_parallel import FixedMessages, Mask
+from dct_plugin.model_parallel import FixedMessages, Kept
+from dct_plugin.model_parallel.fixed import number_of
 from dct_plugin.stream import Encoded
 
 from .session import Session
-from .streams import ActivationHook
+from .streams import ActivationHook, data_parallel_group
 
 _CHUNK = "_dct_chunk"
 _PREFIX = "pipeline boundary "
+#: A message's number is that of its model chunk times this, and a counter.
+_CHUNK_FACTOR = 1 << 40
 
 
 class PipelineHook(ActivationHook):
@@ -40,12 +43,18 @@ class PipelineHook(ActivationHook):
         self.config = session.config.model_parallel.pipeline
         super().__init__(session, self.config, _PREFIX)
         self._p2p = p2p_communication
-        self._number = 0
-        self._sent: dict[int, Mask] = {}
-        self._received: list[tuple[Tensor, Mask, FixedMessages]] = []
+        self._count = 0
+        self._sent: dict[int, Kept] = {}
+        self._received: list[tuple[Tensor, Kept, FixedMessages]] = []
         self._checked: Any = None
         session.patches.wrap(p2p_communication.P2PCommunicator, "_communicate", self._make_communicate)
         session.patches.wrap(schedules, "forward_step", self._make_forward_step)
+
+    def seed(self) -> int:
+        # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
+        # they send): it must stay the same behind the boundary.
+        group = data_parallel_group()
+        return dist.get_rank() if group is None else group.rank()
 
     # -- iterations -----------------------------------------------------------------------------------------
 
@@ -100,7 +109,7 @@ class PipelineHook(ActivationHook):
                 _check(config)
                 self._checked = config
             # Without interleaving gradients come back in the order of the activations, so that both ends know
-            # the mask, and the message is as long as its values.
+            # what is answered, and the message needs no room to spare.
             ordered = not config.virtual_pipeline_model_parallel_size
             send_next, send_prev = tensor_send_next, tensor_send_prev
             if send_next is not None and sparse_next:
@@ -116,7 +125,7 @@ class PipelineHook(ActivationHook):
                 finish["recv_prev"] = partial(self._decode, into_prev, from_prev, before)
             if from_next is not None and sparse_next:
                 awaited = next(iter(self._sent.values()), None) if ordered else None
-                into_next = self._buffer(from_next, behind, gradient=True, mask=awaited)
+                into_next = self._buffer(from_next, behind, gradient=True, kept=awaited)
                 finish["recv_next"] = partial(self._decode_gradient, into_next, from_next, behind)
             if config.batch_p2p_comm and not wait_on_reqs:
                 raise DCTError("Megatron asked for batched communication that it does not wait for")
@@ -155,32 +164,33 @@ class PipelineHook(ActivationHook):
             return False
         if not self.session.pass_through:
             return True
-        return self.config.at(boundary).sparsity > 0 and self.session.step >= self.config.warmup_steps
+        return self.config.at(boundary).compresses and self.session.step >= self.config.warmup_steps
 
-    def _messages(self, boundary: int, chunk: int = 0) -> FixedMessages:
-        """Of a boundary and, in interleaved schedules, model chunk (this rank's when it sends)."""
+    def _messages(self, boundary: int, number: int = 0) -> FixedMessages:
+        """Of a boundary and, in interleaved schedules, the sender's model chunk, which is in the number."""
+        chunk = number // _CHUNK_FACTOR
         name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
         return FixedMessages(self.stream(name, self.config.at(boundary)))
 
-    def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, mask: Mask | None = None) -> Tensor:
+    def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, kept: Kept | None = None) -> Tensor:
         """A buffer for the message about ``tensor``."""
-        messages = self._messages(boundary)
-        size = messages.nbytes(tensor.numel(), tensor.dtype, gradient=gradient, mask=mask)
+        messages = self._messages(boundary, 0 if kept is None else kept.number)
+        size = messages.nbytes(tensor.shape, tensor.dtype, gradient=gradient, kept=kept)
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
 
     def _encode(self, tensor: Tensor, boundary: int) -> Tensor:
-        messages = self._messages(boundary, getattr(tensor, _CHUNK, 0))
-        message, mask, encoded = messages.encode(tensor, self._number)
+        number = getattr(tensor, _CHUNK, 0) * _CHUNK_FACTOR + self._count
+        message, kept, encoded = self._messages(boundary, number).encode(tensor, number)
         if self.session.training and tensor.requires_grad:
-            self._sent[self._number] = mask
-        self._number += 1
+            self._sent[number] = kept
+        self._count += 1
         self._record("pipeline", tensor, message, encoded)
         return message
 
     def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
         for position, (tensor, _, _) in enumerate(self._received):
             if tensor.grad is gradient:
-                _, mask, messages = self._received.pop(position)
+                _, kept, messages = self._received.pop(position)
                 break
         else:
             raise DCTError(
@@ -188,21 +198,22 @@ class PipelineHook(ActivationHook):
                 f"{tuple(gradient.shape)}, is not that of one of the {len(self._received)} activations "
                 "received; a changed backward_step is not supported with dct.model_parallel.pipeline"
             )
-        message, encoded = messages.encode_gradient(gradient, mask, exact=exact)
+        message, encoded = messages.encode_gradient(gradient, kept, exact=exact)
         self._record("pipeline_gradient", gradient, message, encoded)
         return message
 
     def _decode(self, message: Tensor, out: Tensor, boundary: int) -> None:
-        messages = self._messages(boundary)
         began = time.perf_counter()
-        mask = messages.decode(message, out.detach())
+        messages = self._messages(boundary, number_of(message))
+        kept = messages.decode(message, out.detach())
         if self.session.training and torch.is_grad_enabled():
-            self._received.append((out, mask, messages))
+            self._received.append((out, kept, messages))
         self._record_time(decode_ms=_since(began))
 
     def _decode_gradient(self, message: Tensor, out: Tensor, boundary: int) -> None:
         began = time.perf_counter()
-        self._messages(boundary).decode_gradient(message, self._sent, out.detach())
+        messages = self._messages(boundary, number_of(message))
+        messages.decode_gradient(message, self._sent, out.detach())
         self._record_time(decode_ms=_since(began))
 
     # -- metrics --------------------------------------------------------------------------------------------

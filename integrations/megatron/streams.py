@@ -1,4 +1,4 @@
-"""What the hooks for activations have in common: a stream per boundary or layer, with its threshold."""
+"""What the hooks for activations have in common: a stream per boundary or layer, with its compressors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,17 @@ class ActivationHook(Hook):
         return self._streams.stream(name, self._settings if config is None else config)
 
     def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
-        kernels = self.session.config.kernels
-        return ActivationStream(config, name=name, rank=dist.get_rank(), kernels=kernels)
+        return ActivationStream(
+            config,
+            name=name,
+            rank=self.seed(),
+            kernels=self.session.config.kernels,
+            average=lambda tensors: average(tensors, data_parallel_group()),
+        )
+
+    def seed(self) -> int:
+        """What seeds the streams beside their names."""
+        return dist.get_rank()
 
     def begin(self, training: bool) -> None:
         self._streams.begin(training)
@@ -48,3 +57,15 @@ class ActivationHook(Hook):
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._streams.load_state_dict({} if state is None else state["streams"], step=self.session.step)
+
+
+def data_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that hold the same parameters, context-parallel ones included; None before Megatron has
+    groups.
+    """
+    from megatron.core import parallel_state as ps
+
+    if not ps.model_parallel_is_initialized():
+        return None
+    group: dist.ProcessGroup = ps.get_data_parallel_group(with_context_parallel=True)
+    return group

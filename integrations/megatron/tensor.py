@@ -1,16 +1,16 @@
 """Tensor parallelism: partial sums of row-parallel layers and, by option, inputs of column-parallel ones.
 
 With sequence parallelism the reduce-scatter of a row-parallel layer's partial sums becomes an all-to-all
-of sparse chunks, whose gradients return as values; without it the all-reduce becomes an all-gather of
-sparse contributions, and backward needs no communication, as in Megatron. ``gather`` adds the all-gather
-in front of column-parallel layers. Every layer has a threshold of its own, which changes between
-iterations only, so that recomputation finds the same masks. Embeddings, output layers and experts are
-left to Megatron.
+of compressed chunks, whose gradients return compressed; without it the all-reduce becomes an all-gather of
+compressed contributions, and backward needs no communication, as in Megatron. ``gather`` adds the all-gather
+in front of column-parallel layers. Every layer has a compressor of its own, whose state changes between
+iterations only, so that recomputation sends the same. Embeddings, output layers and experts are left to
+Megatron.
 
-Where this helps: a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per entry and density
-``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring all-reduce, so it
-wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel form shrink for any
-``t``.
+Where this helps: with thresholds a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per
+entry and density ``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring
+all-reduce, so it wins only below about ``d = 2 / t``; all-to-all and all-gather of the sequence-parallel form
+shrink for any ``t``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.errors import DCTError
-from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
+from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from .session import Session
 from .streams import ActivationHook
@@ -52,7 +52,7 @@ class TensorHook(ActivationHook):
         self._sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
         self._current: _Site | None = None
-        self._collectives: dict[dist.ProcessGroup, MaskedCollectives] = {}
+        self._collectives: dict[dist.ProcessGroup, CompressedCollectives] = {}
         # The layers themselves: the id of one that is gone may be given to another.
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         patches = session.patches
@@ -109,15 +109,17 @@ class TensorHook(ActivationHook):
         if site is None or site.dense or ranks.size() == 1:
             return None
         if self.session.pass_through and (
-            self.config.sparsity == 0 or self.session.step < self.config.warmup_steps
+            not self.config.compresses or self.session.step < self.config.warmup_steps
         ):
             return None
         return self.stream(site.name)
 
-    def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> MaskedCollectives:
+    def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> CompressedCollectives:
         collectives = self._collectives.get(ranks)
         if collectives is None:
-            collectives = MaskedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
+            collectives = CompressedCollectives(
+                ranks, device=device, metrics=self.session.metrics, cls="tensor"
+            )
             self._collectives[ranks] = collectives
         return collectives
 
@@ -126,7 +128,7 @@ class TensorHook(ActivationHook):
     def _subclass(self, original: Any, kind: str) -> Any:
         hook = self
 
-        class Masked(original):
+        class Compressed(original):
             @classmethod
             def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
                 stream = hook._running(group)
@@ -135,9 +137,9 @@ class TensorHook(ActivationHook):
                     return original.apply(input_, group, *arguments, **keywords)
                 return getattr(hook._group(group, input_.device), kind)(input_, stream)
 
-        Masked.__name__, Masked.__qualname__ = original.__name__, original.__qualname__
-        Masked.__module__, Masked.__doc__ = original.__module__, original.__doc__
-        return Masked
+        Compressed.__name__, Compressed.__qualname__ = original.__name__, original.__qualname__
+        Compressed.__module__, Compressed.__doc__ = original.__module__, original.__doc__
+        return Compressed
 
     def _make_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def linear(input: Tensor, *arguments: Any, **keywords: Any) -> Any:

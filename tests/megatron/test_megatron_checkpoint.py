@@ -79,7 +79,7 @@ def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
         # Those with the same experts: old ranks 0 and 2, or 1 and 3.
         assert residual(state, "expert") == ([20.0] * 4 if data % 2 else [10.0] * 4)
         assert state["step"] == 7
-        assert state["streams"] == {}
+        assert state["streams"] == {"pipeline boundary 0": {}}
         assert state["reducers"]["dense"]["unit"] == 0.25
         assert state["reducers"]["dense"]["state"]["streams"]["w"]["threshold"]["tau"] == 0
 

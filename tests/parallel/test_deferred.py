@@ -14,7 +14,7 @@ from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, P
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import Metrics
-from dct_plugin.model_parallel import ActivationStream, FixedMessages, MaskedCollectives
+from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 #: Message rounds in which this rank writes something.
@@ -76,7 +76,7 @@ def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -
 
 
 def _activations(rank: int, world_size: int, backend: str) -> dict[str, Any]:
-    comm = MaskedCollectives()
+    comm = CompressedCollectives()
     found: dict[str, Any] = {}
     for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
         stream = ActivationStream(TensorConfig(sparsity=0.8), name=kind, rank=rank, kernels=kernels(backend))
@@ -110,7 +110,7 @@ def test_messages_of_known_size_are_read_once() -> None:
         _, mask, encoded = messages.encode(tensor(5000, 1), 0)
         assert OnDevice.reads - before == (name == "deferred")
         stream.end_step()
-        found.append((mask.payload, encoded.nnz, encoded.tau, stream.state_dict()))
+        found.append((mask.content, encoded.nnz, encoded.tau, stream.state_dict()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
 

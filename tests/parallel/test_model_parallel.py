@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dct_plugin.config import PipelineConfig, TensorConfig
 from dct_plugin.errors import PayloadError
-from dct_plugin.model_parallel import ActivationStream, FixedMessages, MaskedCollectives
+from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
 
 EXACT = {"threshold": "exact", "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
 
@@ -38,13 +38,13 @@ def test_sparsity_zero_is_bitwise_both_ways(dtype: torch.dtype, shape: tuple[int
     messages = FixedMessages(ActivationStream(PipelineConfig()))
     x, g = activation(1, *shape, dtype=dtype), activation(2, *shape, dtype=dtype)
     message, mask, encoded = messages.encode(x, 3)
-    assert message.numel() == messages.nbytes(x.numel(), dtype)
+    assert message.numel() == messages.nbytes(x.shape, dtype)
     assert encoded.nnz == x.numel()
     out = torch.full_like(x, 9)
     received = messages.decode(message, out)
     assert torch.equal(out, x)
     answer, _ = messages.encode_gradient(g, received)
-    assert answer.numel() == messages.nbytes(x.numel(), dtype, gradient=True)
+    assert answer.numel() == messages.nbytes(x.shape, dtype, gradient=True)
     back = torch.full_like(g, 9)
     masks = {3: mask}
     messages.decode_gradient(answer, masks, back)
@@ -60,7 +60,7 @@ def test_both_ends_have_the_same_mask_and_only_it_gets_gradients() -> None:
     out = torch.empty_like(x)
     received = messages.decode(message, out)
     assert torch.equal(out, x * kept)
-    assert torch.equal(mask.payload, received.payload)
+    assert torch.equal(mask.content, received.content)
     answer, encoded = messages.encode_gradient(g, received)
     assert encoded.nnz == int(kept.sum())
     back = torch.empty_like(g)
@@ -74,7 +74,7 @@ def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: flo
     messages = FixedMessages(ActivationStream(config))
     x = activation(1, 64, 2, 128)
     message, _, encoded = messages.encode(x, 0)
-    assert encoded.nnz <= messages.entries(x.numel(), messages.stream.value_dtype(x.dtype))
+    assert encoded.nnz <= capacity * 0.1 * x.numel()
     assert message.numel() <= capacity * 0.1 * x.numel() * 4 + x.numel() // 8 + 64
     out = torch.empty_like(x)
     messages.decode(message, out)
@@ -87,8 +87,8 @@ def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: flo
 def test_bytes_at_sparsity_09_against_fp32() -> None:
     messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9)))
     numel = 128 * 4 * 256
-    assert 4 * numel / messages.nbytes(numel, torch.float32) >= 8
-    assert 4 * numel / messages.nbytes(numel, torch.float32, gradient=True) >= 20
+    assert 4 * numel / messages.nbytes(torch.Size([numel]), torch.float32) >= 8
+    assert 4 * numel / messages.nbytes(torch.Size([numel]), torch.float32, gradient=True) >= 20
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
@@ -102,18 +102,17 @@ def test_values_of_each_type_fit_the_messages(
     messages = FixedMessages(ActivationStream(config))
     x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
     message, mask, encoded = messages.encode(x, 5)
-    assert mask.entries == encoded.nnz > 0
+    assert encoded.nnz > 0
     received = messages.decode(message, torch.empty_like(x))
-    assert received.entries == mask.entries
     answer, _ = messages.encode_gradient(g, received, exact=exact)
-    size = messages.nbytes(x.numel(), dtype, gradient=True, mask=mask if exact else None)
+    size = messages.nbytes(x.shape, dtype, gradient=True, kept=mask if exact else None)
     assert answer.numel() == size
     if exact:  # 48 bytes of number and header, a scale per block of int8 values
-        assert size <= 48 + mask.entries * (1.05 if back == "int8" else 2) + 8
+        assert size <= 48 + encoded.nnz * (1.05 if back == "int8" else 2) + 8
     out = torch.empty_like(g)
     messages.decode_gradient(answer, {5: mask}, out)
     there = out != 0
-    assert int(there.sum()) >= 0.9 * mask.entries
+    assert int(there.sum()) >= 0.9 * encoded.nnz
     tolerance = float(g.abs().max()) / 100
     torch.testing.assert_close(out[there], g[there], atol=tolerance, rtol=0.01)
 
@@ -121,7 +120,7 @@ def test_values_of_each_type_fit_the_messages(
 def test_bytes_of_int8_gradients_against_fp32() -> None:
     messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9, gradient_value_dtype="int8")))
     numel = 128 * 4 * 256
-    assert 4 * numel / messages.nbytes(numel, torch.float32, gradient=True) >= 38
+    assert 4 * numel / messages.nbytes(torch.Size([numel]), torch.float32, gradient=True) >= 38
 
 
 def test_several_messages_in_flight_are_told_apart() -> None:
@@ -187,15 +186,15 @@ def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clea
     for step in range(clean_steps):
         messages.encode(activation(step, 4096), 0)
         stream.end_step()
-    before = stream.threshold.state_dict()
+    before = stream.state_dict()["threshold"]
     for part in range(2):
         x = activation(9 + part, 4096)
         x[17] = float("nan") if part == poisoned_part else 0.0
         _, mask, encoded = messages.encode(x, part)
         assert encoded.nonfinite == (part == poisoned_part)
-        assert torch.equal(messages.encode(x, part)[1].payload, mask.payload)  # recomputation
+        assert torch.equal(messages.encode(x, part)[1].content, mask.content)  # recomputation
     stream.end_step()
-    assert stream.threshold.state_dict() == before
+    assert stream.state_dict()["threshold"] == before
     assert stream.step == clean_steps + 1
 
 
@@ -213,7 +212,7 @@ def test_warmup_steps_are_dense() -> None:
 
 def _collectives(rank: int, world_size: int) -> dict[str, Any]:
     """Every collective against its definition in plain torch, all ranks' tensors rebuilt from their seeds."""
-    comm = MaskedCollectives()
+    comm = CompressedCollectives()
     report: dict[str, Any] = {}
     for density in (1.0, 0.25):
         config = TensorConfig(sparsity=1.0 - density, **EXACT)
@@ -276,7 +275,7 @@ def test_collectives_and_their_gradients(world_size: int) -> None:
 
 
 def _uneven(rank: int, world_size: int) -> None:
-    comm = MaskedCollectives()
+    comm = CompressedCollectives()
     stream = ActivationStream(TensorConfig(sparsity=0.5, **EXACT), rank=rank)
     rows = [[1, 2], [3, 0]]
     x = activation(rank, sum(rows[rank]), 6).requires_grad_()

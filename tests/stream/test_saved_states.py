@@ -17,7 +17,7 @@ import torch
 from support.processes import run
 
 from dct_plugin import Compressor, checkpoint
-from dct_plugin.config import DataParallelConfig, TensorConfig
+from dct_plugin.config import DataParallelConfig, PipelineConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.model_parallel import ActivationStream, FixedMessages
 
@@ -57,13 +57,13 @@ def _reduce(rank: int, world_size: int, folder: str) -> list[str]:
 def _stream_digests(states: dict[str, Any]) -> dict[str, list[str]]:
     compressor = Compressor(name="weight", rank=1, **MOMENTUM)
     compressor.load_state_dict(states["compressor"])
-    activations = ActivationStream(TensorConfig(sparsity=0.8), name="layer", rank=1)
+    activations = ActivationStream(PipelineConfig(sparsity=0.8), name="layer", rank=1)
     activations.load_state_dict(states["activation"])
     messages = FixedMessages(activations)
     digests: dict[str, list[str]] = {"compressor": [], "activation": []}
     for step in STEPS:
         digests["compressor"].append(digest(compressor.compress(data(500, step)).data))
-        parts = [messages.encode(data(400, 2 * step + part), part)[1].payload for part in range(2)]
+        parts = [messages.encode(data(400, 2 * step + part), part)[1].content for part in range(2)]
         digests["activation"].append(digest(*parts))
         activations.end_step()
     return digests

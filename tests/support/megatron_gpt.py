@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import multiprocessing
 import threading
 import warnings
@@ -44,6 +45,8 @@ class Job:
     steps: int = 4
     vocab: int = 64
     lr: float = 1e-3
+    cosine: bool = False
+    """20 steps of rising learning rate, then a cosine to a twentieth."""
     seed: int = 123
     tied_embeddings: bool = True
     save: tuple[str, int] | None = None
@@ -241,6 +244,10 @@ def _run(
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
+        if job.cosine:
+            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / job.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = job.lr * min(1.0, (step + 1) / 20) * fall
         losses.append(run(data, forward_only=False))
         success, _, _ = optimizer.step()
         skipped += not success

@@ -1,0 +1,220 @@
+"""Held-out loss and bytes of a character-level GPT in megatron-core, by compressor class of its activations.
+
+Two ranks on the CPU (gloo): two pipeline stages, or two tensor-parallel ranks with sequence parallelism. Run
+as root, the ranks live in two network namespaces joined by one link, and the bytes are what that link's
+interface counters saw, in each direction; else bytes are not reported. Results are kept by run: a study that
+was stopped goes on where it was.
+
+    python benchmarks/studies/activations.py --text input.txt --output table.md --plot picture.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dct_plugin.integrations.dlrm.intervals import paired
+from megatron_quality import Ranks, make_link, remove_link, serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.megatron_gpt import Job
+
+OFF = {"enabled": False}
+PP, TP = "PP 2", "TP 2"
+
+
+def classes() -> dict[str, dict[str, Any]]:
+    """Options of ``dct.model_parallel.pipeline`` by the name of their row."""
+    int4 = {"value_dtype": "int4", "gradient_value_dtype": "int4"}
+    few = {"gradient_stochastic": True}
+    return {
+        "threshold 0.9": {"method": "threshold", "sparsity": 0.9},
+        "threshold 0.9, int4": {"method": "threshold", "sparsity": 0.9, **int4},
+        "threshold 0.8, int4": {"method": "threshold", "sparsity": 0.8, **int4},
+        "topk 0.9": {"method": "topk", "sparsity": 0.9},
+        "topk 0.88, int4": {"method": "topk", "sparsity": 0.88, **int4},
+        "randomk 0.5, 8 bits": {"method": "randomk", "sparsity": 0.5, "bits": 8},
+        "randomk 0.82, 8 bits": {"method": "randomk", "sparsity": 0.82, "bits": 8},
+        "quantise 4 bits": {"method": "quantise", "bits": 4},
+        "quantise 2 bits, rotated": {"method": "quantise", "bits": 2, "rotate": True},
+        "quantise 1 bit, rotated": {"method": "quantise", "bits": 1, "rotate": True},
+        "lowrank 16, 4 bits": {"method": "lowrank", "rank": 16, "bits": 4},
+        "lowrank 20, 4 bits": {"method": "lowrank", "rank": 20, "bits": 4, "group_size": 256},
+        "lowrank 26, 3 bits": {"method": "lowrank", "rank": 26, "bits": 3, "group_size": 256},
+        "learned 16, 4 bits": {"method": "learned", "rank": 16, "bits": 4},
+        "learned 22, 4 bits": {"method": "learned", "rank": 22, "bits": 4, "group_size": 256},
+        "learned 28, 3 bits": {"method": "learned", "rank": 28, "bits": 3, "group_size": 256},
+        "learned 22, 4 bits, stochastic gradients": {
+            "method": "learned", "rank": 22, "bits": 4, "group_size": 256, **few,
+        },
+    }  # fmt: skip
+
+
+def job_of(arguments: argparse.Namespace, name: str, seed: int) -> Job:
+    """``name`` is the layout, a colon, and "dense" or a row of :func:`classes`."""
+    layout, _, row = name.partition(": ")
+    topology = {"pp": 2} if layout == PP else {"tp": 2, "sequence_parallel": True}
+    dct = None
+    if row != "dense":
+        section = {**classes()[row], "warmup_steps": arguments.warmup}
+        if layout == PP:
+            parts = {"pipeline": section, "tensor": OFF}
+        else:
+            parts = {"pipeline": OFF, "tensor": {**section, "gather": True}}
+        dct = {"data_parallel": OFF, "model_parallel": parts}
+    return Job(
+        layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq, lr=arguments.lr, cosine=True,
+        micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches, steps=arguments.steps,
+        tied_embeddings=False, evaluation_rounds=arguments.evaluations, seed=seed, dct=dct, **topology,
+    )  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], margin: float) -> str:
+    """Markdown: one line per row name, means over the seeds, differences paired by seed."""
+    lines = [
+        "| setting | seeds | held-out loss | - dense (95 %) | inside | forward | fewer | backward | fewer |",
+        "|---|--:|--:|--:|:-:|--:|--:|--:|--:|",
+    ]
+    for point in points(rows):
+        interval, name = point["interval"], point["name"]
+        inside = "" if interval is None or interval.half_width is None else interval.inside(margin)
+        cells = [
+            name,
+            str(len(point["seeds"])),
+            f"{point['loss']:.4f}",
+            "" if interval is None else str(interval),
+            {True: "yes", False: "no", "": ""}[inside],
+        ]
+        for way in ("sent", "received"):
+            count, dense = point[way], point[f"dense_{way}"]
+            cells += [f"{count / 1e3:.2f}", f"{dense / count:.1f}x"] if count else ["-", "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One for each name: loss, interval against the dense runs of its seeds, bytes per step each way."""
+    found = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        mine = {row["seed"]: row for row in rows if row["name"] == name}
+        plain = {row["seed"]: row for row in rows if row["name"] == f"{name.split(': ')[0]}: dense"}
+        seeds = [seed for seed in mine if seed in plain]
+        if not seeds:
+            continue
+        both = [(mine[seed], plain[seed]) for seed in seeds]
+        dense = name.endswith(": dense")
+        point: dict[str, Any] = {"name": name, "seeds": seeds}
+        point["loss"] = statistics.fmean(row["held_out"] for row, _ in both)
+        point["interval"] = None if dense else paired([a["held_out"] - b["held_out"] for a, b in both])
+        for way in ("sent", "received"):
+            point[way] = statistics.fmean(row[way] for row, _ in both)
+            point[f"dense_{way}"] = statistics.fmean(row[way] for _, row in both)
+        found.append(point)
+    return found
+
+
+def plot(rows: list[dict[str, Any]], path: str, margin: float) -> None:
+    """Difference of loss against how many times fewer bytes cross, both ways together."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    layouts = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
+    figure, axes = plt.subplots(1, len(layouts), figsize=(6.4 * len(layouts), 4.8), squeeze=False)
+    colours: dict[str, Any] = {}
+    for layout, axis in zip(layouts, axes[0], strict=True):
+        axis.axhspan(-margin, margin, color="0.92")
+        axis.axvline(20, color="0.7", linestyle=":")
+        for point in points(rows):
+            if not point["name"].startswith(layout) or point["interval"] is None or not point["sent"]:
+                continue
+            label = point["name"].partition(": ")[2]
+            method = label.split()[0]
+            colour = colours.setdefault(method, f"C{len(colours)}")
+            fewer = (point["dense_sent"] + point["dense_received"]) / (point["sent"] + point["received"])
+            half = point["interval"].half_width or 0.0
+            axis.errorbar(fewer, point["interval"].mean, half, fmt="o", color=colour, capsize=3)
+            rest = label.removeprefix(method).strip()
+            axis.annotate(f"{method} {rest}", (fewer, point["interval"].mean), fontsize=7, xytext=(5, 3),
+                          textcoords="offset points")  # fmt: skip
+        axis.set(xscale="log", xlabel="times fewer bytes, both ways", ylabel="held-out loss - dense (nats)")
+        axis.set_title(layout)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", help="text file, plain or .gz; generated text without it")
+    parser.add_argument("--results", default="activations.jsonl", help="file that keeps the runs")
+    parser.add_argument("--output", help="markdown file; standard output without it")
+    parser.add_argument("--plot", help="picture to write")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--layouts", nargs="+", default=[PP, TP], choices=[PP, TP])
+    parser.add_argument("--classes", nargs="*", default=list(classes()), metavar="ROW")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--warmup", type=int, default=20, help="dense steps at the start")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--evaluations", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after that many")
+    parser.add_argument("--margin", type=float, default=0.02)
+    parser.add_argument("--port", type=int, default=29741)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        serve(arguments, lambda name, seed: job_of(arguments, name, seed))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
+    results = Path(arguments.results)
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = {(row["name"], row["seed"]) for row in rows}
+    wanted = [
+        (f"{layout}: {row}", seed)
+        for seed in arguments.seeds
+        for layout in arguments.layouts
+        for row in ("dense", *arguments.classes)
+    ]
+    missing = [item for item in wanted if item not in done]
+    measured = bool(missing) and make_link()
+    ranks = Ranks(measured) if missing else None
+    began = time.monotonic()
+    try:
+        for name, seed in missing:
+            if ranks is None or time.monotonic() - began > arguments.seconds:
+                break
+            first, last = ranks.run(name, seed)
+            row = {**first, "held_out": last["held_out"], "train": last["train"]}
+            rows.append(row)
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    finally:
+        if ranks is not None:
+            ranks.close()
+        if measured:
+            remove_link()
+    text = table(rows, arguments.margin)
+    if arguments.plot:
+        plot(rows, arguments.plot, arguments.margin)
+    if arguments.output:
+        Path(arguments.output).write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Values of few bits, a scale per group: every entry of a tensor, where nothing is left out.
+
+A group's ``2**bits`` levels are equally spaced and symmetric about zero. Rounded to nearest, the distance of
+levels is the better, for each group, of two: the one that spans the largest magnitude, and the one that
+serves normally distributed values best and clips the rest (Max, IRE Trans. Inf. Theory 1960, table II).
+Rounded at random, levels span the group, and each value is right on average. Plain torch, any device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import PayloadError
+
+#: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
+_BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352}
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, and the multipliers of splitmix64 (Vigna, 2015)
+_MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
+
+
+class Quantiser(NamedTuple):
+    """Settings: what encoder and decoder have to know of each other.
+
+    Attributes:
+        bits: of a value: 8, 4, 3, 2 or 1; 16 is bf16 without scales.
+        group: Values that share a scale of bf16, a power of two of at least 8.
+        rotate: Mix the values of each group by a Hadamard transform (TAH-Quant, arXiv 2506.01352).
+
+    Example:
+        >>> quantiser = Quantiser(bits=4, group=64)
+        >>> data = quantiser.encode(tokens)                    # tokens [rows, 64]: a scale per row
+        >>> rows = quantiser.decode(data, tokens.numel()).view_as(tokens)
+    """
+
+    bits: int
+    group: int = 128
+    rotate: bool = False
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of ``numel`` values."""
+        if self.bits == 16:
+            return 2 * numel
+        return 2 * -(-numel // self.group) + self.bits * -(-numel // 8)
+
+    def encode(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+        """The values of ``x``, any shape and floating type, as uint8 [nbytes].
+
+        Groups follow each other in memory: those of [rows, hidden] lie within a row if ``group`` divides
+        ``hidden``. A group with a non-finite entry decodes to no finite entry.
+
+        Args:
+            seed: int64 []: round at random, by it alone; None: to nearest.
+        """
+        flat = x.detach().reshape(-1)
+        if self.bits == 16:
+            return flat.to(torch.bfloat16).view(torch.uint8)
+        numel = flat.numel()
+        table = torch.zeros(-(-numel // self.group), self.group, device=x.device)
+        table.view(-1)[:numel] = flat
+        if self.rotate:
+            table = table @ hadamard(self.group, x.device)
+        levels = 2**self.bits
+        if seed is None:
+            step, half = self._nearest(table), levels / 2
+        else:
+            step = _stored(table.abs().amax(dim=1, keepdim=True) * (2 / (levels - 1)))
+            half = uniform(table.numel(), seed).view_as(table).add_((levels - 1) / 2)
+        codes = _codes(table, step, half, levels).to(torch.uint8)
+        scales = step.to(torch.bfloat16).view(-1).view(torch.uint8)
+        return torch.cat([scales, pack(codes.view(-1)[: 8 * -(-numel // 8)], self.bits)])
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        """fp32 [numel] of what :meth:`encode` wrote, uint8; more bytes may follow.
+
+        Raises:
+            PayloadError: There are fewer bytes than ``numel`` values take.
+        """
+        size = self.nbytes(numel)
+        if data.numel() < size:
+            raise PayloadError(f"{numel} values of {self.bits} bits take {size} bytes, got {data.numel()}")
+        if self.bits == 16:
+            return data[:size].clone().view(torch.bfloat16).to(torch.float32)
+        groups = -(-numel // self.group)
+        step = data[: 2 * groups].clone().view(torch.bfloat16).to(torch.float32)
+        table = torch.zeros(groups, self.group, device=data.device)
+        codes = unpack(data[2 * groups : size], self.bits)
+        table.view(-1)[: codes.numel()] = codes
+        table.sub_((2**self.bits - 1) / 2).mul_(step.unsqueeze(1))
+        if self.rotate:
+            table = table @ hadamard(self.group, data.device)
+        return table.view(-1)[:numel]
+
+    def _nearest(self, table: Tensor) -> Tensor:
+        """Distance of levels of each group, fp32 [groups, 1]."""
+        levels = 2**self.bits
+        if self.bits == 1:  # the mean magnitude is best whatever the distribution
+            return _stored(table.abs().mean(dim=1, keepdim=True) * 2)
+        spanning = _stored(table.abs().amax(dim=1, keepdim=True) * (2 / levels))
+        if self.bits not in _BEST_STEP:
+            return spanning
+        best = _stored(table.square().mean(dim=1, keepdim=True).sqrt_() * _BEST_STEP[self.bits])
+        errors = [
+            (_codes(table, step, levels / 2, levels) - (levels - 1) / 2)
+            .mul_(step)
+            .sub_(table)
+            .square_()
+            .sum(dim=1, keepdim=True)
+            for step in (spanning, best)
+        ]
+        return torch.where(errors[1] < errors[0], best, spanning)
+
+
+def _stored(step: Tensor) -> Tensor:
+    """As the receiver will read it."""
+    return step.to(torch.bfloat16).to(torch.float32)
+
+
+def _codes(table: Tensor, step: Tensor, half: Tensor | float, levels: int) -> Tensor:
+    """Number of each value's level, fp32; a step of zero has no levels."""
+    scaled = table / step.clamp_min(torch.finfo(torch.float32).tiny)
+    return scaled.add_(half).floor_().clamp_(0, levels - 1)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [n], n a multiple of 8, each below ``2**bits``, as uint8 [n * bits / 8], lowest bits first."""
+    if bits == 8:
+        return codes
+    if bits == 3:
+        word = torch.zeros(codes.numel() // 8, dtype=torch.int32, device=codes.device)
+        for place, column in enumerate(codes.view(-1, 8).to(torch.int32).unbind(dim=1)):
+            word |= column << (3 * place)
+        return torch.stack([word >> shift for shift in (0, 8, 16)], dim=1).to(torch.uint8).view(-1)
+    columns = codes.view(-1, 8 // bits).unbind(dim=1)
+    packed = columns[0].clone()
+    for place, column in enumerate(columns[1:], start=1):
+        packed |= column << (bits * place)
+    return packed
+
+
+def unpack(data: Tensor, bits: int) -> Tensor:
+    """Inverse of :func:`pack`."""
+    if bits == 8:
+        return data
+    if bits == 3:
+        low, middle, high = data.view(-1, 3).to(torch.int32).unbind(dim=1)
+        word = low | middle << 8 | high << 16
+        return torch.stack([(word >> (3 * place)) & 7 for place in range(8)], dim=1).to(torch.uint8).view(-1)
+    mask = 2**bits - 1
+    return torch.stack([(data >> (bits * place)) & mask for place in range(8 // bits)], dim=1).view(-1)
+
+
+def uniform(numel: int, seed: Tensor) -> Tensor:
+    """fp32 [numel] in [0, 1), by ``seed``, int64 [], and position alone; nothing is read from its device."""
+    word = torch.arange(numel, dtype=torch.int64, device=seed.device).mul_(_GOLDEN).add_(seed)
+    for shift, factor in _MIX:
+        word.bitwise_xor_((word >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)
+    return ((word >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+
+
+@functools.lru_cache(maxsize=16)
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix of a power of two, fp32: its own inverse."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return matrix / size**0.5

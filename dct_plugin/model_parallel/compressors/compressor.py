@@ -1,0 +1,199 @@
+"""What a compressor class for activations is: three methods, and three more if it answers gradients."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...codecs.quantised import Quantiser
+from ...codecs.stats import Stats
+from ...config import ActivationConfig, KernelConfig
+from ...stream import Encoded
+
+#: What precedes a message of known size: its number, int64.
+NUMBER_NBYTES = 8
+
+
+@dataclass
+class Site:
+    """A point of the model at which something crosses, as its compressors see it.
+
+    Attributes:
+        name: The same at both ends.
+        rank: Of this end; seeds what is random.
+        kernels: Which kernels run; the defaults when None.
+        step: Optimizer steps so far.
+        training: False in forward-only passes: state is used and left as it is, and nothing is kept.
+        average: Averages tensors over the model's replicas, in place; None without replicas.
+    """
+
+    name: str
+    rank: int = 0
+    kernels: KernelConfig | None = None
+    step: int = 0
+    training: bool = True
+    average: Callable[[list[Tensor]], None] | None = None
+
+
+class Written(NamedTuple):
+    """What was written of some tensors.
+
+    Attributes:
+        messages: uint8 each, in memory of their own.
+        kept: What this end keeps of each until its gradient arrives.
+        encoded: Figures.
+    """
+
+    messages: list[Tensor]
+    kept: list[Any]
+    encoded: Encoded
+
+
+class ActivationCompressor(ABC):
+    """One way for tensors to cross.
+
+    One instance serves one direction of one site, at both ends. The same tensor gives the same message for as
+    long as a step lasts, so that activation recomputation finds what was sent: state changes in
+    :meth:`end_step` only, and what is random is seeded by :meth:`seed`.
+
+    Args:
+        config: Settings; those of gradients have been put in their place where it is to compress gradients.
+        site: Where.
+    """
+
+    #: Whether every message about tensors of one shape has :meth:`nbytes` bytes, no fewer.
+    exact: ClassVar[bool] = True
+
+    def __init__(self, config: ActivationConfig, site: Site) -> None:
+        self.config = config
+        self.site = site
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that is to cross."""
+        return 1.0
+
+    @abstractmethod
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Most bytes of a message about a tensor, by what both ends know."""
+
+    @abstractmethod
+    def encode(self, parts: Sequence[Tensor]) -> Written:
+        """One message for each tensor, of any shapes and floating types."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, out: Tensor, peer: int) -> Any:
+        """Add what a message holds to ``out``, contiguous, of any floating type.
+
+        Args:
+            message: uint8; padding may follow.
+            peer: Rank of the sender in the group.
+
+        Returns:
+            What this end keeps to answer with a gradient.
+
+        Raises:
+            PayloadError: The message is malformed, or of a tensor of another size.
+        """
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on bitwise, between steps."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        return
+
+    # -- for the classes -------------------------------------------------------------------------------------
+
+    def quantiser(self, bits: int | None = None) -> Quantiser:
+        """The configured one, without rotation."""
+        return Quantiser(self.config.bits if bits is None else bits, self.config.group_size)
+
+    def seed(self, tensor: Tensor) -> Tensor:
+        """int64 [] on the tensor's device, of name, rank, step and content: the same at a recomputation."""
+        own = zlib.crc32(f"{self.site.name}/{self.site.rank}/{self.site.step}".encode())
+        words = tensor.detach().to(torch.float32).contiguous().view(torch.int32)
+        return words.sum(dtype=torch.int64) * 0x9E3779B1 + (own << 20)
+
+    def written(
+        self, messages: list[Tensor], kept: list[Any], parts: Sequence[Tensor], began: float
+    ) -> Written:
+        """With figures; ``began`` by ``perf_counter``."""
+        spent = round(1e9 * (time.perf_counter() - began) / max(len(parts), 1))
+        stats = [
+            Stats(message.numel(), count, count, False, encode_ns=spent)
+            for message, count in zip(messages, (round(self.density * p.numel()) for p in parts), strict=True)
+        ]
+        return Written(messages, kept, Encoded(stats, sum(part.numel() for part in parts), self.density))
+
+
+class AnsweringCompressor(ActivationCompressor):
+    """One whose gradients come back in terms of the forward message: both ends have kept what that takes.
+
+    ``config.gradient_...`` say how the answers are written.
+    """
+
+    @abstractmethod
+    def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Any = None) -> int:
+        """Most bytes of an answer; with what an end ``kept``, exactly those of the answer to that."""
+
+    @abstractmethod
+    def encode_answer(self, gradient: Tensor, kept: Any) -> tuple[Tensor, Encoded]:
+        """The message, uint8, of the gradient of what :meth:`decode` added, which ``kept`` is of."""
+
+    @abstractmethod
+    def decode_answer(self, message: Tensor, kept: Any, out: Tensor) -> None:
+        """Add the gradient of what was encoded to ``out``; ``kept`` is of :meth:`encode`.
+
+        Raises:
+            PayloadError: The message is malformed.
+        """
+
+    @abstractmethod
+    def pull_back(self, gradient: Tensor, kept: Any, received: Any) -> Tensor:
+        """Both in one, and exact, for a message that its own sender decoded: ``kept`` and ``received``."""
+
+    def learn(self, gradient: Tensor, received: Any) -> None:
+        """Take note of a gradient whose answer the sender makes itself, by :meth:`pull_back`."""
+        return
+
+    def answers(self) -> Quantiser:
+        """That of gradients."""
+        return self.quantiser(self.config.gradient_bits)
+
+    def answered(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, Encoded]:
+        """What :meth:`encode_answer` returns, for the ``values`` that stand for ``gradient``."""
+        given = self.config.gradient_stochastic
+        random = self.config.stochastic if given is None else given
+        message = self.answers().encode(values, self.seed(gradient) if random else None)
+        count = round(self.density * gradient.numel())
+        stats = Stats(message.numel(), count, count, False)
+        return message, Encoded([stats], gradient.numel(), self.density)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """fp32 [rows, size of the last dimension]."""
+    return tensor.detach().reshape(-1, tensor.shape[-1]).to(torch.float32)
+
+
+def size_of_rows(shape: torch.Size) -> tuple[int, int]:
+    """The shape of :func:`rows_of`."""
+    return shape.numel() // max(shape[-1], 1), shape[-1]
+
+
+def add(out: Tensor, values: Tensor) -> None:
+    """``out += values``, rounded once; as many entries, in whatever shape."""
+    flat = out.view(-1)
+    flat.copy_(flat.to(torch.float32) + values.reshape(-1))

@@ -1,0 +1,37 @@
+"""All entries, in few bits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...codecs.quantised import Quantiser
+from .compressor import ActivationCompressor, Written, add
+
+
+class Quantised(ActivationCompressor):
+    """:class:`~dct_plugin.codecs.quantised.Quantiser` of groups along the last dimension, rotated by option.
+
+    Sources: MCBench (Bian et al., MLSys 2024); TAH-Quant (arXiv 2506.01352) for the rotation. Gradients pass
+    straight through the rounding, and are quantised themselves.
+    """
+
+    def quantiser(self, bits: int | None = None) -> Quantiser:
+        return super().quantiser(bits)._replace(rotate=self.config.rotate)
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return self.quantiser().nbytes(shape.numel())
+
+    def encode(self, parts: Sequence[Tensor]) -> Written:
+        began = time.perf_counter()
+        quantiser = self.quantiser()
+        messages = [
+            quantiser.encode(part, self.seed(part) if self.config.stochastic else None) for part in parts
+        ]
+        return self.written(messages, [None] * len(messages), parts, began)
+
+    def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
+        add(out, self.quantiser().decode(message, out.numel()))

@@ -1,0 +1,416 @@
+"""Every compressor class for activations against a plain-torch formula: what arrives, what comes back, sizes,
+seeds, state, and the messages of every class between two ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from torch import Tensor
+
+from dct_plugin.codecs.quantised import Quantiser, hadamard, pack, uniform, unpack
+from dct_plugin.config import DCTConfig, PipelineConfig, TensorConfig
+from dct_plugin.errors import ConfigError, PayloadError
+from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
+from dct_plugin.model_parallel.compressors import COMPRESSORS
+
+SHAPE = (24, 2, 48)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "threshold": {"method": "threshold", "sparsity": 0.75},
+    "threshold, int4": {"method": "threshold", "sparsity": 0.75, "value_dtype": "int4"},
+    "topk": {"method": "topk", "sparsity": 0.75},
+    "randomk": {"method": "randomk", "sparsity": 0.75},
+    "quantise": {"method": "quantise", "bits": 3},
+    "quantise, random, rotated": {"method": "quantise", "bits": 2, "stochastic": True, "rotate": True},
+    "lowrank": {"method": "lowrank", "rank": 8, "bits": 4},
+    "learned": {"method": "learned", "rank": 8, "bits": 4, "gradient_stochastic": True},
+    "learned, top gradients": {
+        "method": "learned",
+        "rank": 8,
+        "gradient_method": "topk",
+        "gradient_sparsity": 0.9,
+    },
+    "quantise, no gradients": {"method": "quantise", "gradient_method": "none"},
+    "threshold of its own": {"method": "none", "gradient_method": "threshold", "gradient_sparsity": 0.5},
+    "none": {"method": "none"},
+}
+
+
+def tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ends(**settings: Any) -> tuple[FixedMessages, FixedMessages]:
+    """Sender and receiver of one boundary."""
+    config = PipelineConfig.of(settings)
+    sender, receiver = (FixedMessages(ActivationStream(config, name="x", rank=rank)) for rank in range(2))
+    return sender, receiver
+
+
+def cross(sender: FixedMessages, receiver: FixedMessages, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """What arrives of ``x``, and of the gradient ``g`` that comes back."""
+    message, kept, _ = sender.encode(x, 3)
+    assert message.numel() == receiver.nbytes(x.shape, x.dtype)
+    out = torch.full_like(x, 7)
+    received = receiver.decode(message, out)
+    answer, _ = receiver.encode_gradient(g, received)
+    assert answer.numel() == sender.nbytes(x.shape, x.dtype, gradient=True)
+    exact, _ = receiver.encode_gradient(g, received, exact=True)
+    assert exact.numel() == sender.nbytes(x.shape, x.dtype, gradient=True, kept=kept)
+    back = torch.full_like(g, 7)
+    sender.decode_gradient(exact, {3: kept}, back)
+    return out, back
+
+
+# -- values of few bits -----
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2, 1])
+@pytest.mark.parametrize("numel", [1, 8, 63, 64, 200, 4096])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_quantised_values_are_the_nearest_levels(bits: int, numel: int, rotate: bool) -> None:
+    quantiser = Quantiser(bits, 64, rotate)
+    x = tensor(bits, numel)
+    data = quantiser.encode(x)
+    assert data.dtype == torch.uint8
+    assert data.numel() == quantiser.nbytes(numel)
+    found = quantiser.decode(data, numel)
+    if bits == 16:
+        assert torch.equal(found, x.bfloat16().float())
+        return
+    table = torch.nn.functional.pad(x, (0, -numel % 64)).view(-1, 64)
+    arrived = torch.nn.functional.pad(found, (0, -numel % 64)).view(-1, 64)
+    if rotate:
+        if numel % 64:
+            return  # values beyond the end were mixed in, and are not returned
+        table, arrived = table @ hadamard(64, x.device), arrived @ hadamard(64, x.device)
+    for group, decoded in zip(table, arrived, strict=True):
+        step = data[: data.numel() - bits * -(-numel // 8)].view(torch.bfloat16).float()
+        (size,) = step[table.eq(group).all(dim=1)][:1]
+        levels = (torch.arange(2**bits) - (2**bits - 1) / 2) * size
+        nearest = levels[(group.unsqueeze(1) - levels).abs().argmin(dim=1)]
+        inside = group != 0  # between two levels either will do; padding is not returned
+        torch.testing.assert_close(decoded[inside], nearest[inside], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.008), (4, 0.11), (3, 0.20), (2, 0.35), (1, 0.61)])
+def test_quantisation_error_of_normal_values(bits: int, error: float) -> None:
+    """At most what the best equally spaced levels leave (Max, 1960), and a little for scales."""
+    x = tensor(1, 1 << 16)
+    for rotate in (False, True):
+        quantiser = Quantiser(bits, 128, rotate)
+        found = quantiser.decode(quantiser.encode(x), x.numel())
+        assert float((found - x).norm() / x.norm()) < error
+
+
+def test_rotation_helps_where_one_value_stands_out() -> None:
+    x = tensor(1, 1 << 12)
+    x[::128] *= 40
+    plain, rotated = (Quantiser(2, 128, rotate) for rotate in (False, True))
+    errors = [float((q.decode(q.encode(x), x.numel()) - x).norm()) for q in (plain, rotated)]
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+def test_random_rounding_is_right_on_average(bits: int) -> None:
+    x = tensor(1, 64)
+    quantiser = Quantiser(bits, 64)
+    rounds = [quantiser.decode(quantiser.encode(x, torch.tensor(seed)), 64) for seed in range(4000)]
+    step = 2 * float(x.abs().max()) / (2**bits - 1)
+    assert float((torch.stack(rounds).mean(dim=0) - x).abs().max()) < 0.05 * step + 0.01
+    assert float((torch.stack(rounds) - x).abs().max()) <= 1.01 * step
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+def test_packing_is_its_own_inverse(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (8 * 37,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.numel() == bits * 37
+    assert torch.equal(unpack(packed, bits), codes)
+    word = sum(int(code) << (bits * place) for place, code in enumerate(codes[:8]))
+    assert packed[:bits].tolist() == list(word.to_bytes(bits, "little"))
+
+
+def test_random_numbers_are_uniform_and_of_the_seed() -> None:
+    numbers = uniform(1 << 16, torch.tensor(5))
+    assert torch.equal(numbers, uniform(1 << 16, torch.tensor(5)))
+    assert not torch.equal(numbers, uniform(1 << 16, torch.tensor(6)))
+    assert 0 <= float(numbers.min()) < float(numbers.max()) < 1
+    shares = torch.histc(numbers, 16, 0, 1) / numbers.numel()
+    assert float((shares - 1 / 16).abs().max()) < 0.004
+    assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 0.02
+
+
+def test_a_group_with_a_poisoned_value_has_no_finite_one() -> None:
+    x = tensor(1, 256)
+    x[5], x[200] = float("nan"), float("inf")
+    for seed in (None, torch.tensor(1)):
+        found = Quantiser(4, 64).decode(Quantiser(4, 64).encode(x, seed), 256).view(4, 64)
+        assert found.isfinite().all(dim=1).tolist() == [False, True, True, False]
+        assert not found[0].isfinite().any()
+
+
+def test_rows_of_tokens_have_a_scale_each() -> None:
+    tokens = tensor(1, 12, 64) * torch.logspace(-3, 3, 12).unsqueeze(1)
+    quantiser = Quantiser(8, 64)
+    found = quantiser.decode(quantiser.encode(tokens), tokens.numel()).view_as(tokens)
+    assert float(((found - tokens).norm(dim=1) / tokens.norm(dim=1)).max()) < 0.01
+    assert quantiser.encode(tokens[:0]).numel() == quantiser.nbytes(0) == 0
+
+
+# -- classes -----
+
+
+def test_top_k_keeps_exactly_the_largest() -> None:
+    x, g = tensor(1), tensor(2)
+    exact = {"value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+    out, back = cross(*ends(method="topk", sparsity=0.9, **exact), x, g)
+    kept = torch.zeros(x.numel())
+    kept[x.abs().view(-1).topk(round(0.1 * x.numel())).indices] = 1
+    assert torch.equal(out, x * kept.view(SHAPE))
+    assert torch.equal(back, g * kept.view(SHAPE))
+
+
+def test_random_k_keeps_one_of_every_run_and_answers_there() -> None:
+    x, g = tensor(1), tensor(2)
+    out, back = cross(*ends(method="randomk", sparsity=0.75, bits=16), x, g)
+    sent = out != 0
+    assert torch.equal(sent.view(-1, 4).sum(dim=1), torch.ones(x.numel() // 4, dtype=torch.int64))
+    assert torch.equal(out, x.bfloat16().float() * sent)
+    assert torch.equal(back, g.bfloat16().float() * sent)
+    other, _ = cross(*ends(method="randomk", sparsity=0.75, bits=16), x + 1, g)
+    assert not torch.equal(other != 0, sent)
+
+
+def test_quantised_tensors_and_gradients_take_their_own_bits() -> None:
+    x, g = tensor(1), tensor(2)
+    out, back = cross(*ends(method="quantise", bits=4, gradient_bits=2, group_size=64), x, g)
+    for there, here, bits in ((out, x, 4), (back, g, 2)):
+        quantiser = Quantiser(bits, 64)
+        expected = quantiser.decode(quantiser.encode(here), here.numel()).view(SHAPE)
+        assert torch.equal(there, expected)
+
+
+def test_low_rank_projects_both_ways_to_one_subspace() -> None:
+    x = tensor(1, 48, 6) @ tensor(2, 6, 48)  # rank 6
+    g = tensor(3, 48, 48)
+    sender, receiver = ends(method="lowrank", rank=6, bits=16)
+    out, back = cross(sender, receiver, x, g)
+    basis = torch.linalg.svd(x)[2][:6].t()
+    assert float((out - x).norm() / x.norm()) < 0.03  # the basis has 8 bits
+    expected = g @ basis @ basis.t()
+    assert float((back - expected).norm() / expected.norm()) < 0.03
+    # Of a full matrix the iteration finds the best subspace in some steps, from where it was.
+    full = tensor(4, 48, 48) @ torch.diag(0.8 ** torch.arange(48.0))
+    best = float(torch.linalg.svdvals(full)[6:].norm() / full.norm())
+    errors = []
+    for _ in range(6):
+        errors.append(float((cross(sender, receiver, full, g)[0] - full).norm() / full.norm()))
+        sender.stream.end_step()
+        receiver.stream.end_step()
+    assert errors[-1] < best + 0.02
+    assert errors[-1] < errors[0]
+
+
+def test_the_code_is_trained_by_the_loss_as_autograd_would() -> None:
+    """A step of Adam from the gradients that autograd finds for x E D."""
+    x, g = tensor(1, 32, 12), tensor(2, 32, 12)
+    sender, receiver = ends(method="learned", rank=4, bits=16, learning_rate=0.01)
+    out, back = cross(sender, receiver, x, g)
+    encoder = sender.stream._forward._weights["encoder"].value.clone().requires_grad_()
+    decoder = receiver.stream._forward._weights["decoder 0"].value.t().clone().requires_grad_()
+    torch.testing.assert_close(encoder.detach(), decoder.detach().t())
+    torch.testing.assert_close(encoder.t() @ encoder, torch.eye(4))
+    plain = x.clone().requires_grad_()
+    result = plain @ encoder @ decoder
+    torch.testing.assert_close(out, result.detach(), atol=0.05, rtol=0.02)
+    result.backward(g)
+    assert float((back - plain.grad).norm() / plain.grad.norm()) < 0.01
+    adam = torch.optim.Adam([encoder, decoder], lr=0.01)
+    adam.step()
+    for end in (sender, receiver):
+        end.stream.end_step()
+    new = [sender.stream._forward._weights["encoder"].value]
+    new.append(receiver.stream._forward._weights["decoder 0"].value)
+    # Of gradients that are rounded to bf16 Adam's first step is still the sign of almost all of them.
+    for value, expected in zip(new, (encoder, decoder.t()), strict=True):
+        assert float(((value - expected).abs() < 1e-3).float().mean()) > 0.95
+
+
+def test_a_trained_code_reconstructs_what_it_is_trained_on() -> None:
+    low = tensor(1, 256, 4) @ tensor(2, 4, 24)
+    sender, receiver = ends(method="learned", rank=4, bits=8, learning_rate=0.02)
+    errors = []
+    for _ in range(150):
+        message, kept, _ = sender.encode(low, 0)
+        out = torch.empty_like(low)
+        received = receiver.decode(message, out)
+        errors.append(float((out - low).norm() / low.norm()))
+        answer, _ = receiver.encode_gradient(out - low, received)
+        sender.decode_gradient(answer, {0: kept}, torch.empty_like(low))
+        for end in (sender, receiver):
+            end.stream.end_step()
+    assert errors[-1] < 0.25 < 0.5 < errors[0]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_recomputed_tensors_give_the_same_message_and_resumed_streams_go_on_bitwise(
+    name: str, dtype: torch.dtype
+) -> None:
+    sender, receiver = ends(**SETTINGS[name])
+    copies: tuple[FixedMessages, FixedMessages] | None = None
+    for step in range(5):
+        x, g = tensor(step, dtype=dtype), tensor(step + 50, dtype=dtype)
+        first = sender.encode(x, 1)[0]
+        sender.encode(tensor(step + 90, dtype=dtype), 2)  # another micro-batch
+        assert torch.equal(sender.encode(x, 1)[0], first)
+        found = cross(sender, receiver, x, g)
+        if copies is not None:
+            copies[0].encode(x, 1)
+            for mine, other in zip(found, cross(*copies, x, g), strict=True):
+                assert torch.equal(mine, other)
+        for end in (sender, receiver, *(copies or ())):
+            end.stream.end_step()
+        if step == 2:
+            copies = ends(**SETTINGS[name])
+            for end, copy in zip((sender, receiver), copies, strict=True):
+                copy.stream.load_state_dict(end.stream.state_dict())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_forward_only_passes_change_nothing(name: str) -> None:
+    sender, receiver = ends(**SETTINGS[name])
+    for step in range(2):
+        cross(sender, receiver, tensor(step), tensor(step + 50))
+        sender.stream.end_step()
+        receiver.stream.end_step()
+    before = str(sender.stream.state_dict())
+    sender.stream.training = False
+    sender.encode(tensor(9), 0)
+    sender.stream.training = True
+    assert str(sender.stream.state_dict()) == before
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_warm_up_is_bitwise_dense_and_short_messages_are_refused(name: str) -> None:
+    sender, receiver = ends(**SETTINGS[name], warmup_steps=1)
+    x, g = tensor(1), tensor(2)
+    out, back = cross(sender, receiver, x, g)
+    assert torch.equal(out, x)
+    assert torch.equal(back, g)
+    for end in (sender, receiver):
+        end.stream.end_step()
+    message, _, _ = sender.encode(x, 5)
+    with pytest.raises(PayloadError, match="x: message 5"):
+        receiver.decode(message[:20], torch.empty_like(x))
+
+
+def test_messages_are_as_small_as_their_settings_say() -> None:
+    """fp32 bytes over message bytes, forward and back, of a large tensor."""
+    shape = torch.Size([2048, 256])
+
+    def fewer(**settings: Any) -> tuple[float, float]:
+        messages = ends(**settings)[0]
+        sizes = (messages.nbytes(shape, torch.float32, gradient=way) for way in (False, True))
+        forward, back = (4 * shape.numel() / size for size in sizes)
+        return forward, back
+
+    assert fewer(method="quantise", bits=4) == pytest.approx((32 / 4.125, 32 / 4.125), rel=0.01)
+    assert fewer(method="quantise", bits=1, gradient_bits=8)[0] == pytest.approx(32 / 1.125, rel=0.01)
+    assert fewer(method="learned", rank=32, bits=4) == pytest.approx((62, 62), rel=0.01)
+    assert fewer(method="lowrank", rank=32, bits=4)[0] == pytest.approx(62 / 1.25, rel=0.02)
+    assert fewer(method="randomk", sparsity=0.9, bits=8)[0] == pytest.approx(32 / 0.8125, rel=0.01)
+    int4 = {"value_dtype": "int4", "gradient_value_dtype": "int4"}
+    forward, back = fewer(method="topk", sparsity=0.9, **int4)
+    assert forward > 24
+    assert back > 75
+
+
+def test_every_class_is_in_the_configuration() -> None:
+    methods = PipelineConfig.model_fields["method"].annotation.__args__
+    assert set(methods) == set(COMPRESSORS)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"method": "topc"}, 'dct.model_parallel.pipeline.method = "topc": must be one of "threshold"'),
+        ({"gradient_method": "learned"}, "gradient_method"),
+        ({"bits": 5}, "dct.model_parallel.pipeline.bits = 5: must be one of 16, 8, 4, 3, 2, 1"),
+        ({"group_size": 96}, "group_size = 96: must be a power of two in [8, 65536]"),
+        ({"rank": 0}, "rank = 0: must be an integer in [1, 65536]"),
+        ({"boundaries": [-1]}, "boundaries = [-1]: must be a list of integers >= 0 or null"),
+        ({"gradient_sparsity": 0.9}, "gradient_sparsity = 0.9 needs a gradient_method that has one"),
+        ({"gradient_method": "quantise", "gradient_rank": 4}, "gradient_rank = 4 needs a gradient_method"),
+    ],
+)
+def test_faults_name_key_value_and_what_is_allowed(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as fault:
+        DCTConfig.parse({"model_parallel": {"pipeline": section}})
+    assert message in str(fault.value)
+
+
+def test_boundaries_and_directions_of_a_section() -> None:
+    section = PipelineConfig.of(method="lowrank", rank=4, boundaries=[1], boundary_sparsity=[0.5])
+    assert [section.at(boundary).compresses for boundary in range(3)] == [False, True, False]
+    assert not PipelineConfig().compresses
+    assert PipelineConfig(method="none", gradient_method="quantise").compresses
+    assert not PipelineConfig(method="none").compresses
+    own = PipelineConfig.of(method="quantise", bits=4, gradient_method="lowrank", gradient_rank=2)
+    assert own.for_gradients().summary == "lowrank, 4 bits, rank 2"
+    assert own.summary == "quantise, 4 bits, gradients lowrank, 4 bits, rank 2"
+
+
+# -- between processes -----
+
+
+def _collectives(rank: int, world_size: int) -> dict[str, Tensor]:
+    """Every class in every collective, with gradients, against streams that cross within this process."""
+    comm = CompressedCollectives()
+    report = {}
+    for name, settings in SETTINGS.items():
+        for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
+            config = TensorConfig.of(settings)
+            stream = ActivationStream(config, name=kind, rank=rank)
+            for step in range(2):
+                x = tensor(10 * step + rank, 2 * world_size, 4, 48).requires_grad_()
+                out = getattr(comm, kind)(x, stream)
+                again = getattr(comm, kind)(x.detach(), stream)  # recomputation
+                assert torch.equal(out, again), (name, kind)
+                weights = tensor(77, *out.shape)
+                (out * weights).sum().backward()
+                assert x.grad is not None
+                stream.end_step()
+                report[f"{name} {kind} {step}"] = out.detach()
+            if settings["method"] == "quantise":  # straight through where nothing crosses back
+                if kind == "all_reduce":
+                    assert torch.equal(x.grad, weights)
+                own, other = x.detach(), tensor(10 + 1 - rank, 2 * world_size, 4, 48)
+                part = slice(None) if kind in ("all_gather", "all_reduce") else slice(2 * rank, 2 * rank + 2)
+                theirs = ActivationStream(config, name=kind, rank=1 - rank)
+                theirs.step = 1
+                arrived = torch.zeros_like(other[part])
+                theirs.decode(theirs.encode([other[part]]).messages[0], arrived)
+                if kind == "reduce_scatter":
+                    torch.testing.assert_close(out, own[part] + arrived)
+                elif kind in ("all_gather", "all_to_all"):
+                    blocks = out.split(out.shape[0] // 2)
+                    assert torch.equal(blocks[rank], own[part])
+                    assert torch.equal(blocks[1 - rank], arrived)
+    empty = comm.all_to_all(
+        torch.zeros(0, 48), ActivationStream(TensorConfig(method="lowrank"), name="empty"), [0, 0], [0, 0]
+    )
+    assert empty.shape == (0, 48)
+    return report
+
+
+@pytest.mark.slow
+def test_classes_in_collectives() -> None:
+    mine, other = processes.run(2, _collectives)
+    for key, value in mine.items():
+        if " all_reduce " in key:
+            assert torch.equal(value, other[key]), key
