@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
-from ..host.streams import ActivationStreams
+from ..host.streams import ActivationStreams, average
 from .session import Hook, Session
 
 __all__ = ["ActivationHook"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import processes
+from support import ROOT, processes
 from torch import Tensor
 
 from dct_plugin.codecs.quantised import Quantiser, hadamard, pack, uniform, unpack
 from dct_plugin.config import DCTConfig, PipelineConfig, TensorConfig
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
-from dct_plugin.model_parallel.compressors import COMPRESSORS
+from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 
 SHAPE = (24, 2, 48)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -363,6 +363,20 @@ def test_boundaries_and_directions_of_a_section() -> None:
     own = PipelineConfig.of(method="quantise", bits=4, gradient_method="lowrank", gradient_rank=2)
     assert own.for_gradients().summary == "lowrank, 4 bits, rank 2"
     assert own.summary == "quantise, 4 bits, gradients lowrank, 4 bits, rank 2"
+
+
+def test_the_documented_class_is_whole() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text()
+    names: dict[str, Any] = {}
+    (code,) = (block.split("```")[0] for block in page.split("```python\n")[1:] if "class Signs" in block)
+    exec(code, names)
+    signs = names["Signs"](PipelineConfig(), Site("x"))
+    x = tensor(1, 7, 11)
+    (message,) = signs.encode([x]).messages
+    assert message.numel() == signs.nbytes(x.shape, x.dtype)
+    out = torch.zeros_like(x)
+    signs.decode(message, out, 0)
+    torch.testing.assert_close(out, x.sign() * x.abs().mean())
 
 
 # -- between processes -----
