@@ -38,7 +38,13 @@ _DEEPSPEED_KEYS = {
 class Section(BaseModel):
     """Base of the sections: unknown keys and types of another kind are faults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),  # pydantic up to 2.9 warns of every key that begins with "model_"
+    )
 
     @field_validator("*")
     @classmethod

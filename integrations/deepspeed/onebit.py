@@ -169,6 +169,7 @@ class MomentumHooks(BoundaryHooks):
         """Patch the engine's optimizer (this instance)."""
         self._optimizer = inner_of(self.engine)
         self._names, self.sizes = self._streams()
+        self._owners: dict[int, Any] = {}
         patches.replace(self._optimizer.comm_backend_handle, "hooks", self)
         self.steps.begin()  # in the optimizer's dense steps nothing comes here, and nothing is wrong
 
@@ -188,15 +189,16 @@ class MomentumHooks(BoundaryHooks):
     def average(self, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
         """See :meth:`Backend.compressed_allreduce`."""
         self.steps.begin()
-        name = next(
-            (
-                self._names[id(parameter)]
-                for parameter, state in self._optimizer.state.items()
-                if state.get("worker_error") is worker_error
-            ),
-            _ALL,
-        )
         flat = momentum.detach().reshape(-1)
-        self.reducer.average(name, flat, worker_error, server_error)
+        self.reducer.average(self._name(worker_error), flat, worker_error, server_error)
         if flat.data_ptr() != momentum.data_ptr():
             momentum.copy_(flat.view(momentum.shape))
+
+    def _name(self, worker_error: Tensor) -> str:
+        """The stream whose residual is ``worker_error``; a loaded checkpoint changes the tensors."""
+        state = self._optimizer.state
+        owner = self._owners.get(id(worker_error))
+        if owner is None or state[owner].get("worker_error") is not worker_error:
+            self._owners = {id(s["worker_error"]): p for p, s in state.items() if "worker_error" in s}
+            owner = self._owners.get(id(worker_error))
+        return _ALL if owner is None else self._names[id(owner)]
