@@ -352,7 +352,7 @@ class DataParallelConfig(Section):
         return self.server_density
 
 
-Method = Literal["threshold", "topk", "randomk", "quantise", "lowrank", "learned", "none"]
+Method = Literal["threshold", "topk", "randomk", "quantise", "bound", "lowrank", "learned", "none"]
 #: Classes that need a sparsity; at 0 they leave everything as it is.
 _SPARSE = ("threshold", "topk", "randomk")
 _KeptType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
@@ -368,13 +368,16 @@ class ActivationConfig(Section):
     method: Method = Field(
         default="threshold",
         description="What crosses: entries that reach a threshold, the largest of each tensor (topk), random "
-        "ones (randomk), all in few bits (quantise), a projection to a low rank (lowrank), the code of a "
-        "linear auto-encoder trained with the model (learned), or all (none: the host's own transfer).",
+        "ones (randomk), all in few bits (quantise), all within a bound (bound), a projection to a low rank "
+        "(lowrank), the code of a linear auto-encoder trained with the model (learned), or all (none: the "
+        "host's own transfer).",
     )
-    gradient_method: Literal["same", "threshold", "topk", "randomk", "quantise", "lowrank", "none"] = Field(
+    gradient_method: Literal[
+        "same", "threshold", "topk", "randomk", "quantise", "bound", "lowrank", "none"
+    ] = Field(
         default="same",
         description="How gradients come back: same answers at the forward message's positions, in its "
-        "subspace or in its code (quantise: quantised); any other compresses them by themselves.",
+        "subspace or in its code (quantise, bound: the same way); any other compresses them by themselves.",
     )
     sparsity: float = Field(
         default=0.0,
@@ -413,6 +416,15 @@ class ActivationConfig(Section):
         "one scale serves a group of values.",
     )
     gradient_bits: _Bits | None = Field(default=None, description="The same for gradients; null takes bits.")
+    error_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="With bound: largest error of an entry, as a multiple of the root mean square of what "
+        "crosses in one message.",
+    )
+    gradient_error_bound: float | None = Field(
+        default=None, gt=0, description="The same for gradients; null takes error_bound."
+    )
     group_size: int = Field(
         default=128,
         ge=8,
@@ -472,6 +484,20 @@ class ActivationConfig(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _bound_is_said(self) -> Self:
+        for key, method, bound in (
+            ("method", self.method, self.error_bound),
+            ("gradient_method", self.gradient_method, self.gradient_error_bound or self.error_bound),
+        ):
+            if method == "bound" and bound is None:
+                raise PydanticCustomError(
+                    "dct_conflict",
+                    "{key} = 'bound' needs error_bound: how far off may an entry be?",
+                    {"key": key},
+                )
+        return self
+
     @property
     def density(self) -> float:
         """Target share of the entries that cross, 1 - sparsity."""
@@ -496,6 +522,8 @@ class ActivationConfig(Section):
             what = f"sparsity {self.sparsity:g}"
         elif self.method == "none":
             return f"dense{own}"
+        elif self.method == "bound":
+            what = f"error {self.error_bound:g}"
         else:
             what = f"{self.bits} bits" + (f", rank {self.rank}" if self.method != "quantise" else "")
         return (what if self.method == "threshold" else f"{self.method}, {what}") + own
@@ -508,6 +536,7 @@ class ActivationConfig(Section):
             "bits": self.gradient_bits,
             "stochastic": self.gradient_stochastic,
             "rank": self.gradient_rank,
+            "error_bound": self.gradient_error_bound,
         }
         given = {key: value for key, value in given.items() if value is not None}
         changes = {**own, **given, "value_dtype": self.gradient_value_dtype, "gradient_method": "same"}
@@ -540,6 +569,18 @@ class PipelineConfig(ActivationConfig):
     evaluation: bool = Field(
         default=True, description="Compress in forward-only passes, too; false evaluates the dense model."
     )
+
+    @model_validator(mode="after")
+    def _sizes_are_known(self) -> Self:
+        for key in ("method", "gradient_method"):
+            if getattr(self, key) == "bound":
+                raise PydanticCustomError(
+                    "dct_conflict",
+                    "{key} = 'bound' does not go with pipelines: a receiver must know a message's size in "
+                    "advance, and this one depends on the data; set it to 'quantise'",
+                    {"key": key},
+                )
+        return self
 
     @field_validator("boundaries")
     @classmethod
@@ -581,11 +622,33 @@ class TensorConfig(ActivationConfig):
     skip_last_layers: int = Field(default=0, ge=0, description="Last transformer layers that stay dense.")
 
 
+class ExpertsConfig(ActivationConfig):
+    """``dct.model_parallel.experts``: tokens on their way to experts on other ranks and back."""
+
+    method: Literal["threshold", "topk", "quantise", "bound", "none"] = Field(
+        default="threshold",
+        description="What crosses of a token: entries that reach a threshold, the largest of a message "
+        "(topk), all in few bits (quantise), all within a bound (bound), or all (none: the host's own "
+        "all-to-all).",
+    )
+    gradient_method: Literal["same", "threshold", "topk", "quantise", "bound", "none"] = Field(
+        default="same",
+        description="How gradients come back: same answers at the forward message's positions (quantise, "
+        "bound: the same way); any other compresses them by themselves.",
+    )
+    evaluation: bool = Field(
+        default=True, description="Compress in forward-only passes, too; false evaluates the dense model."
+    )
+
+
 class ModelParallelConfig(Section):
     """``dct.model_parallel``: activations between ranks that hold parts of the model, and their gradients."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Between pipeline stages.")
     tensor: TensorConfig = Field(default_factory=TensorConfig, description="Inside tensor-parallel layers.")
+    experts: ExpertsConfig = Field(
+        default_factory=ExpertsConfig, description="Between tokens and experts on other ranks."
+    )
     expert_gradients: bool = Field(
         default=False, description="Let data_parallel threshold the gradients of expert-parallel layers, too."
     )

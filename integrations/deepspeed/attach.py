@@ -24,12 +24,14 @@ from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import checkpointing, step_ahead
+from .moe import ExpertHooks
 from .onebit import MomentumHooks, MomentumReducer
 from .parameters import GatherHooks
 from .pipeline import PipelineHooks
 from .stage0 import BoundaryHooks, is_expert
 from .support import (
     check_engine,
+    check_experts,
     check_local,
     check_momentum,
     check_parameters,
@@ -52,12 +54,14 @@ class Attachment:
     Attributes:
         config: The validated section.
         reducer: Sums the gradients; holds residuals and thresholds.
+        experts: The same for experts, by the name of their group; none unless they are thresholded.
         metrics: Bytes, densities and times so far.
         steps: Optimizer steps so far.
         ahead: Displaces the weights in training passes; None without ``error_feedback: "step_ahead"``.
         gathers: Sends updated weights; None without ``parameters.enabled``.
         local: Local weights and their anchor; None without ``update: "local"``.
-        pipeline: Thresholds what crosses between pipeline stages; None where nothing is.
+        activations: What compresses activations, by section of ``dct.model_parallel``: ``pipeline``,
+            ``experts``.
         description: The hooks that were chosen, in words.
     """
 
@@ -72,15 +76,17 @@ class Attachment:
         self.metrics = Metrics(
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
         )
-        make = MomentumReducer if kind == "momentum" else GradientReducer
-        self.reducer = make(
-            config.data_parallel,
-            engine.seq_data_parallel_group,
-            metrics=self.metrics,
-            device=engine.device,
-            kernels=config.kernels,
-            transactional=self._scaled,
-            loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
+        self.reducer = self._reducer(
+            engine, engine.seq_data_parallel_group, MomentumReducer if kind == "momentum" else GradientReducer
+        )
+        self.experts = (
+            {
+                name: self._reducer(engine, group)
+                for name, group in engine.expert_data_parallel_group.items()
+                if torch.distributed.get_world_size(group) > 1
+            }
+            if config.model_parallel.expert_gradients and engine.has_moe_layers
+            else {}
         )
         if self.reducer.adaptive is not None:
             self.reducer.adaptive.follow(engine.optimizer)
@@ -92,17 +98,19 @@ class Attachment:
         if kind == "zero":
             tied = engine.module.get_tied_weights_and_groups() if is_pipeline(engine) else ()
             whole = [weight for weight, _ in tied]
-            self._hooks = PartitionHooks(engine.optimizer, self.reducer, self.steps, whole=whole)
+            self._hooks = PartitionHooks(
+                engine.optimizer, self.reducer, self.steps, whole=whole, experts=self.experts
+            )
         elif kind == "momentum":
-            self._hooks = MomentumHooks(engine, self.reducer, self.steps)
+            self._hooks = MomentumHooks(engine, self.reducer, self.steps, self.experts)
         else:
-            self._hooks = BoundaryHooks(engine, self.reducer, self.steps)
+            self._hooks = BoundaryHooks(engine, self.reducer, self.steps, self.experts)
         self.gathers: GatherHooks | None = None
         self.local: LocalUpdates | None = None
-        self.pipeline: PipelineHooks | None = None
-        if crosses_stages(engine, config):
-            self.pipeline = PipelineHooks(engine, config, self.metrics)
-            self.steps.members = [*self.steps.members, self.pipeline]
+        self.activations = {
+            name: hooks(engine, config, self.metrics) for name, hooks in activations_of(engine, config)
+        }
+        self.steps.members = [self.reducer, *self.experts.values(), *self.activations.values()]
         if not config.data_parallel.enabled:
             return
         if config.data_parallel.parameters.enabled:
@@ -113,6 +121,19 @@ class Attachment:
         if config.data_parallel.update == "local":
             assert isinstance(self._hooks, BoundaryHooks)
             self.local = self._hooks.update_locally()
+
+    def _reducer(
+        self, engine: Any, group: Any, kind: type[GradientReducer] = GradientReducer
+    ) -> GradientReducer:
+        return kind(
+            self.config.data_parallel,
+            group,
+            metrics=self.metrics,
+            device=engine.device,
+            kernels=self.config.kernels,
+            transactional=self._scaled,
+            loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
+        )
 
     def _gathers(self, engine: Any, kind: str) -> GatherHooks:
         if kind in ("stage0", "momentum"):
@@ -144,8 +165,8 @@ class Attachment:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that
         if self.gathers is not None:
             self.gathers.install(patches)
-        if self.pipeline is not None:
-            self.pipeline.install(patches)
+        for hooks in self.activations.values():
+            hooks.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
         ahead, local = self.ahead, self.local
@@ -174,7 +195,8 @@ class Attachment:
             else {name: parameter.numel() for group in named for name, parameter in group},
             configuration=self.config.fingerprint(),
             local=local,
-            pipeline=self.pipeline,
+            activations=self.activations,
+            experts=self.experts,
         )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         reporting = Reporting(self.metrics, engine.monitor.write_events if engine.monitor.enabled else None)
@@ -243,7 +265,8 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
             check_momentum(config, rank)
         elif reduces and kind != "none" and config.data_parallel.update == "local":
             check_local(engine, kind)
-        wanted = kind != "none" and (reduces or crosses_stages(engine, config))
+        check_experts(engine, config, deepspeed.__version__)
+        wanted = kind != "none" and (reduces or activations_of(engine, config))
         attachment = Attachment(engine, config, kind) if wanted else None
     path = attachment.description if attachment else "none"
     agreement.confirm(
@@ -273,21 +296,21 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
     return attachment
 
 
-def crosses_stages(engine: Any, config: DCTConfig) -> bool:
-    """Whether something is to be thresholded between the stages of a pipeline."""
-    return is_pipeline(engine) and PipelineHooks.wanted(engine, config)
+def activations_of(engine: Any, config: DCTConfig) -> list[tuple[str, type[PipelineHooks | ExpertHooks]]]:
+    """Which activations of the engine are to be compressed, by section, and by what."""
+    kinds: tuple[tuple[str, type[PipelineHooks | ExpertHooks]], ...] = (
+        ("pipeline", PipelineHooks),
+        ("experts", ExpertHooks),
+    )
+    return [(name, hooks) for name, hooks in kinds if hooks.wanted(engine, config)]
 
 
 def _describe(engine: Any, kind: str, config: DCTConfig) -> str:
-    path = _gradient_path(engine, kind)
-    if not is_pipeline(engine):
-        return path
-    path += f", {engine.num_stages} pipeline stages"
-    if not crosses_stages(engine, config):
-        return path
-    section = config.model_parallel.pipeline
-    found = dict.fromkeys(f"{section.at(i).sparsity:g}" for i in range(engine.num_stages - 1))
-    return f"{path} at sparsity {', '.join(found)}"
+    stages = f", {engine.num_stages} pipeline stages" if is_pipeline(engine) else ""
+    crossing = [
+        f"; {name}: {hooks.summary(engine, config)}" for name, hooks in activations_of(engine, config)
+    ]
+    return "".join([_gradient_path(engine, kind), stages, *crossing])
 
 
 def _gradient_path(engine: Any, kind: str) -> str:

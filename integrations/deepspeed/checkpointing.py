@@ -22,6 +22,7 @@ from dct_plugin.data_parallel.local import LocalUpdates
 from ..host import reducer_files
 from ..host.patches import Patches
 from ..host.steps import StepHooks
+from .moe import ExpertHooks
 from .parameters import GatherHooks
 from .pipeline import PipelineHooks
 from .support import is_pipeline
@@ -41,7 +42,8 @@ def install(
     sizes: Mapping[str, int],
     configuration: str,
     local: LocalUpdates | None,
-    pipeline: PipelineHooks | None,
+    activations: Mapping[str, PipelineHooks | ExpertHooks],
+    experts: Mapping[str, GradientReducer],
 ) -> None:
     """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
 
@@ -55,7 +57,8 @@ def install(
         sizes: Entries of the parameters by the names of their streams.
         configuration: Fingerprint of the ``dct`` section.
         local: Weights of this rank, which go into its own file; the others hold the anchor.
-        pipeline: Whose thresholds are saved with it.
+        activations: Whose states are saved with it, under their names.
+        experts: Reducers of experts, whose states are saved with it.
 
     The stages of a pipeline hold other parameters: each has a folder for its data-parallel ranks.
     """
@@ -68,9 +71,11 @@ def install(
         state = reducer.state_dict()
         if gathers is not None:
             state["parameters"] = gathers.updates.state_dict()
-        if pipeline is not None:
-            state["pipeline"] = pipeline.streams.state_dict()
-        return state
+        if experts:
+            state["expert_gradients"] = {
+                name: {"unit": unit, "state": each.state_dict()} for name, each in experts.items()
+            }
+        return state | {name: hooks.streams.state_dict() for name, hooks in activations.items()}
 
     def own_folder(of_tag: str | Path) -> Path:
         if not is_pipeline(engine):
@@ -123,8 +128,14 @@ def install(
             steps.step = reducer.step
             if gathers is not None:
                 gathers.updates.load_state_dict(state.get("parameters"), step=reducer.step)
-            if pipeline is not None:
-                pipeline.streams.load_state_dict(state.get("pipeline") or {}, step=reducer.step)
+            for name, each in experts.items():
+                saved = (state.get("expert_gradients") or {}).get(name)
+                own = {**reducer_files.FRESH, "step": reducer.step}
+                if saved is not None:
+                    own = checkpoint.in_unit(saved["state"], unit / saved["unit"])
+                each.load_state_dict(own, loss_scale=scale)
+            for name, hooks in activations.items():
+                hooks.streams.load_state_dict(state.get(name) or {}, step=reducer.step)
             return found
 
         return load_checkpoint

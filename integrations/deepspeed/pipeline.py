@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from dct_plugin.config import ActivationConfig, DCTConfig
+from dct_plugin.config import ActivationConfig, DCTConfig, PipelineConfig
 from dct_plugin.kernels import GRAD_DTYPES
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
@@ -27,6 +27,7 @@ from dct_plugin.stream import Encoded
 
 from ..host.patches import Patches
 from ..host.streams import ActivationStreams, average
+from .support import is_pipeline
 
 __all__ = ["PipelineHooks"]
 
@@ -57,9 +58,14 @@ class PipelineHooks:
     @staticmethod
     def wanted(engine: Any, config: DCTConfig) -> bool:
         """Whether anything is to be compressed between this engine's stages."""
-        section = config.model_parallel.pipeline
-        boundaries = range(engine.num_stages - 1)
-        return section.enabled and any(section.at(boundary).compresses for boundary in boundaries)
+        if not is_pipeline(engine) or not config.model_parallel.pipeline.enabled:
+            return False
+        return any(section.compresses for section in _sections(engine, config))
+
+    @staticmethod
+    def summary(engine: Any, config: DCTConfig) -> str:
+        """What is done at the boundaries, for people."""
+        return "; ".join(dict.fromkeys(section.summary for section in _sections(engine, config)))
 
     def install(self, patches: Patches) -> None:
         """Patch the engine instance."""
@@ -217,6 +223,11 @@ class PipelineHooks:
         if self.streams.training:
             record = Record("pipeline", tensors=0, exchange_ms=exchange_ms, decode_ms=decode_ms)
             self.metrics.record(record)
+
+
+def _sections(engine: Any, config: DCTConfig) -> list[PipelineConfig]:
+    """Of the boundaries between an engine's stages."""
+    return [config.model_parallel.pipeline.at(boundary) for boundary in range(engine.num_stages - 1)]
 
 
 class _Channel:

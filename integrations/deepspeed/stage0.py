@@ -8,7 +8,7 @@ and sparse gradients (an all-gather of their own) never come there, or are passe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,14 +34,23 @@ class BoundaryHooks:
         engine: Stage 0 in any precision, or ZeRO-1 with :class:`BF16_Optimizer`.
         reducer: Over the engine's data-parallel group.
         steps: Of the engine's optimizer.
+        experts: Over the groups of ranks with the same experts, by the group's name; experts of others are
+            left to DeepSpeed.
     """
 
-    def __init__(self, engine: Any, reducer: GradientReducer, steps: StepHooks) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        reducer: GradientReducer,
+        steps: StepHooks,
+        experts: Mapping[str, GradientReducer],
+    ) -> None:
         self.engine = engine
         self.reducer = reducer
+        self.experts = experts
         self.steps = steps
         self.local: LocalUpdates | None = None
-        self._layout: dict[int, list[Piece]] | None = None
+        self._layout: dict[int, tuple[GradientReducer, list[Piece]]] | None = None
         self._unknown_reported = False
 
     def install(self, patches: Patches) -> None:
@@ -127,38 +136,44 @@ class BoundaryHooks:
         """Reduce a bucket of gradients in place; False, and nothing done, if they are not all ours."""
         if self._layout is None:
             # Not before DeepSpeed asks: it first makes gradients of zeros for parameters that were not used.
-            self._layout = {pointer: parts for pointer, parts in self._gradients() if parts}
-        layouts = [self._layout.get(tensor.data_ptr()) for tensor in bucket]
-        known = [layout for layout in layouts if layout is not None]
+            self._layout = {
+                pointer: (reducer, parts) for pointer, reducer, parts in self._gradients() if parts
+            }
+        found = [self._layout.get(tensor.data_ptr()) for tensor in bucket]
+        known = [layout for layout in found if layout is not None]
         if len(known) < len(bucket):
             self._report_unknown(len(bucket) - len(known))
             return False
+        reducer = known[0][0]  # a bucket is of one group of ranks
         dtype, averaging = self.engine.communication_data_type, self._averaging()
         with torch.no_grad():
             buffers = [CommBuffer(grad, dtype, averaging.before) for grad in bucket]
             entries = [
                 (piece.name, piece.of(buffer.flat))
-                for buffer, layout in zip(buffers, known, strict=True)
+                for buffer, (_, layout) in zip(buffers, known, strict=True)
                 for piece in layout
             ]
-            self.reducer.all_reduce(entries, scale=averaging.after)
+            reducer.all_reduce(entries, scale=averaging.after)
             for buffer in buffers:
                 buffer.write_back()
         return True
 
-    def _gradients(self) -> Iterator[tuple[int, list[Piece]]]:
-        """Address of every dense gradient that is averaged over all ranks, and the parameters in it."""
+    def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[Piece]]]:
+        """Address of every dense gradient that is ours, what reduces it, and the parameters in it."""
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "get_grads_for_reduction"):
             yield from self._flat_gradients(optimizer)
             return
         for name, parameter in self.engine.module.named_parameters():
             grad = parameter.grad
-            if grad is not None and not grad.is_sparse and not is_expert(parameter):
-                yield grad.data_ptr(), [Piece(name, 0, grad.numel())]
+            reducer = self._reducer_of(parameter)
+            if grad is not None and not grad.is_sparse and reducer is not None:
+                yield grad.data_ptr(), reducer, [Piece(name, 0, grad.numel())]
 
-    @staticmethod
-    def _flat_gradients(optimizer: Any) -> Iterator[tuple[int, list[Piece]]]:
+    def _reducer_of(self, parameter: Any) -> GradientReducer | None:
+        return self.experts.get(parameter.group_name) if is_expert(parameter) else self.reducer
+
+    def _flat_gradients(self, optimizer: Any) -> Iterator[tuple[int, GradientReducer, list[Piece]]]:
         """BF16_Optimizer: one flat buffer per parameter group, with padding (left alone) at its end."""
         groups = zip(
             optimizer.fp32_groups_gradients_flat,
@@ -167,10 +182,13 @@ class BoundaryHooks:
             strict=True,
         )
         for flat, grads, parameters in groups:
-            if any(is_expert(parameter) for parameter in parameters):
+            reducers = {self._reducer_of(parameter) for parameter in parameters}
+            reducer = reducers.pop() if len(reducers) == 1 else None
+            if reducer is None:
                 continue
             yield (
                 flat.data_ptr(),
+                reducer,
                 [
                     Piece(
                         optimizer.param_names[p], grad.storage_offset() - flat.storage_offset(), grad.numel()

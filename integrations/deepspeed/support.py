@@ -30,6 +30,7 @@ TESTED = ("0.19.0", "0.19.4", "0.19.8")
 FEATURES = {
     "ZeRO stage 0, 1, 2": "runtime/zero/stage_1_and_2.py",
     "pipeline engine": "runtime/pipe/p2p.py",
+    "experts on other ranks (MoE)": "moe/sharded_moe.py",
     '1-bit Adam, 1-bit LAMB, 0/1 Adam (comm_backend_name "dct")': "runtime/fp16/onebit/adam.py",
 }
 
@@ -93,6 +94,12 @@ PIPELINE_TARGETS = (
     Target("deepspeed.runtime.pipe.p2p", "recv", ("tensor", "src_stage", "async_op")),
     Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", ("self",)),
 )  # fmt: skip
+
+#: The same for experts on other ranks.
+EXPERT_TARGETS = (
+    Target("deepspeed.moe.sharded_moe", "MOELayer.forward", ("self", "input")),
+    Target("deepspeed.moe.sharded_moe", "_AllToAll.forward", ("ctx", "group", "input")),
+)
 
 #: Optimizer wrappers with gradient paths of their own; anything else at stage 0 is reduced by the engine.
 _KINDS = {"DeepSpeedZeroOptimizer": "zero", "BF16_Optimizer": "bf16"}
@@ -243,6 +250,31 @@ def check_momentum(config: DCTConfig, rank: int) -> None:
                 f"optimizer.params.comm_backend_name = '{BACKEND_NAME}', where the optimizer keeps what "
                 f"is not sent of its momentum: must be {show(value)}"
             )
+
+
+def check_experts(engine: Any, config: DCTConfig, version: str) -> None:
+    """Whether tokens on their way to the engine's experts can be compressed, and gradients of these
+    thresholded (``expert_gradients``).
+
+    Raises:
+        ConfigError: Says why not.
+        VersionError: This DeepSpeed's layer is another one.
+    """
+    tokens, settings = config.model_parallel.experts, config.data_parallel
+    if engine.has_moe_layers and tokens.enabled and tokens.compresses:
+        signatures.require(EXPERT_TARGETS, f"DeepSpeed {version}", _supported(), _REMEDY)
+    if not (config.model_parallel.expert_gradients and settings.enabled and engine.has_moe_layers):
+        return
+    reason = ""
+    if settings.error_feedback == "step_ahead":
+        reason = "error_feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
+    elif settings.update == "local":
+        reason = "update = 'local' exchanges weights, and keeps DeepSpeed's own exchange for experts"
+    if reason:
+        raise ConfigError(
+            f"rank {engine.global_rank}: dct.model_parallel.expert_gradients = true: {reason}; set it to "
+            "false"
+        )
 
 
 def known_fault(engine: Any, version: str) -> str:

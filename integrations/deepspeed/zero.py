@@ -18,7 +18,7 @@ The all-gather of updated parameters after the step stays dense.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,21 @@ class PartitionHooks:
         steps: Of the optimizer.
         whole: Weights of which other ranks, with partitions of their own, have a copy that must stay bitwise
             the same: they are reduced as if nobody owned a part of them.
+        experts: As for :class:`.stage0.BoundaryHooks`; used where DeepSpeed reduces contiguous buckets to
+            their owners.
     """
 
     def __init__(
-        self, optimizer: Any, reducer: GradientReducer, steps: StepHooks, *, whole: Sequence[Tensor] = ()
+        self,
+        optimizer: Any,
+        reducer: GradientReducer,
+        steps: StepHooks,
+        *,
+        whole: Sequence[Tensor] = (),
+        experts: Mapping[str, GradientReducer],
     ) -> None:
         self.optimizer = optimizer
+        self._experts = {optimizer.expert_dp_process_group[name]: each for name, each in experts.items()}
         self._whole = {id(weight) for weight in whole}
         self.reducer = reducer
         self.steps = steps
@@ -100,10 +109,12 @@ class PartitionHooks:
             process_group: Any = None,
             **keywords: Any,
         ) -> None:
-            if self._bucket is None or process_group is not optimizer.dp_process_group:
+            ours = process_group is optimizer.dp_process_group
+            reducer = self.reducer if ours else self._experts.get(process_group)
+            if self._bucket is None or reducer is None:
                 scatter(bucket, communication_data_type, *args, process_group=process_group, **keywords)
             else:
-                self._scatter(bucket, communication_data_type)
+                self._scatter(bucket, communication_data_type, reducer)
 
         def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
             found = self._parameters(communication_data_type)
@@ -137,8 +148,8 @@ class PartitionHooks:
 
     # -- the three collectives -------------------------------------------------------------------------------
 
-    def _scatter(self, bucket: Sequence[Any], dtype: torch.dtype) -> None:
-        """Contiguous bucket to its owners.
+    def _scatter(self, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer) -> None:
+        """Contiguous bucket, of it what ``reducer`` reduces, to its owners.
 
         Args:
             bucket: ``(owners, slice of the bucket[, fp32 accumulator of the slice if it is owned here])``;
@@ -152,9 +163,9 @@ class PartitionHooks:
         layout = pieces(
             [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in found]
         )
-        self._to_owners(buffer.flat, layout, found)
+        self._to_owners(buffer.flat, layout, found, reducer)
         for owners, part, *accumulators in bucket:
-            if self._owned_here(owners):
+            if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
                 start = part.storage_offset() - tensor.storage_offset()
                 result = buffer.flat.narrow(0, start, part.numel())
                 if accumulators and accumulators[0] is not None:
@@ -186,7 +197,7 @@ class PartitionHooks:
             [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in layout]
         )
         if self.to_owners:
-            self._to_owners(buffer.flat, parts, layout, scale=self.scale)
+            self._to_owners(buffer.flat, parts, layout, self.reducer, scale=self.scale)
         else:
             self.reducer.all_reduce(
                 [(piece.name, piece.of(buffer.flat)) for piece in parts], scale=self.scale
@@ -198,17 +209,27 @@ class PartitionHooks:
         flat: Tensor,
         layout: Sequence[Piece],
         found: Sequence[tuple[int, int, Any]],
+        reducer: GradientReducer,
         *,
         scale: float = 1.0,
     ) -> None:
-        """Reduce the gradients in ``flat``, each part at its owner; experts' are left alone."""
-        ours = [(piece, part) for piece, part in zip(layout, found, strict=True) if not is_expert(part[2])]
+        """Reduce the gradients in ``flat`` that ``reducer`` reduces, each part at its owner."""
+        ours = [
+            (piece, part)
+            for piece, part in zip(layout, found, strict=True)
+            if self._reducer_of(part[2]) is reducer
+        ]
         cut = [(piece, part) for piece, part in ours if id(part[2]) not in self._whole]
         if whole := [(piece.name, piece.of(flat)) for piece, part in ours if id(part[2]) in self._whole]:
-            self.reducer.all_reduce(whole, scale=scale)
+            reducer.all_reduce(whole, scale=scale)
         if cut:
             entries = [(piece.name, piece.of(flat), self._shards_of(*part)) for piece, part in cut]
-            self.reducer.reduce_scatter(entries, scale=scale)
+            reducer.reduce_scatter(entries, scale=scale)
+
+    def _reducer_of(self, parameter: Any) -> GradientReducer | None:
+        if not is_expert(parameter):
+            return self.reducer
+        return self._experts.get(self.optimizer.expert_dp_process_group[parameter.group_name])
 
     # -- where things are ------------------------------------------------------------------------------------
 
@@ -251,10 +272,6 @@ class PartitionHooks:
             ]
             self._shards[group, identity] = shards
         return shards
-
-    def _owned_here(self, owners: Any) -> bool:
-        own = self.reducer.rank
-        return own in owners if isinstance(owners, frozenset) else own == owners
 
     def name_of(self, group: int, parameter: Any) -> str:
         name = self.optimizer.param_names.get(parameter)

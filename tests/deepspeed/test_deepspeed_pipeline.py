@@ -22,6 +22,11 @@ SPARSE = {
     "data_parallel": {"sparsity": 0.9, "min_numel": 100},
     "model_parallel": {"pipeline": {"sparsity": 0.8}},
 }
+CLASSES: dict[str, dict[str, Any]] = {
+    "quantise": {"method": "quantise", "bits": 4},
+    "lowrank": {"method": "lowrank", "rank": 4},
+    "learned": {"method": "learned", "rank": 4},
+}
 READY = CONFIGS / "deepspeed_pipeline_dct.json"
 
 
@@ -98,6 +103,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("pipeline")
     plan = [r for name in CASES for r in (run(name, None, 2, "plain/"), run(name, EXACT, 2, "exact/"))]
     plan += [run(name, SPARSE, 3, "sparse/") for name in CASES]
+    for name, pipeline in CLASSES.items():
+        dct = {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": pipeline}}
+        plan.append(run("zero0-fp32", dct, 3, f"{name}/"))
     plan += thresholded()
     plan += [r for name in RESUMED for r in resumed(name, folder)]
     for name, steps, evaluation in (("learning/", 20, True), ("dense-evaluation/", 2, False)):
@@ -164,6 +172,17 @@ def test_activations_and_gradients_are_those_of_a_model_that_thresholds(four: Re
         assert total["density"] == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_other_compressor_classes(four: Results, name: str) -> None:
+    found = [rank[f"{name}/zero0-fp32"] for rank in four]
+    assert found[0]["hash"] == found[1]["hash"]
+    assert found[2]["hash"] == found[3]["hash"]
+    assert found[0]["losses"][-1] < found[0]["losses"][0]
+    for part, cls in ((found[0], "pipeline"), (found[-1], "pipeline_gradient")):
+        total = part["classes"][cls]
+        assert 0 < total["sent"] < total["dense"] / 4
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_goes_on_bitwise(four: Results, name: str) -> None:
     for rank in four:
@@ -193,4 +212,4 @@ def test_the_ready_made_configuration(four: Results) -> None:
     found = four[0]["ready"]
     assert found["steps"] == 3
     assert found["classes"]["pipeline"]["sent"]
-    assert "2 pipeline stages at sparsity 0.9" in found["log"][0]
+    assert "2 pipeline stages; pipeline: sparsity 0.9" in found["log"][0]

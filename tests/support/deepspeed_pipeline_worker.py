@@ -174,7 +174,9 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         result.update(
             steps=engine.dct.steps.step,
             streams=sorted(engine.dct.reducer.streams),
-            boundaries=sorted(engine.dct.pipeline.streams.state_dict()) if engine.dct.pipeline else [],
+            boundaries=sorted(
+                name for hooks in engine.dct.activations.values() for name in hooks.streams.state_dict()
+            ),
             classes={
                 name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
                 for name, part in total.classes.items()

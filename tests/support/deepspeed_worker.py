@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Net(nn.Module):
@@ -42,16 +43,24 @@ class Net(nn.Module):
             self.unused = nn.Linear(47, 5)
         self.norm = nn.LayerNorm(47)
         self.head = nn.Linear(47, 1)
-        if kind == "experts":
-            from deepspeed.moe.layer import MoE
+        self.experts = self.make_experts(kind) if kind.startswith("experts") else None
 
-            expert = nn.Sequential(nn.Linear(47, 20), nn.ReLU(), nn.Linear(20, 47))
-            self.experts = MoE(47, expert, num_experts=2, ep_size=1, k=1, min_capacity=4)
+    @staticmethod
+    def make_experts(kind: str) -> nn.Module:
+        """On every rank all ("experts"), or two of four, of which every token sees two."""
+        from deepspeed.moe.layer import MoE
+
+        expert = nn.Sequential(nn.Linear(47, 20), nn.ReLU(), nn.Linear(20, 47))
+        if kind == "experts":
+            return MoE(47, expert, num_experts=2, ep_size=1, k=1, min_capacity=4)
+        return MoE(47, expert, num_experts=4, ep_size=2, k=2, top2_2nd_expert_sampling=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.embedding(x).mean(dim=1)
         h = torch.relu(self.middle(torch.relu(self.hidden(h))))
-        if self.kind == "experts":
+        if self.kind == "experts-recomputed":
+            h = h + checkpoint(lambda tokens: self.experts(tokens)[0], h, use_reentrant=True)
+        elif self.experts is not None:
             h = h + self.experts(h)[0]
         out = self.head(self.norm(h)).squeeze(-1)
         return nn.functional.mse_loss(out.float(), y)
@@ -85,7 +94,7 @@ def make_engine(run: dict[str, Any]) -> Any:
     torch.manual_seed(run.get("seed", 1))
     model = Net(run.get("model", "mlp"))
     parameters: Any = model.parameters()
-    if run.get("model") == "experts":
+    if run.get("model", "").startswith("experts"):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         parameters = split_params_into_different_moe_groups_for_optimizer(
@@ -206,9 +215,12 @@ def lag(engine: Any) -> float:
 
 def evaluate(engine: Any) -> float:
     """Loss on data that is not trained on."""
+    engine.eval()
     with torch.no_grad():
         x, y = batch(-1, 0, 256)
-        return float(engine.module(x.to(engine.device), y.to(engine.device)))
+        loss = float(engine.module(x.to(engine.device), y.to(engine.device)))
+    engine.train()
+    return loss
 
 
 def residuals(engine: Any) -> dict[str, torch.Tensor]:
@@ -260,6 +272,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
             reducer, total = engine.dct.reducer, engine.dct.metrics.summary()
             result.update(
                 streams=sorted(reducer.streams),
+                experts=sorted(name for each in engine.dct.experts.values() for name in each.streams),
                 sent=total.sent_bytes,
                 dense=total.dense_bytes,
                 density=total.density,

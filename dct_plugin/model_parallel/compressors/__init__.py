@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...config import ActivationConfig
+from .bounded import Bounded
 from .compressor import ActivationCompressor, AnsweringCompressor, Site, Written
 from .learned import Learned
 from .lowrank import LowRank
@@ -25,6 +26,7 @@ COMPRESSORS: Mapping[str, type[ActivationCompressor]] = {
     "topk": TopK,
     "randomk": RandomK,
     "quantise": Quantised,
+    "bound": Bounded,
     "lowrank": LowRank,
     "learned": Learned,
     "none": Whole,
