@@ -73,6 +73,11 @@ COMMANDS = [
         extra="demo",
     ),
     LazyCommand(
+        name="cost",
+        target="dct_plugin.integrations.bench.cost:app",
+        help="What steps cost with each class of compression, and below which link rate one pays.",
+    ),
+    LazyCommand(
         name="bench",
         target="dct_plugin.integrations.bench.command:app",
         help="Step times on links of limited rate, beside those of other methods.",

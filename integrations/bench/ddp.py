@@ -7,7 +7,7 @@ several buckets: it gets a model with one bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from ..ddp import DCTState, dct_hook
 from ..links.method import Method
 from .perceptron import apart, batch, perceptron, width_of
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "Trained", "methods_of"]
 
 Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -74,15 +74,14 @@ class TopK:
 class Trained:
     """One model under DDP, whose hook is whichever was chosen last."""
 
-    def __init__(self, width: int, bucket_cap_mb: float) -> None:
-        model = perceptron(width)
+    def __init__(self, model: nn.Module, data: tuple[Tensor, Tensor], bucket_cap_mb: float) -> None:
         self.ddp = nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
         )
         self.hook: Hook = ideal
         self.ddp.register_comm_hook(self, _dispatch)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        self._data = batch(width)
+        self._data = data
 
     def step(self) -> None:
         """One step of SGD."""
@@ -119,35 +118,41 @@ class DDP:
         self._width = width_of(options["parameters"])
 
     def open(self, variant: str) -> list[Method]:
-        group = dist.group.WORLD
-        assert group is not None
-        shared, one_bucket = Trained(self._width, 25), Trained(self._width, 1e6)
-        methods = [
-            Method("ideal", shared.step, around=shared.alone),
-            self._method("fp32", shared, partial(default_hooks.allreduce_hook, group)),
-            self._method("bf16", shared, partial(default_hooks.bf16_compress_hook, group)),
-            self._method("fp16", shared, partial(default_hooks.fp16_compress_hook, group)),
-        ]
-        for rank in (1, 4):
-            state = powerSGD_hook.PowerSGDState(
-                group, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1
-            )
-            hook = partial(powerSGD_hook.powerSGD_hook, state)
-            methods.append(self._method(f"PowerSGD {rank}", one_bucket, hook, warmup=5))
-        methods.append(self._method("top-k 1 %", shared, TopK(TOPK_DENSITY)))
-        return [*methods, *(self._dct(shared, *setting) for setting in SETTINGS)]
+        shared, one_bucket = (Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, 1e6))
+        return methods_of(shared, one_bucket, SETTINGS)
 
     def close(self) -> None:
         pass
 
-    @staticmethod
-    def _method(name: str, trained: Trained, hook: Hook, **more: Any) -> Method:
-        return Method(name, trained.step, around=partial(trained.using, hook), **more)
 
-    def _dct(self, trained: Trained, sparsity: float, values: str) -> Method:
-        config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
-        metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
-        state = DCTState(config, metrics=metrics)
-        name, hook = f"DCT {sparsity:g} {values}", partial(dct_hook, state)
-        # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
-        return self._method(name, trained, hook, metrics=[metrics], warmup=10)
+def methods_of(shared: Trained, one_bucket: Trained, settings: Sequence[tuple[float, str]]) -> list[Method]:
+    """Every way to reduce a model's gradients; of the plugin, with each sparsity and type of values."""
+    group = dist.group.WORLD
+    assert group is not None
+    methods = [
+        Method("ideal", shared.step, around=shared.alone),
+        _method("fp32", shared, partial(default_hooks.allreduce_hook, group)),
+        _method("bf16", shared, partial(default_hooks.bf16_compress_hook, group)),
+        _method("fp16", shared, partial(default_hooks.fp16_compress_hook, group)),
+    ]
+    for rank in (1, 4):
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1
+        )
+        hook = partial(powerSGD_hook.powerSGD_hook, state)
+        methods.append(_method(f"PowerSGD {rank}", one_bucket, hook, warmup=5))
+    methods.append(_method("top-k 1 %", shared, TopK(TOPK_DENSITY)))
+    return [*methods, *(_dct(shared, *setting) for setting in settings)]
+
+
+def _method(name: str, trained: Trained, hook: Hook, **more: Any) -> Method:
+    return Method(name, trained.step, around=partial(trained.using, hook), **more)
+
+
+def _dct(trained: Trained, sparsity: float, values: str) -> Method:
+    config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
+    metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
+    state = DCTState(config, metrics=metrics)
+    name, hook = f"DCT {sparsity:g} {values}", partial(dct_hook, state)
+    # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
+    return _method(name, trained, hook, metrics=[metrics], warmup=10)

@@ -17,7 +17,16 @@ from typing import NamedTuple
 
 from dct_plugin.errors import DCTError
 
-__all__ = ["HEADER_BYTES", "Links", "LinksError", "Network", "packets_sent", "rate_fault", "rate_name"]
+__all__ = [
+    "HEADER_BYTES",
+    "Links",
+    "LinksError",
+    "Network",
+    "bits_per_second",
+    "packets_sent",
+    "rate_fault",
+    "rate_name",
+]
 
 #: Ethernet 14, IPv4 20, TCP 20 with timestamps 12: what interface counters see of every packet's headers.
 HEADER_BYTES = 66
@@ -167,6 +176,11 @@ def rate_fault(rate: str) -> str | None:
     except ValueError:
         pass
     return f"{rate!r}: must be a number with one of {', '.join(_UNITS)}, at least 100kbit (such as 100mbit)"
+
+
+def bits_per_second(rate: str) -> float:
+    """Of a rate that has no :func:`rate_fault`."""
+    return float(rate[:-4]) * _UNITS[rate[-4:].lower()]
 
 
 def rate_name(rate: str) -> str:

@@ -1,0 +1,193 @@
+"""Measure what the cost model needs to know of a machine, fit it, and check it where it was not fitted."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.codecs.values import ValueDtype
+from dct_plugin.cost import (
+    COEFFICIENTS,
+    GRADIENTS,
+    Link,
+    Machine,
+    Transformer,
+    data_parallel,
+    reduction,
+)
+from dct_plugin.kernels import get_backend
+from dct_plugin.stream import encode_all
+
+from ..links.interleave import interleaved, warmed
+from ..links.namespaces import Links, bits_per_second, rate_name
+from ..links.team import NETWORKS, Team
+
+__all__ = ["Checked", "Measured", "calibrate", "check", "measure"]
+
+#: Shapes whose computing is measured, and those at which every class is, too.
+COMPUTED = (
+    Transformer(1, 128, 4, 64),
+    Transformer(4, 128, 8, 32),
+    Transformer(2, 256, 8, 128),
+    Transformer(1, 512, 16, 64),
+)
+COMPARED = (Transformer(2, 256, 4, 64), Transformer(2, 512, 4, 64))
+#: What the fit has not seen: shapes, numbers of ranks, rates of the links.
+HELD_OUT = (Transformer(3, 384, 6, 96),)
+HELD_OUT_RANKS, HELD_OUT_RATES = (2, 4), (None, "1gbit", "100mbit")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of each method, at a shape, a number of ranks, and a rate (None: no limit): seconds per step, and bytes
+    that a rank's interface sent in it, headers included.
+    """
+
+    shape: Transformer
+    ranks: int
+    rate: str | None
+    seconds: Mapping[str, float]
+    sent: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A method's seconds per step beside the model's."""
+
+    shape: Transformer
+    ranks: int
+    rate: str | None
+    method: str
+    measured: float
+    estimated: float
+
+    @property
+    def error(self) -> float:
+        """Relative, signed."""
+        return self.estimated / self.measured - 1.0
+
+
+def measure(
+    ranks: int,
+    shapes: Sequence[tuple[Transformer, bool]],
+    rates: Sequence[str | None],
+    folder: Path,
+    follow: Callable[[str], None],
+    *,
+    seconds: float = 1.0,
+) -> Iterator[Measured]:
+    """Steps of local ranks on links of limited rate.
+
+    Args:
+        ranks: Processes.
+        shapes: And whether all methods are measured there, or a step that sends nothing alone.
+        rates: In the notation of ``tc``; None: no limit.
+        folder: For the ranks' output.
+        follow: Told what was measured, in words.
+        seconds: For each shape and rate; at least three rounds are made.
+
+    Raises:
+        LinksError: No namespaces can be made.
+        TeamError: A rank failed.
+    """
+    workload = "dct_plugin.integrations.bench.transformer:Transformers"
+    with (
+        Links(ranks, NETWORKS) as links,
+        Team(workload, ranks, links, options={}, folder=folder, name=f"cost-{ranks}") as team,
+    ):
+        for shape, everything in shapes:
+            links.limit(None)
+            variant = f"{shape.layers},{shape.hidden},{shape.batch},{shape.sequence}"
+            methods = team.open(variant if everything else f"{variant},ideal")
+            warmed(team.block, methods)
+            for rate in rates if everything else (None,):
+                links.limit(rate)
+                figures = interleaved(team.block, list(methods), seconds)
+                taken = {f.name: f.median / 1e3 for f in figures}
+                found = Measured(shape, ranks, rate, taken, {f.name: f.sent / ranks for f in figures})
+                ideal = 1e3 * found.seconds["ideal"]
+                follow(f"{ranks} ranks, {name_of(rate)}, {words(shape)}: ideal {ideal:.0f} ms")
+                yield found
+            team.close()
+
+
+def words(shape: Transformer) -> str:
+    """A shape for people."""
+    return f"{shape.layers} x {shape.hidden}, batch {shape.batch} x {shape.sequence}"
+
+
+def name_of(rate: str | None) -> str:
+    """A rate for people."""
+    return "no limit" if rate is None else rate_name(rate)
+
+
+def calibrate(folder: Path, follow: Callable[[str], None]) -> tuple[Machine, list[Measured]]:
+    """Measure this machine, about a minute: two ranks, links without a limit.
+
+    Raises:
+        LinksError, TeamError: As :func:`measure`.
+    """
+    shapes = [(shape, False) for shape in COMPUTED] + [(shape, True) for shape in COMPARED]
+    found = list(measure(2, shapes, (None,), folder, follow))
+    cores = os.cpu_count() or 1
+    fitted_on = f"{date.today()}: 2 ranks, no limit: " + "; ".join(words(shape) for shape, _ in shapes)
+    coefficients = {**fitted(found), "code": seconds_per_code()}
+    return Machine(f"{platform.machine()}, {cores} cores", cores, coefficients, fitted_on), found
+
+
+def fitted(found: Sequence[Measured]) -> dict[str, float]:
+    """Coefficients, none negative, that make the relative errors of all steps smallest in the square."""
+    from scipy.optimize import nnls
+
+    names = [name for name in COEFFICIENTS if name != "code"]
+    rows, weights = [], []
+    for each in found:
+        for method, seconds in each.seconds.items():
+            counts = each.shape.counts()
+            if method != "ideal":
+                counts |= reduction(each.shape, GRADIENTS[method], each.ranks)[0]
+            rows.append([counts.get(name, 0.0) for name in names])
+            weights.append(1.0 / seconds)
+    table = np.array(rows) * np.array(weights)[:, None]
+    scale = table.max(axis=0)  # counts differ by ten orders of magnitude
+    scale[scale == 0.0] = 1.0
+    solution, _ = nnls(table / scale, np.ones(len(rows)))
+    return dict(zip(names, (solution / scale).tolist(), strict=True))
+
+
+def seconds_per_code(numel: int = 1 << 18, rounds: int = 20) -> float:
+    """Of an activation entry that is coded or decoded once: int8 of all entries, there and back."""
+    kernels = get_backend(torch.device("cpu"), "auto")
+    x, out = torch.randn(numel, generator=torch.Generator().manual_seed(0)), torch.zeros(numel)
+    writer, taken = MessageWriter(x.device), []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        writer.clear()
+        encode_all(kernels, x, writer, ValueDtype.INT8)
+        kernels.decode_add(writer.message, out)
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[rounds // 2] / (2 * numel)
+
+
+def check(machine: Machine, found: Sequence[Measured]) -> list[Checked]:
+    """The model's figures beside measured ones."""
+    checked = []
+    for each in found:
+        link = Link() if each.rate is None else Link(bits_per_second(each.rate))
+        for method, seconds in each.seconds.items():
+            if method == "ideal":
+                estimated = machine.seconds(each.shape.counts(), each.ranks)
+            else:
+                ways = GRADIENTS[method]
+                estimated = data_parallel(machine, each.shape, ways, ranks=each.ranks, link=link).total
+            checked.append(Checked(each.shape, each.ranks, each.rate, method, seconds, estimated))
+    return checked

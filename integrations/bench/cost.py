@@ -1,0 +1,305 @@
+"""``dct cost``: what steps cost with each class of compression, by the cost model."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dct_plugin.cost import (
+    ACTIVATIONS,
+    COEFFICIENTS,
+    GRADIENTS,
+    MEASURED,
+    Estimate,
+    Link,
+    Machine,
+    Transformer,
+    data_parallel,
+    pays_below,
+    pipeline,
+)
+
+from ..links.namespaces import bits_per_second, rate_fault, rate_name
+
+__all__ = ["app"]
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
+
+UNLIMITED = "unlimited"
+RATES = (UNLIMITED, "10gbit", "1gbit", "100mbit")
+#: Rates of a plot, bits per second.
+PLOTTED = [10.0 ** (exponent / 10) for exponent in range(70, 111)]
+#: What the others are compared with: who compares with fp32 has not tried the cheapest thing.
+BASELINE = "bf16"
+
+_Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
+_Hidden = Annotated[int, typer.Option(min=1, help="Their width; the MLP is four times as wide.")]
+_Sequence = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")]
+_Rate = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"Of a rank's link, as tc writes it, or {UNLIMITED}; may be repeated ({', '.join(RATES)})."
+    ),
+]
+_Latency = Annotated[float, typer.Option(min=0, help="Of a message, microseconds.")]
+_Here = Annotated[int | None, typer.Option(min=1, help="Ranks that share one machine (all of them).")]
+_Machine = Annotated[
+    Path | None,
+    typer.Option("--machine", help="What `dct cost calibrate` wrote (one measured with 2 cores)."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, bits per second.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw steps over link rates into this PNG.")]
+
+
+@app.callback()
+def cost() -> None:
+    """What a training step costs with each class of compression, by a fitted model."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A class: estimates by rate, and below which rate it is faster than the baseline."""
+
+    name: str
+    estimates: Mapping[str, Estimate]
+    below: float
+
+
+@app.command("data-parallel")
+def gradients(
+    layers: _Layers = 4,
+    hidden: _Hidden = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 8,
+    sequence: _Sequence = 128,
+    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")] = 2,
+    ranks_here: _Here = None,
+    rate: _Rate = None,
+    latency: _Latency = 50.0,
+    machine: _Machine = None,
+    as_json: _Json = False,
+    plot: _Plot = None,
+) -> None:
+    """Steps of data-parallel training: dense, thresholded and low-rank gradients."""
+    model, here = Transformer(layers, hidden, batch, sequence), _machine(machine)
+
+    def estimate(name: str, link: Link) -> Estimate:
+        return data_parallel(here, model, GRADIENTS[name], ranks=ranks, link=link, ranks_here=ranks_here)
+
+    job = {"model": asdict(model), "parameters": model.parameters, "ranks": ranks}
+    title = f"{model.parameters / 1e6:.3g}M parameters, {ranks} ranks, {here.name}"
+    _answer(list(GRADIENTS), estimate, rate, latency, title, job, here, as_json, plot)
+
+
+@app.command("pipeline")
+def activations(
+    layers: _Layers = 4,
+    hidden: _Hidden = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
+    sequence: _Sequence = 128,
+    stages: Annotated[int, typer.Option(min=2, help="Pipeline stages.")] = 2,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 4,
+    ranks_here: _Here = None,
+    rate: _Rate = None,
+    latency: _Latency = 50.0,
+    machine: _Machine = None,
+    as_json: _Json = False,
+    plot: _Plot = None,
+) -> None:
+    """Steps of pipeline-parallel training: dense and compressed activations and their gradients."""
+    model, here = Transformer(layers, hidden, batch, sequence), _machine(machine)
+
+    def estimate(name: str, link: Link) -> Estimate:
+        return pipeline(
+            here,
+            model,
+            ACTIVATIONS[name],
+            stages=stages,
+            micro_batches=micro_batches,
+            link=link,
+            ranks_here=ranks_here,
+        )
+
+    job = {"model": asdict(model), "stages": stages, "micro_batches": micro_batches}
+    title = f"{layers} x {hidden}, {stages} stages, {micro_batches} micro-batches, {here.name}"
+    _answer(list(ACTIVATIONS), estimate, rate, latency, title, job, here, as_json, plot)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="File for what was measured.")] = Path("out/machine.json"),
+) -> None:
+    """Measure this machine, about a minute. Keep it idle; needs what `dct bench links` needs."""
+    from rich.console import Console
+
+    from .calibration import calibrate, check
+
+    console = Console()
+    machine, found = calibrate(out.parent / "logs", lambda line: console.print(line, style="dim"))
+    machine.save(out)
+    for name, what in COEFFICIENTS.items():
+        console.print(f"{1e9 * machine.coefficients[name]:12.4g} ns  per {what}", highlight=False)
+    errors = [abs(each.error) for each in check(machine, found)]
+    console.print(
+        f"Fit: off by {statistics.median(errors):.0%} (median), {max(errors):.0%} (worst). Wrote {out}."
+    )
+
+
+@app.command()
+def check(
+    machine: _Machine = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated (2 and 4).")] = None,
+    rate: _Rate = None,
+    out: Annotated[Path, typer.Option(help="Folder for figures.")] = Path("out/cost"),
+) -> None:
+    """Measure a shape, numbers of ranks and links that the model was not fitted on, and compare."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .calibration import HELD_OUT, Measured, check, measure, name_of, words
+
+    here, console = _machine(machine), Console()
+    rates = [None if one == UNLIMITED else one for one in _rates(rate, (UNLIMITED, "1gbit", "100mbit"))]
+    found: list[Measured] = []
+    for count in ranks or (2, 4):
+        shapes = [(shape, True) for shape in HELD_OUT]
+        found += measure(count, shapes, rates, out / "logs", lambda line: console.print(line, style="dim"))
+    table = Table("shape", "ranks", "link", "class", "measured, ms", "model, ms", "error")
+    checked = check(here, found)
+    for each in checked:
+        figures = f"{1e3 * each.measured:.0f}", f"{1e3 * each.estimated:.0f}", f"{each.error:+.0%}"
+        table.add_row(words(each.shape), str(each.ranks), name_of(each.rate), each.method, *figures)
+    console.print(table)
+    errors = [abs(each.error) for each in checked]
+    console.print(f"Off by {statistics.median(errors):.0%} (median), {max(errors):.0%} (worst).")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "check.json").write_text(json.dumps([asdict(each) for each in checked], indent=1) + "\n")
+
+
+def _machine(path: Path | None) -> Machine:
+    return MEASURED if path is None else Machine.load(path)
+
+
+def _rates(rates: Sequence[str] | None, otherwise: Sequence[str]) -> list[str]:
+    chosen = list(dict.fromkeys(rates or otherwise))
+    for one in chosen:
+        if one != UNLIMITED and (fault := rate_fault(one)):
+            raise typer.BadParameter(f"{fault}, or {UNLIMITED}", param_hint="--rate")
+    return chosen
+
+
+def _answer(
+    names: Sequence[str],
+    estimate: Any,
+    rate: Sequence[str] | None,
+    latency: float,
+    title: str,
+    job: Mapping[str, Any],
+    machine: Machine,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Print what was asked for: a table, or JSON; and draw it."""
+    links = {
+        name: Link(math.inf if name == UNLIMITED else bits_per_second(name), latency / 1e6)
+        for name in _rates(rate, RATES)
+    }
+    free = {name: estimate(name, Link(latency=latency / 1e6)) for name in names}
+    rows = [
+        Row(
+            name,
+            {where: estimate(name, link) for where, link in links.items()},
+            pays_below(free[name], free[BASELINE]),
+        )
+        for name in names
+    ]
+    if plot is not None:
+        _draw(
+            {n: [estimate(n, Link(bits, latency / 1e6)).total for bits in PLOTTED] for n in names},
+            title,
+            plot,
+        )
+    if as_json:
+        typer.echo(
+            json.dumps({"machine": machine.name, **job, "classes": [_as_dict(row) for row in rows]}, indent=1)
+        )
+        return
+    _print(rows, title)
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "sent_bytes": next(iter(row.estimates.values())).sent,
+        "pays_below": None if row.below == math.inf else row.below,
+        "seconds": {
+            where: {
+                "compute": each.compute,
+                "codec": each.codec,
+                "exchange": each.exchange,
+                "total": each.total,
+            }
+            for where, each in row.estimates.items()
+        },
+    }
+
+
+def _print(rows: Sequence[Row], title: str) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"{title}: ms per step"), title_justify="left")
+    table.add_column("class", no_wrap=True)
+    for name in (
+        "sent per rank",
+        *(rate_name(where) for where in rows[0].estimates),
+        f"beats {BASELINE} below",
+    ):
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    best = {where: min(row.estimates[where].total for row in rows) for where in rows[0].estimates}
+    for row in rows:
+        cells = [
+            Text(f"{1e3 * each.total:.4g}", style="bold" if each.total <= best[where] else "")
+            for where, each in row.estimates.items()
+        ]
+        sent = next(iter(row.estimates.values())).sent
+        below = "" if row.name == BASELINE else _speed(row.below)
+        table.add_row(row.name, decimal(round(sent)), *cells, below)
+    Console().print(table)
+
+
+def _speed(bits: float) -> str:
+    if bits == math.inf:
+        return "any rate"
+    if bits < 1e5:
+        return "never"
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _draw(steps: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    from ..dlrm.report import png
+
+    with png(path, 1, 1, figsize=(7.5, 4.2)) as (_, axes):
+        for number, (name, seconds) in enumerate(steps.items()):
+            style = ":" if name in ("fp32", "bf16") else "-" if "DCT" in name or "threshold" in name else "--"
+            axes.plot(
+                [bits / 1e6 for bits in PLOTTED],
+                [1e3 * one for one in seconds],
+                style,
+                label=name,
+                color=f"C{number}",
+            )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("Mbit/s of a rank's link")
+        axes.set_ylabel("ms per step")
+        axes.set_title(title, fontsize=10)
+        axes.legend(fontsize=7, ncols=2)
