@@ -413,4 +413,24 @@ def pays_below(fast: Estimate, dense: Estimate) -> float:
 
 
 #: Two cores of an AMD EPYC, gloo, one thread per rank; what `dct cost` takes without a file.
-MEASURED = Machine("2 cores", 2)
+MEASURED = Machine(
+    "CPU, 2 cores",
+    2,
+    {
+        "flop": 8.942e-12,
+        "activation": 8.981e-08,
+        "score": 8.152e-09,
+        "parameter": 6.804e-10,
+        "layer": 0.001244,
+        "byte": 1.145e-09,
+        "round": 0.001633,
+        "cast": 6.2e-10,
+        "select": 2.134e-09,
+        "kept": 7.252e-09,
+        "powersgd": 2.253e-09,
+        "powersgd_rank": 1.148e-09,
+        "code": 1.467e-09,
+    },
+    "2026-11-22: 2 ranks, no limit: 1 x 128, batch 4 x 64; 4 x 128, batch 8 x 32; 2 x 256, batch 8 x 128; "
+    "1 x 512, batch 16 x 64; 2 x 256, batch 4 x 64; 2 x 512, batch 4 x 64",
+)

@@ -251,23 +251,24 @@ def _as_dict(row: Row) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Row], title: str) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"{title}: ms per step"), title_justify="left")
-    table.add_column("class", no_wrap=True)
-    for name in (
-        "sent per rank",
-        *(rate_name(where) for where in rows[0].estimates),
-        f"beats {BASELINE} below",
-    ):
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    table = Table(title=Text(f"{title}: ms per step"), title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("class", min_width=11)
+    table.add_column("sent\nper rank", justify="right", no_wrap=True, min_width=8)
+    for where in rows[0].estimates:
+        table.add_column(rate_name(where).replace(" ", "\n"), justify="right", no_wrap=True, min_width=6)
+    table.add_column(f"beats {BASELINE}\nbelow", justify="right")
+    shortest = min(each.total for row in rows for each in row.estimates.values())
+    form = ".0f" if shortest > 0.1 else "#.3g"
     best = {where: min(row.estimates[where].total for row in rows) for where in rows[0].estimates}
     for row in rows:
         cells = [
-            Text(f"{1e3 * each.total:.4g}", style="bold" if each.total <= best[where] else "")
+            Text(f"{1e3 * each.total:{form}}", style="bold" if each.total <= best[where] else "")
             for where, each in row.estimates.items()
         ]
         sent = next(iter(row.estimates.values())).sent

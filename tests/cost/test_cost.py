@@ -195,11 +195,11 @@ def test_bytes_are_those_of_real_ranks(tmp_path: Path) -> None:
             pass
     except LinksError as error:
         pytest.skip(str(error))
-    shape = Transformer(1, 128, 2, 8)
+    shape = Transformer(1, 256, 1, 8)
     (found,) = measure(3, [(shape, True)], ["1gbit"], tmp_path, lambda _: None, seconds=0.1)
     assert found.sent["ideal"] < 1000
     for name in found.sent.keys() - {"ideal"}:
         expected = data_parallel(MACHINE, shape, GRADIENTS[name], ranks=3, link=Link()).sent
-        # Headers and messages of sizes weigh in so small a model.
-        assert found.sent[name] == pytest.approx(expected, rel=0.12, abs=4000), name
+        # Headers, messages of sizes, and how gloo reduces short vectors weigh in so small a model.
+        assert found.sent[name] == pytest.approx(expected, rel=0.1, abs=12_000), name
         assert found.seconds[name] > 8 * expected / 1e9
