@@ -227,16 +227,39 @@ GRADIENTS: Mapping[str, Gradient] = {
 
 @dataclass(frozen=True)
 class Activation:
-    """A class of activation compression at a pipeline boundary.
+    """A class of activation compression at a pipeline boundary, with its gradients compressed alike.
 
     Attributes:
-        forward, backward: Bits per entry that cross, positions and scales included.
-        passes: How often an entry is gone over to code and decode it, both ways together.
+        method: As in ``dct.model_parallel.pipeline``.
+        bits: Of a number on the wire.
+        density: Share of the entries that ``threshold``, ``topk`` and ``randomk`` send.
+        rank: Of ``lowrank`` and ``learned``.
+        group: Numbers below 16 bits that share a scale, but for ``threshold`` and ``topk``.
     """
 
-    forward: float
-    backward: float
-    passes: float
+    method: Literal["none", "threshold", "topk", "randomk", "quantise", "lowrank", "learned"]
+    bits: int = 16
+    density: float = 1.0
+    rank: int = 0
+    group: int = 128
+
+    def crossing(self, model: Transformer) -> tuple[float, float]:
+        """Bits per entry of the boundary's tensor, forward and backward, positions and scales included."""
+        number = self.bits + (16.0 / self.group if self.bits < 16 else 0.0)
+        if self.method in ("threshold", "topk"):
+            values = self.density * _scaled(self.bits)
+            return values + self.density * positions(self.density), values
+        if self.method in ("lowrank", "learned"):
+            code = number * self.rank / model.hidden
+            return code + (8.0 * self.rank / model.tokens if self.method == "lowrank" else 0.0), code
+        return (number * self.density,) * 2
+
+    @property
+    def passes(self) -> float:
+        """How often an entry is gone over to code and decode it, both ways together."""
+        if self.method == "none":
+            return 0.0 if self.bits == 32 else 2.0
+        return 4.0
 
 
 def positions(density: float) -> float:
@@ -254,21 +277,18 @@ def _scaled(bits: int) -> float:
     return bits + (32.0 / 256.0 if bits < 16 else 0.0)
 
 
-def _masked(density: float, bits: int, *, sent: bool = True) -> Activation:
-    values = density * _scaled(bits)
-    return Activation(values + density * positions(density) * sent, values, 4.0)
-
-
-#: Activation classes by name. A threshold's mask crosses forward and serves both ways, positions of random-k
-#: follow from a seed, and low rank is that of 64 tokens of 1024 entries at rank 4.
+#: Activation classes by name.
 ACTIVATIONS: Mapping[str, Activation] = {
-    "fp32": Activation(32.0, 32.0, 0.0),
-    "bf16": Activation(16.0, 16.0, 2.0),
-    "threshold 0.75 bf16": _masked(0.25, 16),
-    "threshold 0.9 bf16": _masked(0.1, 16),
-    "threshold 0.9 int8": _masked(0.1, 8),
-    "randomk 0.9 bf16": _masked(0.1, 16, sent=False),
-    **{f"quantise {bits}": Activation(_scaled(bits), _scaled(bits), 4.0) for bits in (8, 4, 2)},
+    "fp32": Activation("none", 32),
+    "bf16": Activation("none"),
+    "threshold 0.75 bf16": Activation("threshold", density=0.25),
+    "threshold 0.9 bf16": Activation("threshold", density=0.1),
+    "threshold 0.9 int8": Activation("threshold", 8, 0.1),
+    "topk 0.9 bf16": Activation("topk", density=0.1),
+    "randomk 0.9 bf16": Activation("randomk", density=0.1),
+    **{f"quantise {bits}": Activation("quantise", bits) for bits in (8, 4, 2)},
+    "lowrank 8, 4 bits": Activation("lowrank", 4, rank=8),
+    "learned 8, 4 bits": Activation("learned", 4, rank=8),
 }
 
 
@@ -393,7 +413,7 @@ def pipeline(
     entries = model.tokens * model.hidden
     work = {name: count / stages for name, count in model.counts().items()}
     parameter = work.pop("parameter")  # the optimizer steps once
-    ways = [entries * bits / 8 for bits in (method.forward, method.backward)]
+    ways = [entries * bits / 8 for bits in method.crossing(model)]
     return Estimate(
         compute=turns * machine.seconds(work, here) + machine.seconds({"parameter": parameter}, here),
         codec=crossings * machine.seconds({"byte": sum(ways), "round": 2.0, "code": method.passes * entries}),

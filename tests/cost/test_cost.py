@@ -16,6 +16,7 @@ from dct_plugin.integrations.links.team import NETWORKS
 from typer.testing import CliRunner
 
 from dct_plugin import Compressor
+from dct_plugin.config import PipelineConfig
 from dct_plugin.cost import (
     ACTIVATIONS,
     COEFFICIENTS,
@@ -31,6 +32,7 @@ from dct_plugin.cost import (
     reduction,
 )
 from dct_plugin.errors import ConfigError
+from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 
 SHAPE = Transformer(3, 192, 2, 16)
 MACHINE = Machine("test", 2, dict.fromkeys(COEFFICIENTS, 1e-9))
@@ -54,6 +56,21 @@ def test_bytes_of_an_entry_are_those_of_a_payload(name: str) -> None:
     _, sent, _ = reduction(one_layer, method, 2)
     expected = (sent - 4 * one_layer.vectors) / (one_layer.parameters - one_layer.vectors) * numel
     assert payload.data.numel() == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name not in ("fp32", "bf16")])
+def test_bytes_of_an_activation_are_those_of_its_compressor(name: str) -> None:
+    way, model = ACTIVATIONS[name], Transformer(1, 512, 4, 128)
+    values = {"value_dtype": "int8"} if way.method == "threshold" and way.bits == 8 else {}
+    config = PipelineConfig.of(
+        method=way.method, sparsity=1.0 - way.density, bits=way.bits, rank=max(1, way.rank), **values
+    )
+    compressor = COMPRESSORS[way.method](config, Site("point"))
+    shape = torch.Size((model.tokens, model.hidden))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    (message,) = compressor.encode([tensor]).messages
+    forward, _ = way.crossing(model)
+    assert message.numel() == pytest.approx(shape.numel() * forward / 8, rel=0.05)
 
 
 def test_positions_cost_nothing_where_there_is_nothing_to_say() -> None:
