@@ -27,7 +27,7 @@ endef
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(TEST_READY) ## Create .venv with everything the other commands need
 
