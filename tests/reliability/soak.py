@@ -2,44 +2,59 @@
 
     python tests/reliability/soak.py --seconds 1800
 
-For every host and number of ranks: one run without interruption, and one of which a random rank gets SIGKILL
+For every host and number of ranks: one run without interruption, and runs of which a random rank gets SIGKILL
 (or SIGSTOP, and SIGKILL later) at random moments, start-up and saving included; each time all ranks go on
-from the last checkpoint. Ends with a line of JSON; exits with 1 when the parameters differ, between the ranks
-or from the uninterrupted run, or when a rank outlives the others' end by more than a minute.
+from the last checkpoint. Ranks are forked from this process, which has imported the host and nothing more.
+Ends with a line of JSON; exits with 1 when the parameters differ, between the ranks or from the
+uninterrupted run, or when a rank outlives the others' end by more than a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from dct_plugin.integrations.links.namespaces import rate_fault
 from dct_plugin.integrations.links.team import free_port
 
-WORKER = Path(__file__).parents[1] / "support" / "soak_worker.py"
-HOSTS = ("ddp", "zero0", "zero1", "zero2")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support import soak_worker
+
+#: In this order: megatron-core's stand-ins for CUDA stay in the process that ranks are forked from.
+HOSTS = ("ddp", "zero0", "zero1", "zero2", "megatron")
+_LIMITED = "DCT_SOAK_LIMITED"
+_context = multiprocessing.get_context("fork")
+Processes = list[Any]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800.0, help="time limit")
     parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=HOSTS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=(2, 4))
     parser.add_argument("--steps", type=int, default=60, help="of every run")
-    parser.add_argument("--kills", type=int, default=6, help="of every run")
+    parser.add_argument("--kills", type=int, default=20, help="of every host and number of ranks")
+    parser.add_argument("--rate", help="of the link between the ranks, such as 100mbit (namespaces, tc)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.rate and _LIMITED not in os.environ:
+        _again_on_a_limited_link(arguments.rate)
     until, generator = time.monotonic() + arguments.seconds, random.Random(arguments.seed)
-    report: dict[str, Any] = {"cycles": 0, "runs": []}
-    cases = [(host, ranks) for ranks in arguments.ranks for host in arguments.hosts]
+    report: dict[str, Any] = {"rate": arguments.rate, "seed": arguments.seed, "cycles": 0, "runs": []}
+    cases = [(host, ranks) for host in HOSTS if host in arguments.hosts for ranks in arguments.ranks]
     for host, ranks in cases:
         share = (until - time.monotonic()) / (len(cases) - len(report["runs"]))
         found = soak(host, ranks, arguments.steps, arguments.kills, time.monotonic() + share, generator)
@@ -50,65 +65,115 @@ def main() -> int:
     return 0
 
 
+def _again_on_a_limited_link(rate: str) -> None:
+    """This program in a network of its own, whose one interface is limited."""
+    if fault := rate_fault(rate):
+        raise SystemExit(f"--rate {fault}")
+    link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 200ms"
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    os.environ.update({_LIMITED: rate, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"})
+    command = ["unshare", *user, "--net", "sh", "-c", f'{link} && exec "$@"', "sh"]
+    os.execvp("unshare", [*command, sys.executable, *sys.argv])
+
+
 def soak(
     host: str, ranks: int, steps: int, kills: int, until: float, generator: random.Random
 ) -> dict[str, Any]:
-    """One host with so many ranks: the reference, and a run that is killed until the time is up."""
-    with tempfile.TemporaryDirectory() as reference, tempfile.TemporaryDirectory() as folder:
+    """One host with so many ranks: the reference, and runs that are killed until the time is up."""
+    soak_worker.prepare(host)
+    import_beforehand(host)
+    with tempfile.TemporaryDirectory() as place:
+        reference, folder = Path(place, "whole"), Path(place, "killed")
         began = time.monotonic()
-        whole = finish(start(host, ranks, Path(reference), steps), Path(reference))
+        reference.mkdir()
+        whole = finish(start(host, ranks, reference, steps), reference)
         length = time.monotonic() - began
-        done, results = 0, None
-        while results is None:
-            processes = start(host, ranks, Path(folder), steps)
-            if done < kills and time.monotonic() < until:
-                time.sleep(generator.uniform(0.1, 1.0) * length)
-                done += interrupt(processes, generator)
-            results = finish(processes, Path(folder))
-    digests = {result["digest"] for result in [*whole, *results]}
-    if len(digests) > 1:
-        raise SystemExit(f"{host} on {ranks} ranks: parameters differ: {whole} {results}")
+        assert whole is not None
+        done = runs = resumed = 0
+        while done < kills and time.monotonic() < until:
+            folder.mkdir()
+            results = None
+            while results is None:
+                resumed += (folder / "latest").exists()
+                processes = start(host, ranks, folder, steps)
+                if done < kills and time.monotonic() < until:
+                    # Moments of start-up, too; and several of them in one run.
+                    time.sleep(generator.uniform(0.0, 0.6) * length)
+                    done += interrupt(processes, generator)
+                results = finish(processes, folder)
+            runs += 1
+            check(host, ranks, [*whole, *results])
+            shutil.rmtree(folder)
     growth = max(last - first for first, last in (result["memory"] for result in whole))
-    return {"host": host, "ranks": ranks, "kills": done, "growth_mib": round(growth, 1), "equal": True}
+    return {
+        "host": host, "ranks": ranks, "kills": done, "runs": runs, "resumed": resumed,
+        "growth_mib": round(growth, 1), "equal": True, "seconds": round(time.monotonic() - began),
+    }  # fmt: skip
 
 
-def start(host: str, ranks: int, folder: Path, steps: int) -> list[subprocess.Popen[bytes]]:
+def import_beforehand(host: str) -> None:
+    """Import here what two ranks import on their way: they find it there when they are forked."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if finish(start(host, 2, folder, 4), folder) is None:
+            raise SystemExit(f"{host} does not run")
+        names = (folder / "modules").read_text().split()
+    for name in names:
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(None):
+            importlib.import_module(name)
+    if threading.active_count() > 1:
+        raise SystemExit(f"{host}: its modules start threads, which a fork would lose")
+
+
+def check(host: str, ranks: int, results: list[dict[str, Any]]) -> None:
+    """Whether all ranks of all runs ended with the same parameters, each those of its part of the model."""
+    for part in {result["part"] for result in results}:
+        if len({result["digest"] for result in results if result["part"] == part}) > 1:
+            raise SystemExit(f"{host} on {ranks} ranks: parameters differ: {results}")
+
+
+def start(host: str, ranks: int, folder: Path, steps: int) -> Processes:
     (folder / "alive").unlink(missing_ok=True)
     common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": ranks}
     common |= {"MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), host, str(folder), str(steps)],
-            env={
-                **os.environ,
-                **{name: str(value) for name, value in common.items()},
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-            },
-            stdout=open(folder / f"rank{rank}.out", "w"),
-            stderr=open(folder / f"rank{rank}.err", "w"),
-        )
-        for rank in range(ranks)
+    processes = [
+        _context.Process(target=_rank, args=(rank, common, host, folder, steps)) for rank in range(ranks)
     ]
+    for process in processes:
+        process.start()
+    return processes
 
 
-def interrupt(processes: list[subprocess.Popen[bytes]], generator: random.Random) -> int:
+def _rank(rank: int, environment: dict[str, Any], host: str, folder: Path, steps: int) -> None:
+    """In the process of a rank."""
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    for number, kind in ((1, "out"), (2, "err")):
+        target = os.open(folder / f"rank{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(target, number)
+    soak_worker.run(host, folder, steps)
+    if rank == 0:
+        (folder / "modules").write_text("\n".join(sys.modules))
+    os._exit(0)  # ranks that take down their connections while others still use them can abort them
+
+
+def interrupt(processes: Processes, generator: random.Random) -> int:
     """Kill one; whether it was still there."""
     victim = generator.choice(processes)
-    if victim.poll() is not None:
+    if victim.exitcode is not None:
         return 0
     if generator.random() < 0.25:
-        victim.send_signal(signal.SIGSTOP)
+        os.kill(victim.pid, signal.SIGSTOP)
         time.sleep(2.0)
     victim.kill()
     return 1
 
 
-def finish(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[dict[str, Any]] | None:
+def finish(processes: Processes, folder: Path) -> list[dict[str, Any]] | None:
     """What all ranks say at their end; None when one was lost, and then all have ended."""
     began = None
-    while any(process.poll() is None for process in processes):
-        if began is None and any(process.poll() not in (None, 0) for process in processes):
+    while any(process.exitcode is None for process in processes):
+        if began is None and any(process.exitcode not in (None, 0) for process in processes):
             began = time.monotonic()
         training = (folder / "alive").exists()
         # Before the first step it is the launcher's task to end the others: they wait in the rendezvous.
@@ -118,7 +183,7 @@ def finish(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[dict[
             if training:
                 raise SystemExit("a rank outlived the loss of another by a minute")
         time.sleep(0.05)
-    codes = [process.returncode for process in processes]
+    codes = [process.exitcode for process in processes]
     if any(codes):
         if -signal.SIGKILL not in codes:
             texts = [(folder / f"rank{rank}.err").read_text()[-2000:] for rank in range(len(codes))]

@@ -1,4 +1,4 @@
-"""One rank of the soak: trains with checkpoints, goes on from the last one. HOST FOLDER STEPS.
+"""One rank of the soak: trains with checkpoints, goes on from the last one.
 
 The environment names rank, world size and address, as torchrun's does. The last line is JSON: a digest of the
 parameters, and resident memory in MiB after the first and the last quarter of the steps.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from dct_plugin.config import DCTConfig
 
 SECTION = {"data_parallel": {"sparsity": 0.95, "min_numel": 100, "warmup_steps": 2, "verify_every": 5}}
 #: Model, first step, what makes a step and what saves under a tag.
@@ -33,9 +34,18 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def deepspeed_run(
-    stage: int, folder: Path
-) -> tuple[nn.Module, int, Callable[[int], None], Callable[[str], None]]:
+def prepare(host: str) -> None:
+    """What a host needs beyond its modules, in the process that ranks are forked from."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    if host == "megatron":
+        from dct_plugin.integrations.bench import megatron_cpu
+
+        megatron_cpu.install()
+        megatron_cpu.patch_megatron()
+
+
+def deepspeed_run(stage: int, folder: Path) -> Run:
     import deepspeed
 
     config = {
@@ -89,17 +99,113 @@ def ddp_run(folder: Path) -> Run:
         if dist.get_rank() == 0:
             content: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**content, "step": done}, folder / tag / "model.pt")
-            (folder / "latest.new").write_text(tag)
-            (folder / "latest.new").replace(latest)
+            name(tag, folder)
         dist.barrier()
 
     return model, first, step, save
 
 
-def main(host: str, folder: Path, steps: int) -> None:
-    torch.set_num_threads(1)
-    run = ddp_run(folder) if host == "ddp" else deepspeed_run(int(host.removeprefix("zero")), folder)
-    model, first, step, save = run
+def megatron_run(folder: Path) -> Run:
+    """Data-parallel ranks; of four, two and two share a part of every layer (tensor parallelism)."""
+    from dct_plugin.integrations.megatron import hooks
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dist.init_process_group("gloo")
+    hooks.install(DCTConfig.parse(SECTION))
+    parallel_state.initialize_model_parallel(dist.get_world_size() // 2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=128, params_dtype=torch.float32,
+        tensor_model_parallel_size=dist.get_world_size() // 2, use_cpu_initialization=True,
+        hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )  # fmt: skip
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(check_for_nan_in_grad=False),
+        GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=64,
+            max_sequence_length=16,
+            share_embeddings_and_output_weights=False,
+        ),
+    )
+    model.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32), [model]
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    latest, first = folder / "latest", 0
+    own = f"rank{dist.get_rank()}.pt"
+    if latest.exists():
+        tag = folder / latest.read_text()
+        saved = torch.load(tag / own, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert hooks.load_checkpoint(tag)
+        first = saved["step"]
+    done = first
+    schedule = get_forward_backward_func()
+    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
+    positions = torch.arange(16).unsqueeze(0).expand(4, -1)
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach()}
+
+    def forward_step(source: Any, module: Any) -> Any:
+        tokens = next(source)
+        return module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss_of
+
+    def step(number: int) -> None:
+        nonlocal done
+        generator = torch.Generator().manual_seed(1000 * number + parallel_state.get_data_parallel_rank())
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        schedule(
+            forward_step_func=forward_step, data_iterator=iter([torch.randint(64, (4, 17), generator=generator)]),
+            model=[model], num_microbatches=1, seq_length=16, micro_batch_size=4, forward_only=False,
+        )  # fmt: skip
+        optimizer.step()
+        done = number + 1
+
+    def save(tag: str) -> None:
+        hooks.save_checkpoint(folder / tag)
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
+        torch.save(content, folder / tag / own)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            name(tag, folder)
+        dist.barrier()
+
+    return model, first, step, save
+
+
+def name(tag: str, folder: Path) -> None:
+    """The checkpoint to go on from is the one under ``tag``."""
+    (folder / "latest.new").write_text(tag)
+    (folder / "latest.new").replace(folder / "latest")
+
+
+def run(host: str, folder: Path, steps: int) -> None:
+    """Train as one rank until ``steps`` have been made."""
+    if host == "ddp":
+        made = ddp_run(folder)
+    elif host == "megatron":
+        made = megatron_run(folder)
+    else:
+        made = deepspeed_run(int(host.removeprefix("zero")), folder)
+    model, first, step, save = made
     memory: list[float] = []
     for number in range(first, steps):
         step(number)
@@ -110,10 +216,11 @@ def main(host: str, folder: Path, steps: int) -> None:
             memory.append(psutil.Process().memory_info().rss / 2**20)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-    print(json.dumps({"digest": digest, "memory": [round(value, 1) for value in memory]}), flush=True)
+    part = 0
+    if host == "megatron":
+        from megatron.core import parallel_state
+
+        part = parallel_state.get_tensor_model_parallel_rank()
+    used = [round(value, 1) for value in memory]
+    print(json.dumps({"digest": digest, "part": part, "memory": used}), flush=True)
     dist.barrier()
-    os._exit(0)  # ranks that take down their connections while others still use them can abort them
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
