@@ -221,8 +221,21 @@ def _check(file: Path, content: State, rank: int, sizes: Mapping[str, int] | Non
     state = content["state"]
     if not {"step", "loss_scale", "streams"} <= state.keys() or "unit" not in content:
         raise DCTError(f"{file}: not the state of a reducer")
-    if sizes is None:
-        return
+    if sizes is not None:
+        check_sizes(file, state, sizes)
+
+
+def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
+    """Whether what a reducer's state holds has the sizes of a model's parameters.
+
+    Args:
+        file: That it was read from.
+        state: Of a reducer; parameters that the model does not have are passed over.
+        sizes: Entries of the model's parameters by name.
+
+    Raises:
+        DCTError: Names the file, the parameter and both sizes.
+    """
     local = (state.get("local") or {"weights": {}})["weights"]
     held = [("the residual", name, stream["residual"]) for name, stream in state["streams"].items()]
     held += [("the local weight", name, weight) for name, weight in local.items()]

@@ -25,6 +25,7 @@ from dct_plugin.metrics import Metrics, Record
 from dct_plugin.thresholds import Threshold
 
 from .host import reducer_files, startup
+from .host.nonfinite import PoisonedSteps
 from .host.replicas import Replicas
 from .host.reporting import Reporting
 from .host.steps import StepHooks
@@ -48,11 +49,13 @@ class DCTState:
             the process ends.
         scaler: The gradient scaler of mixed precision: residuals follow its scale, and a step that it skips
             is taken back. A step is over when the next one's gradients come.
-        optimizer: The model's, whose learning rate ``adaptive: "accordion"`` follows.
+        optimizer: The model's, whose learning rate ``adaptive: "accordion"`` follows; with
+            ``nonfinite_action: "skip"`` its steps on gradients that are not finite change nothing. Not needed
+            for that with a ``scaler``, which skips them itself.
         time_limit: Seconds in which the other ranks must reach their first bucket.
 
     Raises:
-        ConfigError: The configuration is wrong.
+        ConfigError: The configuration is wrong, or asks for an ``optimizer``.
 
     Example:
         >>> state = DCTState({"data_parallel": {"sparsity": 0.99}})
@@ -77,6 +80,13 @@ class DCTState:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
         self._optimizers = [] if optimizer is None else [optimizer]
+        self._poisoned = PoisonedSteps(self.config.data_parallel, self._gradients, agree=False)
+        if self._poisoned.skips and scaler is None:
+            if optimizer is None:
+                raise ConfigError(
+                    "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
+                )
+            optimizer.register_step_pre_hook(self._before_step)
         if metrics is None:
             rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
             metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
@@ -230,22 +240,39 @@ class DCTState:
     def _end_backward(self) -> None:
         self._wait()
         self._backward_done = self._local is None  # or the optimizer counts steps
-        if self.scaler is None:  # with one it is known only later what becomes of the step
+        # With a scaler, or where steps may be skipped, it is known only later what becomes of this one.
+        if self.scaler is None and not self._poisoned.skips:
             self._end_step()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Decide what becomes of the step that ``optimizer`` is about to make."""
+        if self._reducer is None or not self._backward_done:
+            return
+        skipped = self._poisoned.found(self.steps.step)
+        if skipped:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # torch's optimizers leave such parameters and their states alone
+        self._end_step(skipped)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the parameters that came by: the same on all ranks."""
+        found = ((name, parameter.grad) for name, parameter in self._parameters.items())
+        return ((name, gradient) for name, gradient in found if gradient is not None)
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
 
-    def _end_step(self) -> None:
+    def _end_step(self, skipped: bool = False) -> None:
         if self._reducer is not None and self._backward_done:
             self._backward_done = False
             if self._worker is not None:
                 self.metrics.record(Record("gradient", tensors=0, hidden_ms=self._worker.hidden_ms()))
             scale = self._loss_scale()
             # A scaler lowers its scale when, and only when, it has skipped a step.
-            skipped = scale is not None and scale < self._reducer.loss_scale
+            skipped |= scale is not None and scale < self._reducer.loss_scale
             self.steps.end(skipped=skipped, loss_scale=scale)
 
     def _loss_scale(self) -> float | None:

@@ -257,6 +257,11 @@ class DataParallelConfig(Section):
         default="stop",
         description="What to do when they differ: stop all ranks, or take over those of the first rank.",
     )
+    nonfinite_action: Literal["pass", "skip"] = Field(
+        default="pass",
+        description="A step whose gradient is not finite is passed on, as without the plugin, or skipped on "
+        "all ranks, with residuals as they were before it.",
+    )
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:
@@ -314,6 +319,13 @@ class DataParallelConfig(Section):
                 + why[self.error_feedback]
                 + "; leave error_feedback out",
                 {"feedback": self.error_feedback},
+            )
+        if self.update == "local" and self.nonfinite_action == "skip":
+            raise PydanticCustomError(
+                "dct_conflict",
+                "nonfinite_action = 'skip' does not go with update = 'local': ranks step on gradients of "
+                "their own, and the others would wait for one that skips",
+                {},
             )
         if self.update == "local" and self.adaptive != "off":
             raise PydanticCustomError(

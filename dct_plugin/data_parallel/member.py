@@ -120,14 +120,7 @@ class Member:
         messages = read_messages(writers)
         for name, cls, encoded, stream, dense_bytes, copies, share in written:
             if name is not None and not self._nonfinite_reported and encoded.nonfinite:
-                self._nonfinite_reported = True
-                logger.warning(
-                    "dct: rank %d: the gradient of %s is not finite in step %d and reaches all ranks as NaN; "
-                    "said once",
-                    self.rank,
-                    name,
-                    self.step,
-                )
+                self._report_nonfinite(name)
             if stream is not None:
                 stream.observe(encoded)
             sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
@@ -145,6 +138,21 @@ class Member:
         """
         with self._naming_sender(sender):
             self.backend.sum_messages(messages, outs, scale)
+
+    def _report_nonfinite(self, name: str) -> None:
+        """Say, on the rank where it arose, which gradient poisons the step."""
+        self._nonfinite_reported = True
+        skips = self._settings.nonfinite_action == "skip"
+        logger.warning(
+            "dct: rank %d: the gradient of %s is not finite in step %d%s",
+            self.rank,
+            name,
+            self.step,
+            ""
+            if skips
+            else " and reaches all ranks as NaN; said once. To skip such steps on all ranks: "
+            "dct.data_parallel.nonfinite_action = 'skip'",
+        )
 
     @contextmanager
     def _naming_sender(self, first: int = 0) -> Iterator[None]:

@@ -18,6 +18,7 @@ from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..kernels import GRAD_DTYPES
+from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
 from .accordion import Accordion
@@ -46,7 +47,8 @@ class GradientReducer(Member):
         metrics: Where bytes, density and times are recorded.
         device: Device of the gradients.
         kernels: Which kernels run; the defaults when None.
-        transactional: Take skipped steps back, for host frameworks under fp16 loss scaling.
+        transactional: Take skipped steps back, for host frameworks under fp16 loss scaling; so it is with
+            ``nonfinite_action: "skip"``.
         step: Optimizer steps so far, for a reducer that is made while the training runs.
         loss_scale: What the host multiplies into the gradients.
     """
@@ -69,7 +71,7 @@ class GradientReducer(Member):
             metrics=metrics,
             device=device,
             kernels=kernels,
-            transactional=transactional,
+            transactional=transactional or config.nonfinite_action == "skip",
             step=step,
         )
         self.config = config
@@ -278,6 +280,8 @@ class GradientReducer(Member):
             for name in self._paid:
                 self._loaded.pop(name)
         self._paid.clear()
+        if skipped and self.config.nonfinite_action == "skip":
+            self._nonfinite_reported = False  # the next one may be another rank's and parameter's
         if loss_scale is not None:
             ratio = loss_scale / self.loss_scale
             self._loaded = dict(checkpoint.in_unit({"streams": self._loaded}, ratio)["streams"])
@@ -463,6 +467,9 @@ class GradientReducer(Member):
             with whole.timed("exchange"):
                 size = self.exchange.all_reduce(flat)
             self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
+            if not self._nonfinite_reported and has_overflow(flat):
+                for name in [name for name, t in entries if t.dtype == dtype and has_overflow(t)][:1]:
+                    self._report_nonfinite(name)
             for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(reduced)
 

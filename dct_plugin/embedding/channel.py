@@ -31,10 +31,11 @@ from torch import Tensor
 
 from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
+from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import as_flat
 from .bounds import Limits, TableLimits
-from .messages import Block, Mask, VectorMessages, is_finite
+from .messages import Block, Mask, VectorMessages
 
 __all__ = ["EmbeddingChannel", "Route"]
 
@@ -199,10 +200,10 @@ class _Crossing:
             mask = None
             applied = bounds
             if limits.threshold:
-                if is_finite(as_flat(block)):
-                    mask = channel.mask(block, tables, rows)
-                else:
+                if has_overflow(as_flat(block)):
                     applied = None
+                else:
+                    mask = channel.mask(block, tables, rows)
             layers.append(Block(block, rows, mask, None if applied is None else applied[tables]))
         return layers
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..codecs.payload import OVERFLOW_MAGNITUDE
 from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
@@ -26,7 +25,7 @@ from ..kernels.embedding_format import EmbeddingKernels, Encoded, FloatArray, In
 from ..stream import as_flat, encode_all, encode_at, wire_dtype
 from .error_bounded import decode_bounded, encode_bounded
 
-__all__ = ["Block", "Mask", "Message", "VectorMessages", "is_finite"]
+__all__ = ["Block", "Mask", "Message", "VectorMessages"]
 
 # Last byte of a message.
 _BOUNDED = 1
@@ -401,14 +400,6 @@ class VectorMessages:
             yield
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {what} from rank {source} of the group: {error}") from error
-
-
-def is_finite(flat: Tensor) -> bool:
-    """Whether the kernels take all of ``flat`` for finite: magnitudes below 2**126."""
-    if not flat.numel():
-        return True
-    low, high = torch.stack(torch.aminmax(flat)).tolist()
-    return -OVERFLOW_MAGNITUDE < low <= high < OVERFLOW_MAGNITUDE
 
 
 def _masked(block: Block) -> Tensor:

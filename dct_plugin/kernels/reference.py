@@ -70,8 +70,8 @@ def has_overflow(x: Tensor) -> bool:
     """Whether an entry is non-finite or of magnitude >= 2**126 (one read pass, no temporary)."""
     if x.numel() == 0:
         return False
-    low, high = torch.aminmax(x)  # NaN propagates
-    return not (float(high) < OVERFLOW_MAGNITUDE and float(low) > -OVERFLOW_MAGNITUDE)
+    low, high = torch.stack(torch.aminmax(x)).tolist()  # NaN propagates
+    return not -OVERFLOW_MAGNITUDE < low <= high < OVERFLOW_MAGNITUDE
 
 
 class ReferenceBackend:

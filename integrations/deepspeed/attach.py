@@ -19,6 +19,7 @@ from dct_plugin.metrics import Metrics
 from ..autoload import asks_for_backend, configuration_of
 from ..host import startup
 from ..host.deepspeed_keys import unread
+from ..host.nonfinite import PoisonedSteps
 from ..host.patches import Patches
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
@@ -69,9 +70,11 @@ class Attachment:
         # Under dynamic loss scaling (fp16) an optimizer learns only in step(), after all gradients were
         # reduced, that they overflowed: such a step is taken back. In fp32 and bf16 only non-finite gradients
         # skip a step, which never enter a residual; what the finite tensors had sent in that step is lost
-        # with its batch.
+        # with its batch, unless nonfinite_action asks for more.
         # Momentum is in the weights' units, and is not exchanged in a step that is skipped.
-        self._scaled = bool(engine.fp16_enabled()) and kind != "momentum"
+        gradients = kind != "momentum"
+        self._scaled = bool(engine.fp16_enabled()) and gradients
+        self._transactional = self._scaled or (gradients and config.data_parallel.nonfinite_action == "skip")
         self.config = config
         self.metrics = Metrics(
             config.metrics, rank=engine.global_rank, world_size=torch.distributed.get_world_size()
@@ -131,7 +134,7 @@ class Attachment:
             metrics=self.metrics,
             device=engine.device,
             kernels=self.config.kernels,
-            transactional=self._scaled,
+            transactional=self._transactional,
             loss_scale=float(engine.optimizer.loss_scale) if self._scaled else 1.0,
         )
 
@@ -156,6 +159,32 @@ class Attachment:
         if self.gathers is not None:
             self.gathers.gather()
 
+    def _poison_finder(self, engine: Any) -> Callable[[], None]:
+        """To be called before an optimizer step: with ``nonfinite_action: "skip"`` it makes DeepSpeed skip
+        the step, and count it, if the gradient is not finite; optimizers of DeepSpeed's that look for
+        themselves are told to.
+        """
+        optimizer, module = engine.optimizer, engine.module
+        if hasattr(optimizer, "check_grad_overflow") and self._transactional:
+            self._patches.replace(optimizer, "check_grad_overflow", True)
+        poisoned = PoisonedSteps(
+            self.config.data_parallel,
+            lambda: ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None),
+            agree=True,  # experts' gradients are not everybody's
+        )
+        if not poisoned.skips or hasattr(optimizer, "overflow"):
+            return lambda: None
+
+        def look() -> None:
+            optimizer.overflow = poisoned.found(self.steps.step)
+
+        def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **keywords: None if optimizer.overflow else original(*args, **keywords)
+
+        self._patches.replace(optimizer, "overflow", False)
+        self._patches.wrap(optimizer, "step", make_step)
+        return look
+
     def install(self, engine: Any) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
         optimizer, patches = engine.optimizer, self._patches
@@ -169,7 +198,7 @@ class Attachment:
             hooks.install(patches)
         prescaled = isinstance(self._hooks, PartitionHooks) and self._hooks.prescaled
         unit = 1.0 / self.reducer.world_size if prescaled else 1.0
-        ahead, local = self.ahead, self.local
+        ahead, local, look = self.ahead, self.local, self._poison_finder(engine)
         if ahead is not None and is_pipeline(engine):
             step_ahead.displace_in_batches(engine, ahead, patches)
         else:
@@ -207,11 +236,12 @@ class Attachment:
                     ahead.restore()
                 if local is not None:
                     local.show_local()
+                look()
                 result = original(*args, **keywords)
                 if local is not None:
                     local.end_step()
                 self.steps.end(
-                    skipped=self._scaled and bool(getattr(optimizer, "overflow", False)),
+                    skipped=self._transactional and bool(getattr(optimizer, "overflow", False)),
                     loss_scale=float(optimizer.loss_scale) if self._scaled else None,
                 )
                 return result

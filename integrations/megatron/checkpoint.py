@@ -16,7 +16,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -118,16 +118,16 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     Raises:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
-    own = RankCoordinates.of_this_rank()
-    state = rank_files.load(lambda: _read(own, Path(folder)), folder)
+    own, sizes = RankCoordinates.of_this_rank(), session.sizes()
+    state = rank_files.load(lambda: _read(own, Path(folder), sizes), folder)
     session.load_state_dict(state)
     if state is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
     return state is not None
 
 
-def _read(rank: RankCoordinates, folder: Path) -> Loaded:
-    """The state for a rank, and what it is of.
+def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int]) -> Loaded:
+    """The state for a rank, and what it is of; ``sizes`` are those of the model's parameters by name.
 
     Raises:
         NoState: There is none.
@@ -149,14 +149,14 @@ def _read(rank: RankCoordinates, folder: Path) -> Loaded:
         if not rank.file(folder, number).exists():
             raise NoState(f"{rank.file(folder, number).name} is missing")
     if saved == rank.replicas:
-        _check_writer(own, content, rank, rank.data)
+        _check(own, content, rank, rank.data, sizes)
         return Loaded.of(content["state"], content)
 
     def contents() -> Iterator[State]:
         for number in numbers:
             file = rank.file(folder, number)
             part = checkpoint.read(file, content)
-            _check_writer(file, part, rank, number)
+            _check(file, part, rank, number, sizes)
             yield part
 
     return Loaded.of(_resharded(contents, content["state"], rank), content)
@@ -173,10 +173,13 @@ def _check_layout(content: State, rank: RankCoordinates) -> None:
         raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")
 
 
-def _check_writer(file: Path, content: State, rank: RankCoordinates, data: int) -> None:
+def _check(file: Path, content: State, rank: RankCoordinates, data: int, sizes: Mapping[str, int]) -> None:
+    """Whether a file is that of the rank at ``data``, and fits the model."""
     expected = rank.described(data)
     if content["place"] != expected:
         raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {expected}")
+    for part in content["state"]["reducers"].values():
+        checkpoint.check_sizes(file, part["state"], sizes)
 
 
 def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: RankCoordinates) -> State:

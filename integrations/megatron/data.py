@@ -20,6 +20,7 @@ same time, for Megatron waits for all reductions before the iteration ends.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,9 +38,13 @@ from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.metrics import Record
 
+from ..host.nonfinite import PoisonedSteps
+from ..host.replicas import Replicas
 from ..host.worker import ReductionHandle, ReductionWorker, group_of_own
 from . import step_ahead
 from .session import Hook, Session
+
+logger = logging.getLogger("dct_plugin")
 
 #: Attribute of a parameter: the name of its stream.
 NAME = "_dct_name"
@@ -89,6 +94,10 @@ class DataParallelHook(Hook):
         self._scale: tuple[float, float] | None = None
         """Loss scale of this iteration's gradients, and of the next's."""
         self._overflow = False
+        self._poisoned = PoisonedSteps(self.config, self._gradients, agree=True)
+        self._skips: bool | None = None
+        """Whether this iteration's step is skipped; None until an optimizer asks."""
+        self._verified = 0
         patches = session.patches
         ahead, adaptive = self.config.error_feedback == "step_ahead", self.config.adaptive != "off"
         noted = step_ahead.Optimizers(patches) if ahead or adaptive else None
@@ -99,7 +108,8 @@ class DataParallelHook(Hook):
             param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._make_start_grad_sync
         )
         patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
-        patches.wrap(optimizer.MixedPrecisionOptimizer, "prepare_grads", self._make_prepare_grads)
+        for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
+            patches.wrap(kind, "prepare_grads", self._make_prepare_grads)
         for module, name in _SHARDING:
             session.when_imported(module, functools.partial(self._refuse, name))
 
@@ -123,6 +133,8 @@ class DataParallelHook(Hook):
     # -- iterations -----------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
+        if training:
+            self._verify(self.session.step)
         if self._optimizers is None or not training:
             return
         for model in self._alive():
@@ -148,7 +160,7 @@ class DataParallelHook(Hook):
                 self.session.metrics.record(Record("gradient", tensors=0, hidden_ms=each.worker.hidden_ms()))
             each.reducer.end_step(skipped=self._overflow, loss_scale=coming, reduced_at=late)
             each.scale_known |= used is not None
-        self._overflow = False
+        self._overflow, self._skips = False, None
 
     def state_dict(self) -> dict[str, Any]:
         own = {
@@ -160,7 +172,12 @@ class DataParallelHook(Hook):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self.close()  # reducers are made again at their next reduction, when their units are known
         self._loaded = dict(state["reducers"]) if state is not None else {}
-        self._scale, self._overflow = None, False
+        self._scale, self._overflow, self._skips = None, False, None
+        self._verified = self.session.step
+
+    def sizes(self) -> dict[str, int]:
+        parameters = (p for model in self._alive() for p in model.module.parameters())
+        return {getattr(p, NAME): p.numel() for p in parameters if hasattr(p, NAME)}
 
     def close(self) -> None:
         for each in self._reductions.values():
@@ -173,6 +190,12 @@ class DataParallelHook(Hook):
     def _make_ddp_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(ddp: Any, config: Any, *arguments: Any, **keywords: Any) -> None:
             original(ddp, config, *arguments, **keywords)
+            if self._poisoned.skips and ddp.ddp_config.check_for_nan_in_grad and not self._models:
+                logger.warning(
+                    "dct: Megatron's check_for_nan_in_grad stops the job before a step can be skipped "
+                    "(dct.data_parallel.nonfinite_action = 'skip'): start it with "
+                    "--no-check-for-nan-in-loss-and-grad"
+                )
             self._transactional |= bool(getattr(config, "fp16", False))
             for name, parameter in ddp.module.named_parameters():
                 setattr(parameter, NAME, f"{self._models}.{name}")
@@ -184,6 +207,12 @@ class DataParallelHook(Hook):
     def _make_prepare_grads(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_grads(optimizer: Any) -> bool:
             scaled = getattr(optimizer, "grad_scaler", None) is not None
+            if self._poisoned.skips and not scaled:  # a scaler looks itself
+                if self._skips is None:
+                    self._skips = self._poisoned.found(self.session.step)
+                if self._skips:
+                    self._overflow = True
+                    return True
             scale = float(optimizer.get_loss_scale()) if scaled else 1.0
             overflow = bool(original(optimizer))
             self._overflow |= overflow
@@ -236,6 +265,45 @@ class DataParallelHook(Hook):
                 "gradients are reduced over two groups in turn"
             )
         return is_expert(group.buckets) and not self.experts
+
+    def _groups(self) -> Iterator[Any]:
+        """Bucket groups whose gradients more than one rank holds."""
+        for model in self._alive():
+            for group in step_ahead.groups_of(model):
+                if _ranks_of(group).size() > 1:
+                    yield group
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for model in self._alive():
+            for group in step_ahead.groups_of(model):
+                for bucket in group.buckets:
+                    yield from ((name, view) for name, _, view in self._views(bucket))
+
+    # -- equal replicas ---
+
+    def _verify(self, step: int) -> None:
+        """Compare the parameters of ranks that hold the same ones, when that is due; a collective."""
+        if step == self._verified:
+            return
+        self._verified = step
+        if not self.config.verify_every or step % self.config.verify_every:
+            return
+        for model in self._alive():
+            step_ahead.finish_gathers(model)
+        for ranks in dict.fromkeys(_ranks_of(group) for group in self._groups()):
+            Replicas(self.config, functools.partial(self._replicated, ranks), ranks).check(step)
+
+    def _replicated(self, ranks: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+        """What every rank of a group holds: the weights, and what they are rounded from, unless each rank has
+        a part of that.
+        """
+        for group in self._groups():
+            for bucket in group.buckets if _ranks_of(group) == ranks else ():
+                for (name, *_), parameter in zip(self._views(bucket), bucket.params_list, strict=True):
+                    yield name, parameter.data
+                    main = getattr(parameter, "main_param", None)
+                    if main is not None and not group.ddp_config.use_distributed_optimizer:
+                        yield f"{name} (fp32 copy)", main.data
 
     # -- step-ahead -----------------------------------------------------------------------------------------
 

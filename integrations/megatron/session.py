@@ -56,6 +56,10 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore :meth:`Session.state_dict`; None starts afresh."""
 
+    def sizes(self) -> dict[str, int]:
+        """Entries of the parameters whose residuals it keeps, by the names of their streams."""
+        return {}
+
     def close(self) -> None:
         """The hooks are taken out."""
 
@@ -160,6 +164,10 @@ class Session:
         self.step = 0 if state is None else int(state["step"])
         for hook in self.hooks:
             hook.load_state_dict(state)
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of the parameters by the names of their streams, as far as the models are made."""
+        return {name: numel for hook in self.hooks for name, numel in hook.sizes().items()}
 
     @property
     def megatron_args(self) -> Any:

@@ -150,6 +150,13 @@ CHECKPOINTED = [
 ]  # fmt: skip
 
 
+SKIPPING = {"data_parallel": {**SPARSE["data_parallel"], "nonfinite_action": "skip"}}
+SKIPPED = [
+    "zero0-fp32", "zero0-bf16", "zero0-AdamW", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
+    "zero2-bf16-scatter-contiguous",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("deepspeed")
@@ -170,6 +177,7 @@ def two(folder: Path) -> Results:
         run("zero0-fp32", {"data_parallel": {"enabled": False}}, 3, "no-gradients/"),
         run("zero2-fp32-scatter-contiguous", SPARSE, 6, "poison/", poison=[2]),
         run("zero0-bf16", SPARSE, 6, "poison/", poison=[2]),
+        *(run(name, SKIPPING, 6, "skip/", poison=[2, 4]) for name in SKIPPED),
         run("zero0-fp32", SPARSE, 2, "switched-off/", switch_off=True),
     ]
     # A folder where rank 1's file should be.
@@ -323,6 +331,16 @@ def test_non_finite_gradients_never_enter_a_residual(two: Results, name: str) ->
         # DeepSpeed skips the step; the run goes on.
         assert two[0][f"poison/{name}"]["skipped"] == 1
         in_step(two, f"poison/{name}")
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_a_step_that_is_not_finite_is_taken_back(two: Results, name: str) -> None:
+    for rank in two:
+        found = rank[f"skip/{name}"]
+        assert found["skipped"] == 2
+        assert found["residuals_kept"] == [True, True]
+        assert sum("is not finite in step" in line for line in found["log"]) == (2 if rank is two[0] else 0)
+    in_step(two, f"skip/{name}")
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)

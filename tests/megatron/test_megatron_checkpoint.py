@@ -17,6 +17,8 @@ from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
 
+#: Of the model's parameters.
+SIZES = {"w": 4}
 LAYOUT = {"tensor": 2, "pipeline": 1, "virtual pipeline": 1, "expert": 2, "expert tensor": 2}
 
 
@@ -67,14 +69,14 @@ def residual(state: dict[str, Any], kind: str) -> list[float]:
 
 def test_the_same_ranks_get_their_own_files_back(four: Path) -> None:
     for data in range(4):
-        state = _read(rank(data, 4), four).state
+        state = _read(rank(data, 4), four, SIZES).state
         assert residual(state, "dense") == [float(data)] * 4
         assert state["streams"]
 
 
 def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
     for data in (0, 1, 5):
-        state = _read(rank(data, 6), four).state
+        state = _read(rank(data, 6), four, SIZES).state
         assert residual(state, "dense") == [1.5] * 4
         # Those with the same experts: old ranks 0 and 2, or 1 and 3.
         assert residual(state, "expert") == ([20.0] * 4 if data % 2 else [10.0] * 4)
@@ -89,7 +91,7 @@ def test_what_is_missing_is_said(four: Path, tmp_path_factory: pytest.TempPathFa
 
     def reason(where: RankCoordinates, folder: Path = four) -> str:
         with pytest.raises(NoState) as nothing:
-            _read(where, folder)
+            _read(where, folder, SIZES)
         return str(nothing.value)
 
     assert reason(rank(0, 4), empty) == "the checkpoint holds no dct_tp*_pp*_dp*.pt files"
@@ -100,19 +102,27 @@ def test_what_is_missing_is_said(four: Path, tmp_path_factory: pytest.TempPathFa
     rank(2, 4).file(four).unlink()
     assert reason(rank(2, 4)) == "dct_tp00_pp000_dp00002.pt is missing"
     assert reason(rank(0, 6)) == "dct_tp00_pp000_dp00002.pt is missing"
-    assert _read(rank(1, 4), four)
+    assert _read(rank(1, 4), four, SIZES)
 
 
 def test_damaged_and_foreign_files_are_refused(four: Path) -> None:
     own = rank(1, 4).file(four)
     own.write_bytes(rank(2, 4).file(four).read_bytes())
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: written by the rank at .*'data': 2"):
-        _read(rank(1, 4), four)
+        _read(rank(1, 4), four, SIZES)
     own.write_bytes(own.read_bytes()[:200])
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: not a readable state"):
-        _read(rank(1, 4), four)
+        _read(rank(1, 4), four, SIZES)
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: not a readable state"):
-        _read(rank(5, 6), four)
+        _read(rank(5, 6), four, SIZES)
+
+
+def test_residuals_of_another_size_are_refused(four: Path) -> None:
+    """Also where another number of replicas reads all files."""
+    for own in rank(1, 4), rank(3, 6):
+        with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp0000\d.pt: the residual of w has shape \(4,\)"):
+            _read(own, four, {"w": 5})
+        assert _read(own, four, {"other": 5})
 
 
 class _Session:
@@ -123,6 +133,9 @@ class _Session:
 
     def __init__(self) -> None:
         self.state: Any = "untouched"
+
+    def sizes(self) -> dict[str, int]:
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": 3, "streams": {}, "reducers": {}}

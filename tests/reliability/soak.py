@@ -57,7 +57,7 @@ def main() -> int:
     cases = [(host, ranks) for host in HOSTS if host in arguments.hosts for ranks in arguments.ranks]
     for host, ranks in cases:
         share = (until - time.monotonic()) / (len(cases) - len(report["runs"]))
-        found = soak(host, ranks, arguments.steps, arguments.kills, time.monotonic() + share, generator)
+        found = soak(host, ranks, arguments.steps, arguments.kills, share, generator)
         report["runs"].append(found)
         report["cycles"] += found["kills"]
         print(json.dumps(found), flush=True)
@@ -77,9 +77,9 @@ def _again_on_a_limited_link(rate: str) -> None:
 
 
 def soak(
-    host: str, ranks: int, steps: int, kills: int, until: float, generator: random.Random
+    host: str, ranks: int, steps: int, kills: int, seconds: float, generator: random.Random
 ) -> dict[str, Any]:
-    """One host with so many ranks: the reference, and runs that are killed until the time is up."""
+    """One host with so many ranks: the reference, and then runs that are killed for so many seconds."""
     soak_worker.prepare(host)
     import_beforehand(host)
     with tempfile.TemporaryDirectory() as place:
@@ -90,6 +90,7 @@ def soak(
         length = time.monotonic() - began
         assert whole is not None
         done = runs = resumed = 0
+        until = time.monotonic() + seconds
         while done < kills and time.monotonic() < until:
             folder.mkdir()
             results = None

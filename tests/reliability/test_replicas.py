@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -70,6 +71,49 @@ def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
     (line,) = results[0][0]
     assert "2.weight on rank(s) 1; all took over those of rank 0" in line
     assert not results[1][0]
+
+
+def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> tuple[str, list[str]]:
+    """One bit changes on rank 1 after the third step: of a weight, or of what a weight is rounded from."""
+    from dct_plugin.integrations.megatron import hooks
+    from support.megatron_gpt import train
+
+    def flip(step: int) -> None:
+        if step == 2 and rank == 1:
+            session = hooks.current()
+            assert session is not None
+            weights = dict(session.hooks[0]._replicated(torch.distributed.group.WORLD))  # type: ignore
+            name = f"0.module.decoder.final_layernorm.weight{' (fp32 copy)' if master else ''}"
+            weights[name].view(torch.int32 if weights[name].element_size() == 4 else torch.int16)[3] ^= 1
+
+    torch.set_num_threads(1)
+    with logged() as lines:
+        return train(job, on_step=flip).parameters, lines
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_a_drifted_parameter_of_megatron() -> None:
+    from support.megatron_gpt import Job
+
+    off = {"enabled": False}
+    data = {"sparsity": 0.9, "min_numel": 256, "verify_every": 2}
+    section = {"data_parallel": data, "model_parallel": {"pipeline": off, "tensor": off}}
+    job = Job(layers=1, steps=6)
+    for rank, (kind, text) in enumerate(launch(2, _drifts_in_megatron, job.with_dct(section), False)):
+        assert kind == "error"
+        words = "parameters differ between the ranks after step 4: 0.module.decoder.final_layernorm.weight on"
+        assert f"DesyncError: rank {rank}: {words}" in text
+    resync = {**section, "data_parallel": {**data, "verify_action": "resync"}}
+    first, second = run(2, _drifts_in_megatron, job.with_dct(resync, bf16=True), True)
+    assert first[0] == second[0]
+    (line,) = first[1]
+    assert "0.module.decoder.final_layernorm.weight (fp32 copy) on ranks 0, 1 (no majority)" in line
+    assert second[1] == []
+    # Under the distributed optimizer every rank has its own part of the masters.
+    sharded = job.with_dct(resync, bf16=True, distributed_optimizer=True)
+    first, second = run(2, _drifts_in_megatron, sharded, False)
+    assert first[0] == second[0]
 
 
 def _poisons(rank: int, world_size: int, exchange: str) -> list[str]:

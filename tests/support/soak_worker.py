@@ -170,11 +170,12 @@ def megatron_run(folder: Path) -> Run:
     def step(number: int) -> None:
         nonlocal done
         generator = torch.Generator().manual_seed(1000 * number + parallel_state.get_data_parallel_rank())
+        tokens = torch.randint(64, (4, 17), generator=generator)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         schedule(
-            forward_step_func=forward_step, data_iterator=iter([torch.randint(64, (4, 17), generator=generator)]),
-            model=[model], num_microbatches=1, seq_length=16, micro_batch_size=4, forward_only=False,
+            forward_step_func=forward_step, data_iterator=iter([tokens]), model=[model], num_microbatches=1,
+            seq_length=16, micro_batch_size=4, forward_only=False,
         )  # fmt: skip
         optimizer.step()
         done = number + 1

@@ -1,0 +1,70 @@
+"""Steps whose gradient is not finite: found before the optimizer uses it, so that the host skips them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.kernels.reference import has_overflow
+
+__all__ = ["PoisonedSteps"]
+
+logger = logging.getLogger("dct_plugin")
+
+
+class PoisonedSteps:
+    """Looks at gradients as ``dct.data_parallel.nonfinite_action`` says.
+
+    Residuals are rolled back by :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`, which is to be
+    told that the step was skipped.
+
+    Args:
+        config: The ``data_parallel`` settings.
+        gradients: What the optimizer is about to use on this rank, by the parameters' names.
+        agree: Whether other ranks may have other gradients: then all ranks of the job ask at the same time.
+    """
+
+    def __init__(
+        self,
+        config: DataParallelConfig,
+        gradients: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        agree: bool,
+    ) -> None:
+        self.skips = config.nonfinite_action == "skip"
+        self._gradients, self._agree = gradients, agree
+        self._count = 0
+
+    def found(self, step: int) -> bool:
+        """Whether step ``step`` is to be skipped, the same on all ranks; a warning says why, at the first,
+        second, fourth, ... such step.
+        """
+        if not self.skips:
+            return False
+        named = list(self._gradients())
+        names = [name for name, gradient in named if has_overflow(gradient)]
+        rank, nobody = dist.get_rank(), dist.get_world_size()
+        speaker = torch.tensor(rank if names else nobody)
+        if self._agree:
+            device = next((gradient.device for _, gradient in named), speaker.device)
+            speaker = speaker.to(device)
+            dist.all_reduce(speaker, dist.ReduceOp.MIN)
+        if int(speaker) == nobody:
+            return False
+        self._count += 1
+        if rank == (int(speaker) if self._agree else 0) and not self._count & (self._count - 1):
+            logger.warning(
+                "dct: rank %d: step %d is skipped on all ranks: the gradient of %s%s is not finite; skipped "
+                "so far: %d",
+                rank,
+                step,
+                ", ".join(names[:3]),
+                f" and {len(names) - 3} more" if len(names) > 3 else "",
+                self._count,
+            )
+        return True

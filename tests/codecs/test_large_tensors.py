@@ -1,0 +1,65 @@
+"""Tensors of more than 2^31 entries: their positions, and one that takes memory only where it has entries."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
+from dct_plugin.codecs.payload import payload_bound
+from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import get_backend
+
+SIGN = 2**31
+#: At block boundaries, around the sign bit of 32-bit integers, and far apart.
+KEPT = [0, 5, 65_535, 65_536, SIGN - 65_536, SIGN - 2, SIGN - 1, SIGN, SIGN + 1, SIGN + 65_536, SIGN + 70_000]
+
+
+@pytest.mark.parametrize("numel", [SIGN + 70_001, MAX_NUMEL])
+@pytest.mark.parametrize("encoding", [IndexEncoding.GAPS8, IndexEncoding.BLOCK16, IndexEncoding.RICE])
+def test_positions_beyond_31_bits(encoding: IndexEncoding, numel: int) -> None:
+    """Both implementations write the same bytes, and read them."""
+    positions = torch.tensor([*KEPT, *([numel - 1] if numel == MAX_NUMEL else [])])
+    written = []
+    for name in ("cpu", "reference"):
+        backend = get_backend("cpu", name)
+        found, param, data = backend.encode_indices(positions, numel, encoding)
+        assert found == encoding
+        written.append((param, data))
+        for other in ("cpu", "reference"):
+            read = get_backend("cpu", other).decode_indices(encoding, param, data, len(positions), numel)
+            assert torch.equal(read, positions)
+            with pytest.raises(PayloadError):  # the last one is outside, or the section's size is wrong
+                get_backend("cpu", other).decode_indices(
+                    encoding, param, data, len(positions), int(positions[-1])
+                )
+    assert written[0][0] == written[1][0]
+    assert torch.equal(written[0][1], written[1][1])
+
+
+def test_a_tensor_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="is outside 0"):
+        get_backend("cpu", "cpu").encode_indices(torch.tensor([1]), MAX_NUMEL + 1)
+
+
+@pytest.mark.slow
+def test_a_whole_tensor() -> None:
+    """Of bf16, through the compiled kernels; pages that nothing is written to take no memory."""
+    numel = SIGN + 70_001
+    if psutil.virtual_memory().available < 12 * 2**30:
+        pytest.skip("addresses of 12 GiB are needed")
+    gradient = torch.zeros(numel, dtype=torch.bfloat16)
+    positions = torch.tensor(KEPT)
+    gradient[positions] = values = torch.arange(1.0, len(KEPT) + 1).bfloat16()
+    capacity = 100
+    out = torch.empty(payload_bound(numel, capacity, 1, IndexEncoding.RICE), dtype=torch.uint8)
+    backend = get_backend("cpu", "cpu")
+    stats = backend.compress(
+        gradient, None, 0.5, out, capacity=capacity, value_dtype=1, encoding=IndexEncoding.RICE
+    )
+    assert (stats.nnz, stats.above, stats.nonfinite) == (len(KEPT), len(KEPT), False)
+    total = torch.zeros(numel)
+    assert backend.decode_add(out[: stats.nbytes], total) == len(KEPT)
+    assert torch.equal(total[positions], values.float())
+    assert float(backend.sample_threshold(gradient, None, 1e-9, 1000, seed=1)) > 0.0
