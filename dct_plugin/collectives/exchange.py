@@ -28,6 +28,14 @@ _PREFIX = 16  # bytes: size and fingerprint
 #: Bytes of a message that travel with its size: room that every receiver has ready, so the same on all ranks.
 HEAD_BYTES = 1 << 18
 
+#: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
+_ROOM, _MOST_PER_ENTRY = 4096, 16
+
+
+def most_bytes(entries: int) -> int:
+    """Bytes that a payload of a tensor of so many entries cannot reach, however it is coded."""
+    return _ROOM + _MOST_PER_ENTRY * entries
+
 
 def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """Where a message of ``device`` has to lie for the group to carry it: gloo sends from the host."""

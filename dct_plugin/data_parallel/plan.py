@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..collectives.exchange import most_bytes
+
 #: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
 #: the balance.
 MIN_SHARD = 16_384
-
-
-#: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
-_ROOM, _MOST_PER_ENTRY = 4096, 16
 
 
 class Shard(NamedTuple):
@@ -106,7 +104,7 @@ class Plan:
 
     def bound(self, rank: int) -> int:
         """Bytes that a message with the shards of ``rank`` cannot reach, however its payloads are coded."""
-        return sum(_ROOM + _MOST_PER_ENTRY * (shard.stop - shard.start) for _, shard in self.owned_by(rank))
+        return sum(most_bytes(shard.stop - shard.start) for _, shard in self.owned_by(rank))
 
     def owned_by(self, rank: int) -> list[tuple[Item, Shard]]:
         """Shards of ``rank`` in the order in which their payloads stand in a message."""

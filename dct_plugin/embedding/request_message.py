@@ -25,6 +25,8 @@ _REQUEST = struct.Struct("<HBBIIIIIII")
 _MAGIC = 0xDC7D
 _VERSION = 1
 _ONE_HOT = 2
+#: What a request can be: 2**28 ids of a batch. How many samples another rank has is not known beforehand.
+MOST_BYTES = 2**30
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 

@@ -26,7 +26,7 @@ from ..metrics import Metrics, Record
 from .channel import EmbeddingChannel, Route
 from .lookup import take_rows
 from .placement import Table, check_placement
-from .request_message import Answer, Bags
+from .request_message import MOST_BYTES, Answer, Bags
 from .requests import Request, Requests
 
 __all__ = ["ShardedTables", "TableShard", "load_tables"]
@@ -189,7 +189,8 @@ class ShardedTables(nn.Module):
         """What every rank asks for."""
         before, began = exchange.sent_bytes, time.perf_counter()
         messages = [message.to(exchange.device) for message in request.messages]
-        received = exchange.all_to_all(messages, self._fingerprint)
+        bounds = [MOST_BYTES] * self.world_size
+        received = exchange.all_to_all(messages, self._fingerprint, bounds=bounds)
         crossed = time.perf_counter()
         backend = self.channel.backend(_HOST)
         answers = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import Exchange
+from ..collectives.exchange import most_bytes
 from ..errors import PayloadError
 from ..metrics import Metrics
 from ..stream import Encoded
@@ -93,8 +95,13 @@ class CompressedCollectives:
 
     # -- forward and backward halves ---------------------------------------------------------------------
 
-    def _send_parts(self, parts: list[Tensor], stream: ActivationStream, kind: str) -> _Sent:
-        """Each rank's part to that rank; one that goes to several ranks is encoded once."""
+    def _send_parts(
+        self, parts: list[Tensor], stream: ActivationStream, kind: str, arriving: list[int] | None
+    ) -> _Sent:
+        """Each rank's part to that rank; one that goes to several ranks is encoded once.
+
+        ``arriving`` are the rows from each rank; None: as many as in the own part.
+        """
         with self.exchange.abort_on_error():
             leaving = {id(part): part for rank, part in enumerate(parts) if rank != self.rank}
             written = stream.encode(list(leaving.values()))
@@ -104,7 +111,10 @@ class CompressedCollectives:
             messages = [nothing if at is None else written.messages[at] for at in where]
         fingerprint = zlib.crc32(f"{kind}:{stream.name}:{[tuple(p.shape[1:]) for p in parts]}".encode())
         with self._recorded(self.cls, parts, written.encoded):
-            received = self.exchange.all_to_all(messages, fingerprint)
+            own = parts[self.rank]
+            rows = [own.shape[0] if own.dim() else 1] * len(parts) if arriving is None else arriving
+            bounds = [most_bytes(count * math.prod(own.shape[1:])) for count in rows]
+            received = self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
         kept = [None if at is None else written.kept[at] for at in where]
         return _Sent(messages, kept, received)
 
@@ -129,7 +139,9 @@ class CompressedCollectives:
                     encoded.stats += one.stats
         with self._recorded(f"{self.cls}_gradient", parts, encoded):
             if not stream.gradient_size_is_known:
-                return self.exchange.all_to_all(messages, zlib.crc32(f"{stream.name} gradient".encode()))
+                bounds = [most_bytes(math.prod(shape)) for shape in shapes]
+                fingerprint = zlib.crc32(f"{stream.name} gradient".encode())
+                return self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
             sizes = [
                 0 if r == self.rank else stream.gradient_nbytes(shape, own.dtype, kept)
                 for r, (shape, kept) in enumerate(zip(shapes, sent, strict=True))
@@ -181,7 +193,7 @@ class _Exchanged(torch.autograd.Function):
     ) -> Tensor:
         parts = _parts(tensor, leaving, comm)
         own = parts[comm.rank]
-        crossed = comm._send_parts(parts, stream, kind)
+        crossed = comm._send_parts(parts, stream, kind, arriving)
         ctx.comm, ctx.stream, ctx.leaving, ctx.arriving = comm, stream, leaving, arriving
         ctx.sent, ctx.shapes = crossed.kept, [part.shape for part in parts]
         ctx.received = [None] * len(parts)
@@ -207,7 +219,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: CompressedCollectives, stream: ActivationStream) -> Tensor:
         tensor = tensor.contiguous()
-        crossed = comm._send_parts([tensor] * comm.world_size, stream, "all_reduce")
+        crossed = comm._send_parts([tensor] * comm.world_size, stream, "all_reduce", None)
         ctx.stream, ctx.rank, ctx.received = stream, comm.rank, []
         if comm.world_size == 1:
             return tensor.clone()

@@ -15,8 +15,11 @@ import pytest
 import torch
 from support.processes import launch
 
-from dct_plugin.config import DataParallelConfig
+from dct_plugin.collectives import Exchange
+from dct_plugin.config import ActivationConfig, DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.embedding import ShardedTables
+from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
 
 pytestmark = pytest.mark.slow
 
@@ -38,18 +41,43 @@ def test_a_rank_whose_warm_up_is_not_over_stops_all() -> None:
     assert time.monotonic() - begin < 30
 
 
-def _announces(rank: int, world_size: int, size: int) -> None:
-    reducer = GradientReducer(DataParallelConfig(sparsity=0.9))
-    exchange = reducer.exchange
-    if rank == 1:
-        real = exchange._announce
-        exchange._announce = lambda sizes, *others: real([size] * 2, *others)  # type: ignore
-    reducer.all_reduce([("weight", torch.ones(5000))])
+def _announces(rank: int, world_size: int, what: str, size: int) -> None:
+    """Rank 1 announces so many bytes in the next exchange of gradients, activations, requests or vectors."""
+
+    def lie(exchange: Exchange, after: int = 0) -> None:
+        real, calls = exchange._announce, iter(range(10))
+        if rank == 1:
+            exchange._announce = lambda sizes, *others: real(  # type: ignore
+                [size] * 2 if next(calls) == after else sizes, *others
+            )
+
+    if what == "gradients":
+        reducer = GradientReducer(DataParallelConfig(sparsity=0.9))
+        lie(reducer.exchange)
+        reducer.all_reduce([("weight", torch.ones(5000))])
+    elif what == "activations":
+        comm = MaskedCollectives()
+        lie(comm.exchange)
+        stream = ActivationStream(ActivationConfig(sparsity=0.5), name="layer")
+        comm.all_to_all(torch.ones(8, 100), stream, [3, 5], [3, 5][rank : rank + 1] * 2)
+    else:
+        tables = ShardedTables([50, 60], 8)
+        lie(tables.channel.exchange(None, torch.device("cpu")), after=what == "vectors")
+        tables(torch.zeros(4, 2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("size", [2**33, 2**40])
-def test_a_message_that_cannot_be_right_is_not_allocated(size: int) -> None:
-    (kind, text), _ = launch(2, _announces, size)
+@pytest.mark.parametrize(
+    ("what", "size"),
+    [
+        ("gradients", 2**33),
+        ("gradients", 2**40),
+        ("activations", 10**6),
+        ("requests", 2**33),
+        ("vectors", 10**6),
+    ],
+)
+def test_a_message_that_cannot_be_right_is_not_allocated(what: str, size: int) -> None:
+    (kind, text), _ = launch(2, _announces, what, size)
     assert kind == "error"
     assert f"DesyncError: rank 0: rank 1 announces a message of {size} bytes, where at most" in text
 
