@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,7 @@ class Attachment:
         self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
         self.description = _describe(engine, kind, config)
         self._patches = Patches()
+        self._load: Callable[..., bool] = lambda folder: False
         self.ahead: StepAhead | None = None
         self._hooks: BoundaryHooks | PartitionHooks
         if kind == "zero":
@@ -151,6 +153,20 @@ class Attachment:
         )
         self.steps.members = [*self.steps.members, updates]
         return GatherHooks(kind, engine.optimizer, updates, self._hooks.name_of)
+
+    def load_residuals(self, folder: str | os.PathLike[str]) -> bool:
+        """Take over the residuals in the folder of a checkpoint's tag; a collective, between two steps.
+
+        For checkpoints that ``load_checkpoint`` is to load without the optimizer's states, because another
+        ZeRO stage wrote them: their residuals would start at zero.
+
+        Returns:
+            Whether the folder had any; otherwise residuals are zero, and the log says why.
+
+        Raises:
+            DCTError: On every rank, if a rank's file is damaged or does not fit; names ranks and files.
+        """
+        return self._load(folder)
 
     def gather_parameters(self) -> None:
         """Bring the weights of all ranks to the optimizer's masters, in full; a collective, between two
@@ -212,7 +228,7 @@ class Attachment:
             lambda: [(name, parameter.data) for name, parameter in replicated],
             self.reducer.exchange.group,
         )
-        checkpointing.install(
+        self._load = checkpointing.install(
             engine,
             self.reducer,
             self.gathers,

@@ -44,7 +44,7 @@ def install(
     local: LocalUpdates | None,
     activations: Mapping[str, PipelineHooks | ExpertHooks],
     experts: Mapping[str, GradientReducer],
-) -> None:
+) -> Callable[..., bool]:
     """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
 
     Args:
@@ -59,6 +59,10 @@ def install(
         local: Weights of this rank, which go into its own file; the others hold the anchor.
         activations: Whose states are saved with it, under their names.
         experts: Reducers of experts, whose states are saved with it.
+
+    Returns:
+        ``load(folder, expected=None)``: takes over the residuals in the folder of a tag, all ranks together;
+        whether there were any. ``expected`` is the save they must be of.
 
     The stages of a pipeline hold other parameters: each has a folder for its data-parallel ranks.
     """
@@ -116,32 +120,39 @@ def install(
             given = load_signature.bind(engine, *args, **keywords)
             given.apply_defaults()
             asked = given.arguments
-            identity, state = found[1].pop(CLIENT_KEY, ""), None
+            identity = found[1].pop(CLIENT_KEY, "")
             if asked["load_optimizer_states"] and not asked["load_module_only"]:
-                folder = _folder(engine, asked["load_dir"], asked["tag"])
-                state = reducer_files.load(
-                    own_folder(folder), group=group, parts=parts, unit=unit, sizes=sizes, expected=identity
-                )
-            scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
-            state = state or reducer_files.FRESH
-            reducer.load_state_dict(state, loss_scale=scale)
-            steps.step = reducer.step
-            if gathers is not None:
-                gathers.updates.load_state_dict(state.get("parameters"), step=reducer.step)
-            for name, each in experts.items():
-                saved = (state.get("expert_gradients") or {}).get(name)
-                own = {**reducer_files.FRESH, "step": reducer.step}
-                if saved is not None:
-                    own = checkpoint.in_unit(saved["state"], unit / saved["unit"])
-                each.load_state_dict(own, loss_scale=scale)
-            for name, hooks in activations.items():
-                hooks.streams.load_state_dict(state.get(name) or {}, step=reducer.step)
+                load(_folder(engine, asked["load_dir"], asked["tag"]), identity)
+            else:
+                adopt(reducer_files.FRESH)
             return found
 
         return load_checkpoint
 
+    def load(folder: str | os.PathLike[str], expected: str | None = None) -> bool:
+        place = own_folder(Path(folder))
+        state = reducer_files.load(place, group=group, parts=parts, unit=unit, sizes=sizes, expected=expected)
+        adopt(state or reducer_files.FRESH)
+        return state is not None
+
+    def adopt(state: dict[str, Any]) -> None:
+        scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
+        reducer.load_state_dict(state, loss_scale=scale)
+        steps.step = reducer.step
+        if gathers is not None:
+            gathers.updates.load_state_dict(state.get("parameters"), step=reducer.step)
+        for name, each in experts.items():
+            saved = (state.get("expert_gradients") or {}).get(name)
+            own = {**reducer_files.FRESH, "step": reducer.step}
+            if saved is not None:
+                own = checkpoint.in_unit(saved["state"], unit / saved["unit"])
+            each.load_state_dict(own, loss_scale=scale)
+        for name, hooks in activations.items():
+            hooks.streams.load_state_dict(state.get(name) or {}, step=reducer.step)
+
     patches.wrap(engine, "save_checkpoint", make_save)
     patches.wrap(engine, "load_checkpoint", make_load)
+    return load
 
 
 def _folder(engine: Any, load_dir: Any, tag: Any) -> str:

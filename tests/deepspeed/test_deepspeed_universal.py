@@ -76,6 +76,32 @@ def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
     assert back[0]["run"]["steps"] == STEPS + 2
 
 
+def test_other_stages_without_optimizer_states_keep_what_is_owed(tmp_path: Path) -> None:
+    """ZeRO-0, ZeRO-1, ZeRO-2, by DeepSpeed's ordinary checkpoints; stage 0 owes in gradients that are not
+    divided by the number of ranks yet.
+    """
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    other: Run = {"id": "run", "other_stage": True, "steps": STEPS}
+    plan = [
+        {"id": "0", "config": settings(0), "steps": STEPS, "save": folders[0]},
+        {**other, "id": "1", "config": settings(1), "load": folders[0], "save": folders[1]},
+        {**other, "id": "2", "config": settings(2), "load": folders[1], "steps": STEPS + 1},
+    ]
+    results = launch(2, plan, tmp_path / "runs")
+
+    def total(run: str, what: str) -> dict[str, float]:
+        return owed([{"run": rank[run]} for rank in results], what)
+
+    before = {name: value / 2 for name, value in total("0", "residual").items()}
+    assert any(abs(value) > 1e-4 for value in before.values())
+    for run in "12":
+        after = total(run, "restored")
+        assert after.keys() == before.keys()
+        for parameter, value in before.items():
+            assert after[parameter] == pytest.approx(value, rel=1e-6, abs=1e-6)
+    assert results[0]["2"]["hash"] == results[1]["2"]["hash"]
+
+
 def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["universal", str(tmp_path), str(tmp_path)])
     assert result.exit_code

@@ -19,7 +19,7 @@ from dct_plugin.collectives import Exchange
 from dct_plugin.config import ActivationConfig, DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.embedding import ShardedTables
-from dct_plugin.model_parallel import ActivationStream, MaskedCollectives
+from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def _announces(rank: int, world_size: int, what: str, size: int) -> None:
         lie(reducer.exchange)
         reducer.all_reduce([("weight", torch.ones(5000))])
     elif what == "activations":
-        comm = MaskedCollectives()
+        comm = CompressedCollectives()
         lie(comm.exchange)
         stream = ActivationStream(ActivationConfig(sparsity=0.5), name="layer")
         comm.all_to_all(torch.ones(8, 100), stream, [3, 5], [3, 5][rank : rank + 1] * 2)

@@ -247,9 +247,12 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
             engine.enable_backward_allreduce = False
         first = 0
         if "load" in run:
-            loaded, _ = engine.load_checkpoint(run["load"])
+            other_stage = run.get("other_stage", False)
+            loaded, _ = engine.load_checkpoint(run["load"], load_optimizer_states=not other_stage)
             result["loaded"] = loaded is not None
             first = engine.global_steps
+            if other_stage:
+                assert engine.dct.load_residuals(f"{run['load']}/global_step{first}")
             result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
         result["before"] = evaluate(engine)
         if "save_after" in run:  # and go on
