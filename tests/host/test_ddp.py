@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dct_plugin.integrations.ddp import Owed
+from dct_plugin.integrations.host.worker import ReductionWorker
 from support.processes import launch, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -140,16 +142,36 @@ def _beside_and_within(rank: int, world_size: int) -> None:
         assert state._worker is not None
         if not beside:
             state._worker = None  # reductions on the thread that calls
+        reducer, threads = state.reducer(torch.device("cpu")), set()
+        reduce = reducer.all_reduce
+
+        def noted(
+            *arguments: Any, reduce: Any = reduce, threads: set[str] = threads, **keywords: Any
+        ) -> None:
+            threads.add(threading.current_thread().name)
+            reduce(*arguments, **keywords)
+
+        reducer.all_reduce = noted  # type: ignore[method-assign]
         train(ddp, rank, range(1, 6))
+        assert (threads == {"dct gradients"}) == beside
         found.append((residuals(state), train(ddp, rank, range(6, 7))))
         assert state.metrics.summary().steps == 7
-        assert (state.metrics.summary().hidden_ms > 0) or not beside
     assert torch.equal(found[0][1], found[1][1])
     assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
 
 
 def test_the_thread_beside_the_backward_pass_changes_no_bit() -> None:
     run(2, _beside_and_within)
+
+
+def test_what_the_host_did_not_wait_for_is_hidden() -> None:
+    worker = ReductionWorker("dct gradients")
+    handles = [worker.submit(lambda: time.sleep(0.02)) for _ in range(2)]
+    time.sleep(0.2)
+    for handle in handles:
+        handle.wait()
+    assert worker.hidden_ms() >= 30
+    worker.stop()
 
 
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
