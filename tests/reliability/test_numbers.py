@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.processes import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import checkpoint
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel import DCTState, GradientReducer, dct_hook
 
 SIZES = {"weight": 20_000, "rare": 6_000, "small": 10, "empty": 0}
 STEPS = 24
@@ -66,6 +69,64 @@ def test_what_was_put_in_arrives_or_is_left(kind: str, exchange: str) -> None:
         if numel:
             error = (owed - results[0]["arrived"][name] - left).abs().max()
             assert error <= 1e-5 * owed.abs().max() + 1e-40
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rare, self.late = (nn.Linear(50, 40) for _ in range(3))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor, rare: bool) -> torch.Tensor:
+        y: torch.Tensor = self.always(x) + self.late(x)
+        return y + self.rare(x) if rare else y
+
+
+def _changes_under_way(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer that rank 1 uses every other step, one that is frozen at first and in the end, an empty
+    parameter, and one or three passes in a step: what was put in, what arrived, what is left.
+    """
+    torch.manual_seed(0)
+    model = _Branches()
+    section = {"data_parallel": {"sparsity": 0.95, "min_numel": 100}}
+    state = DCTState(section, named_parameters=model.named_parameters())
+    put_in = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+    arrived = {name: tensor.clone() for name, tensor in put_in.items()}
+    for phase, frozen in enumerate((True, False, True)):
+        model.late.requires_grad_(not frozen)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp.register_comm_hook(state, dct_hook)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for step in range(6):
+            rare, passes = rank == 0 or step % 2 == 0, 1 if step < 3 else 3
+            model.zero_grad()
+            for micro in range(passes):
+                seed = 1000 * rank + 100 * phase + 10 * step + micro
+                x = torch.randn(8, 50, generator=torch.Generator().manual_seed(seed))
+                own = torch.autograd.grad(
+                    model(x, rare).square().mean(), list(trained.values()), allow_unused=True
+                )
+                for name, gradient in zip(trained, own, strict=True):
+                    put_in[name] += 0.0 if gradient is None else gradient.double()
+                with ddp.no_sync() if micro + 1 < passes else contextlib.nullcontext():
+                    ddp(x, rare).square().mean().backward()
+            for name, p in trained.items():
+                arrived[name] += 0.0 if p.grad is None else p.grad.double() * world_size
+    streams = state.state_dict()["reducer"]["streams"]
+    return {"put in": put_in, "arrived": arrived, "left": {n: s["residual"] for n, s in streams.items()}}
+
+
+@pytest.mark.slow
+def test_what_changes_under_way_in_ddp() -> None:
+    results = run(2, _changes_under_way)
+    assert any(results[0]["left"]["late.weight"] != 0.0)
+    for name, arrived in results[0]["arrived"].items():
+        assert torch.equal(arrived, results[1]["arrived"][name])
+        owed = sum(result["put in"][name] for result in results)
+        for result in results:
+            if name in result["left"]:
+                owed -= result["left"][name].double().view(arrived.shape)
+        torch.testing.assert_close(arrived, owed, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", [(2, 4, 2), (4, 1, 3), (1, 3, 2)])

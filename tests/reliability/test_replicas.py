@@ -76,15 +76,19 @@ def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
 def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> tuple[str, list[str]]:
     """One bit changes on rank 1 after the third step: of a weight, or of what a weight is rounded from."""
     from dct_plugin.integrations.megatron import hooks
+    from dct_plugin.integrations.megatron.data import _ranks_of
     from support.megatron_gpt import train
 
     def flip(step: int) -> None:
         if step == 2 and rank == 1:
             session = hooks.current()
             assert session is not None
-            weights = dict(session.hooks[0]._replicated(torch.distributed.group.WORLD))  # type: ignore
-            name = f"0.module.decoder.final_layernorm.weight{' (fp32 copy)' if master else ''}"
-            weights[name].view(torch.int32 if weights[name].element_size() == 4 else torch.int16)[3] ^= 1
+            hook: Any = session.hooks[0]
+            (ranks,) = {_ranks_of(group) for group in hook._groups()}
+            weights = dict(hook._replicated(ranks))
+            name = "final_layernorm.weight (fp32 copy)" if master else "final_layernorm.weight"
+            (weight,) = (weight for key, weight in weights.items() if key.endswith(name))
+            weight.view(torch.int32 if weight.element_size() == 4 else torch.int16)[3] ^= 1
 
     torch.set_num_threads(1)
     with logged() as lines:
@@ -102,7 +106,7 @@ def test_a_drifted_parameter_of_megatron() -> None:
     job = Job(layers=1, steps=6)
     for rank, (kind, text) in enumerate(launch(2, _drifts_in_megatron, job.with_dct(section), False)):
         assert kind == "error"
-        words = "parameters differ between the ranks after step 4: 0.module.decoder.final_layernorm.weight on"
+        words = "parameters differ between the ranks after step 4: 0.decoder.final_layernorm.weight on"
         assert f"DesyncError: rank {rank}: {words}" in text
     resync = {**section, "data_parallel": {**data, "verify_action": "resync"}}
     first, second = run(2, _drifts_in_megatron, job.with_dct(resync, bf16=True), True)
