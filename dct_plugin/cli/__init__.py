@@ -76,6 +76,8 @@ COMMANDS = [
         name="cost",
         target="dct_plugin.integrations.bench.cost:app",
         help="What steps cost with each class of compression, and below which link rate one pays.",
+        needs=("sklearn", "matplotlib"),
+        extra="demo",
     ),
     LazyCommand(
         name="bench",
