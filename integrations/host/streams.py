@@ -77,7 +77,7 @@ def average(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
     """Tensors become their mean over a group, in place; None: there are no replicas."""
     if group is None or group.size() == 1:
         return
-    flat = torch.cat([tensor.view(-1) for tensor in tensors])
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= group.size()
     for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

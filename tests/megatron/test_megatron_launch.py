@@ -154,6 +154,16 @@ def test_without_a_file_only_what_is_named_is_on() -> None:
     assert parse(["x.py", "--dct-pipeline-enabled=false"], {}).config.model_parallel.pipeline.enabled is False
 
 
+def test_compressor_classes_are_chosen_on_the_launch_line() -> None:
+    line = "x.py --dct-pipeline-method lowrank --dct-pipeline-rank 20 --dct-pipeline-gradient-bits 3"
+    config = parse(line.split(), {}).config
+    assert config.model_parallel.pipeline.summary == "lowrank, 8 bits, rank 20"
+    assert config.model_parallel.pipeline.for_gradients().bits == 3
+    assert hook_states(config)["pipeline"] == ""
+    none = parse(["x.py", "--dct-tensor-method=none"], {}).config
+    assert hook_states(none)["tensor"] == 'dct.model_parallel.tensor.method = "none"'
+
+
 def test_reasons_why_a_hook_is_not_active() -> None:
     section = {"data_parallel": {"sparsity": 0}, "model_parallel": {"tensor": {"enabled": False}}}
     states = hook_states(DCTConfig.parse(section))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from dct_plugin.integrations.host.streams import average
 from support import ROOT, processes
 from torch import Tensor
 
@@ -419,6 +421,9 @@ def _collectives(rank: int, world_size: int) -> dict[str, Tensor]:
         torch.zeros(0, 48), ActivationStream(TensorConfig(method="lowrank"), name="empty"), [0, 0], [0, 0]
     )
     assert empty.shape == (0, 48)
+    turned = torch.full((3, 2), float(rank)).t()  # as a factorisation may lay out a basis
+    average([turned], dist.group.WORLD)
+    assert torch.equal(turned, torch.full((2, 3), 0.5))
     return report
 
 

@@ -99,7 +99,8 @@ class LowRank(AnsweringCompressor):
             start = random_basis(self.site.name, hidden, min(self.config.rank, hidden))
         basis = torch.linalg.qr(rows.t() @ (rows @ start[:, :rank].to(rows.device)))[0]
         if self.site.training and hidden not in self._next and bool(torch.isfinite(basis).all()):
-            self._next[hidden] = basis.cpu()
+            # Row-major as it is when it is loaded: products must not depend on the layout.
+            self._next[hidden] = basis.cpu().contiguous()
         return basis
 
     def _read(self, message: Tensor, shape: torch.Size) -> Tensor:
@@ -116,4 +117,4 @@ def _columns(codes: Tensor, shape: torch.Size, basis: Tensor) -> Tensor:
 def random_basis(name: str, hidden: int, rank: int) -> Tensor:
     """Orthonormal, fp32 [hidden, rank], by the name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.linalg.qr(torch.randn(hidden, rank, generator=generator))[0]
+    return torch.linalg.qr(torch.randn(hidden, rank, generator=generator))[0].contiguous()

@@ -1,0 +1,115 @@
+"""Every compressor class of activations in the real megatron-core: pipelines, tensor parallelism, DP."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from support.megatron_gpt import Job, Outcome, train_all
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+CLASSES: dict[str, dict[str, Any]] = {
+    "topk": {"method": "topk", "sparsity": 0.8, "value_dtype": "int4", "gradient_value_dtype": "int4"},
+    "randomk": {"method": "randomk", "sparsity": 0.5, "bits": 4, "stochastic": True},
+    "quantise": {"method": "quantise", "bits": 4, "gradient_bits": 3, "rotate": True, "stochastic": True},
+    "lowrank": {"method": "lowrank", "rank": 16, "bits": 4},
+    "learned": {"method": "learned", "rank": 16, "bits": 8, "learning_rate": 3e-3},
+}
+OFF = {"enabled": False}
+
+
+def pipeline(**section: Any) -> dict[str, Any]:
+    return {"data_parallel": OFF, "model_parallel": {"pipeline": section, "tensor": OFF}}
+
+
+def tensor(**section: Any) -> dict[str, Any]:
+    return {"data_parallel": OFF, "model_parallel": {"pipeline": OFF, "tensor": section}}
+
+
+def run(world_size: int, *jobs: Job) -> list[list[Outcome]]:
+    """Outcomes by job, then rank."""
+    by_rank = processes.run(world_size, train_all, list(jobs))
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def losses(outcomes: list[Outcome]) -> list[float]:
+    return next(outcome.losses for outcome in outcomes if outcome.losses)
+
+
+def fewer(outcomes: list[Outcome], cls: str) -> float:
+    parts = [outcome.classes[cls] for outcome in outcomes if cls in outcome.classes]
+    return sum(p["dense_bytes"] for p in parts) / sum(p["sent_bytes"] for p in parts)
+
+
+def assert_learns(outcomes: list[Outcome], by: float) -> None:
+    values = losses(outcomes)
+    assert values[-1] < values[0] - by, values
+
+
+def test_pipelines(tmp_path: Path) -> None:
+    job = Job(pp=2, steps=10, evaluate=True)
+    saved = (str(tmp_path), 4)
+    learned = job.with_dct(pipeline(**CLASSES["learned"]))
+    plain, none, spared, *found, recomputed, through, interleaved = run(
+        2,
+        job,
+        job.with_dct(pipeline(method="none")),
+        job.with_dct(pipeline(**{**CLASSES["lowrank"], "boundaries": [1]})),
+        *(job.with_dct(pipeline(**section)) for section in CLASSES.values()),
+        replace(learned, recompute="full"),
+        replace(learned, save=saved),
+        job.with_dct(pipeline(**CLASSES["learned"]), pp=2, vpp=2, overlap_p2p=True, steps=8),
+    )
+    for same in (none, spared):
+        assert [o.parameters for o in same] == [o.parameters for o in plain]
+        assert not any(outcome.classes for outcome in same)
+    for outcomes in found:
+        assert_learns(outcomes, 0.3)
+        assert fewer(outcomes, "pipeline") > 6
+        assert fewer(outcomes, "pipeline_gradient") > 6
+        assert losses(outcomes) != losses(plain)
+        assert "pipeline_evaluation" in outcomes[0].classes
+    assert_learns(interleaved, 0.2)
+    assert losses(recomputed) == losses(found[-1])
+    processes._stop()
+    (resumed,) = run(2, replace(learned, load=saved))
+    assert losses(through)[4:] == losses(resumed)
+    assert [o.parameters for o in through] == [o.parameters for o in resumed]
+
+
+def test_tensor_and_sequence_parallel() -> None:
+    job = Job(tp=2, sequence_parallel=True, steps=10)
+    stochastic = tensor(**CLASSES["quantise"], gather=True)
+    *found, recomputed, alone = run(
+        2,
+        *(job.with_dct(tensor(**section, gather=True)) for section in CLASSES.values()),
+        job.with_dct(stochastic, recompute="full"),
+        job.with_dct(tensor(**CLASSES["learned"]), sequence_parallel=False),
+    )
+    for outcomes in found:
+        assert_learns(outcomes, 0.3)
+        assert fewer(outcomes, "tensor") > 6
+        assert fewer(outcomes, "tensor_gradient") > 6
+    assert losses(recomputed) == losses(found[2])
+    assert_learns(alone, 0.3)
+
+
+def test_replicas_hold_the_same_encoders() -> None:
+    (found,) = run(4, Job(pp=2, steps=4, watch=True).with_dct(pipeline(**CLASSES["learned"])))
+    states = [outcome.history[-1][2]["streams"]["pipeline boundary 0"]["weights"] for outcome in found]
+    names = [sorted(state) for state in states]
+    assert sorted(names) == [["decoder 0"]] * 2 + [["encoder"]] * 2
+    for name in ("encoder", "decoder 0"):
+        one, other = (state[name] for state in states if name in state)
+        assert one["steps"] == 4
+        assert torch.equal(one["value"], other["value"])
+    assert len({outcome.parameters for outcome in found}) == 2
