@@ -47,7 +47,7 @@ class PoisonedSteps:
         if not self.skips:
             return False
         named = list(self._gradients())
-        names = [name for name, gradient in named if has_overflow(gradient)]
+        names = [name for name, g in named if has_overflow(g._values() if g.is_sparse else g)]
         rank, nobody = dist.get_rank(), dist.get_world_size()
         speaker = torch.tensor(rank if names else nobody)
         if self._agree:
