@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dct_plugin.codecs import HEADER_NBYTES, Payload, ValueDtype, payload_bound, value_nbytes
 from dct_plugin.codecs.index import ANY_POSITIONS
+from dct_plugin.feedback import PackedTensor
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -82,6 +83,11 @@ class Data:
         self.message = torch.zeros(bound, dtype=torch.uint8)
         self.magnitude, self.mask = torch.empty(numel), torch.empty(numel, dtype=torch.bool)
         self.target = torch.zeros(numel)
+        self.packed: dict[str, tuple[PackedTensor, PackedTensor]] = {}
+        for kind, dtype in (("bf16", torch.bfloat16), ("int8", torch.int8)):
+            before, after = (PackedTensor(numel, dtype, kernels, self.grad.device) for _ in range(2))
+            before.write(self.start_residual, seed=0)
+            self.packed[kind] = before, after
 
     def compress(self, kernels: CpuBackend | ReferenceBackend, grad: Tensor, **options: Any) -> Payload:
         stats = kernels.compress(
@@ -94,6 +100,13 @@ class Data:
             **options,
         )
         return Payload.from_tensor(self.message[: stats.nbytes], verify=False)
+
+    def compress_packed(self, kernels: CpuBackend, packed: tuple[PackedTensor, PackedTensor]) -> Payload:
+        """With a residual that is kept in fewer bytes (``residual_dtype``)."""
+        before, after = packed
+        payload = self.compress(kernels, self.grad, residual=before.read(self.apart))
+        after.write(self.apart, seed=1)
+        return payload
 
     def torch_preallocated(self) -> tuple[Tensor, Tensor]:
         """The fewest passes plain torch allows: every large temporary is reused."""
@@ -124,6 +137,10 @@ def methods(data: Data, kernels: CpuBackend, seeds: list[int]) -> dict[str, Call
         "DCT fused compress, residual apart": lambda: data.compress(
             kernels, data.grad, residual_out=data.apart
         ),
+        **{
+            f"DCT fused compress, residual in {kind}": partial(data.compress_packed, kernels, packed)
+            for kind, packed in data.packed.items()
+        },
         "DCT compress, no error feedback": lambda: data.compress(kernels, data.grad, residual=None),
         "DCT plain-torch fallback": lambda: data.compress(reference, data.grad),
         "torch, preallocated (select only)": data.torch_preallocated,

@@ -3,7 +3,8 @@
 Starts two local ranks that train a perceptron of more than ten million parameters with an ordinary DeepSpeed
 engine, for each ZeRO stage once without and once with a ``dct`` section (the only difference), and reads what
 the loopback interface carried in steady state: both directions, packet headers and everything else included.
-ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense).
+ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense);
+ZeRO-3 gathers parameters for every pass, dense (``--stages 3``).
 
     python benchmarks/wire.py
 """
@@ -66,7 +67,7 @@ def worker(args: argparse.Namespace) -> None:
                 section["dct"] = {
                     "data_parallel": {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
                 }
-                if stage and args.parameters:
+                if stage in (1, 2) and args.parameters:
                     section["dct"]["data_parallel"]["parameters"] = {
                         "enabled": True,
                         "sparsity": args.parameters,
@@ -89,7 +90,9 @@ def worker(args: argparse.Namespace) -> None:
                 engine.step()
             dist.barrier()
             counter.stop()
-            flat = torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()])
+            parameters = list(engine.module.parameters())
+            with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")]):
+                flat = torch.cat([p.detach().float().reshape(-1) for p in parameters])
             digests: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(digests, hash(flat.numpy().tobytes()))
             if dct:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ._version import __version__
 from .errors import DCTError
+from .feedback import entries_of, unpacked
 
 FORMAT = 2
 #: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may
@@ -237,14 +238,18 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
         DCTError: Names the file, the parameter and both sizes.
     """
     local = (state.get("local") or {"weights": {}})["weights"]
-    held = [("the residual", name, stream["residual"]) for name, stream in state["streams"].items()]
+    residuals = {name: stream["residual"] for name, stream in state["streams"].items()}
+    held = [("the residual", name, saved) for name, saved in residuals.items() if saved is not None]
     held += [("the local weight", name, weight) for name, weight in local.items()]
-    for what, name, entries in held:
+    for what, name, saved in held:
         expected = _entries(name, sizes)
-        if entries is not None and expected is not None and tuple(entries.shape) != (expected,):
+        try:
+            shape = entries_of(saved)
+        except ValueError as error:
+            raise DCTError(f"{file}: {what} of {name} {error}") from error
+        if expected is not None and shape != (expected,):
             raise DCTError(
-                f"{file}: {what} of {name} has shape {tuple(entries.shape)}, the model has {expected} "
-                "entries there"
+                f"{file}: {what} of {name} has shape {shape}, the model has {expected} entries there"
             )
 
 
@@ -292,7 +297,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
         streams = {name: s for name, s in state["streams"].items() if s["residual"] is not None}
         answers = {name: match for name in streams if (match := _SERVER_STREAM.match(name))}
         for name in streams.keys() - answers.keys():
-            residual = streams[name]["residual"] * factor
+            residual = unpacked(streams[name]["residual"]) * factor
             if name in total:
                 total[name]["residual"] += residual
             else:
@@ -300,10 +305,10 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
         for name, match in answers.items():
             if (owner := total.get(match["name"])) is not None:
                 part = owner["residual"][int(match["start"]) : int(match["stop"])]
-                part += streams[name]["residual"] * factor
+                part += unpacked(streams[name]["residual"]) * factor
             elif local is not None and match["name"] in local["weights"]:
                 part = local["weights"][match["name"]][int(match["start"]) : int(match["stop"])]
-                part += streams[name]["residual"]
+                part += unpacked(streams[name]["residual"])
     for stream in total.values():
         stream["residual"] *= unit / old_unit / count
     state = {"step": step, "loss_scale": loss_scale, "streams": total}
@@ -332,7 +337,7 @@ def in_unit(state: State, ratio: float) -> State:
     streams = {
         name: {
             **_unmeasured(stream),
-            "residual": None if stream["residual"] is None else stream["residual"] * ratio,
+            "residual": None if stream["residual"] is None else unpacked(stream["residual"]) * ratio,
             "velocity": None if stream.get("velocity") is None else stream["velocity"] * ratio,
         }
         for name, stream in state["streams"].items()

@@ -6,13 +6,134 @@ keep``). The residual also keeps the rounding error of the value type, so that n
 
 from __future__ import annotations
 
+from typing import Generic, TypeAlias, TypeVar
+
 import torch
 from torch import Tensor
 
 from .codecs.payload import OVERFLOW_MAGNITUDE
+from .kernels.backend import PACK_BLOCK, PACK_EXPONENTS, Backend
+from .kernels.reference import ReferenceBackend
+
+Saved: TypeAlias = Tensor | dict[str, Tensor]
+"""A residual in a checkpoint: fp32 or bf16 [numel], or ``values`` and ``exponents`` in int8."""
+
+_Held = TypeVar("_Held", Tensor, "PackedTensor")
 
 
-class Residual:
+class Rooms:
+    """Scratch memory (fp32) by use: fresh memory in large blocks is slow to touch."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, use: str, like: Tensor) -> Tensor:
+        """fp32 [numel] of ``like`` on its device, to overwrite; the same memory at every call for one use."""
+        key = use, like.device
+        room = self._rooms.get(key)
+        if room is None or room.numel() < like.numel():
+            room = self._rooms[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        return room[: like.numel()]
+
+
+class PackedTensor:
+    """Numbers in 2 bytes each (bf16) or in 1 and a 64th (int8), as :meth:`.kernels.Backend.pack` rounds them.
+
+    Args:
+        numel: How many; zeros at first.
+        dtype: bf16 or int8.
+        kernels: Of the device.
+        device: Where they live.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, kernels: Backend, device: torch.device) -> None:
+        blocks = -(-numel // PACK_BLOCK)
+        self.values = torch.zeros(numel, dtype=dtype, device=device)
+        self.exponents = torch.zeros(blocks, dtype=torch.int8, device=device) if dtype == torch.int8 else None
+        self._kernels = kernels
+
+    def write(self, values: Tensor, seed: int) -> None:
+        """Take over fp32 values, rounded."""
+        self._kernels.pack(values, self.values, self.exponents, seed)
+
+    def read(self, out: Tensor) -> Tensor:
+        """The values into ``out`` (fp32), which is returned."""
+        self._kernels.unpack(self.values, self.exponents, out)
+        return out
+
+    def saved(self) -> Saved:
+        """A copy for a checkpoint."""
+        values = self.values.to("cpu", copy=True)
+        if self.exponents is None:
+            return values
+        return {"values": values, "exponents": self.exponents.to("cpu", copy=True)}
+
+    def restore(self, saved: Saved, seed: int) -> None:
+        """Take over what :meth:`saved` gave, as it is; other types are rounded."""
+        if isinstance(saved, dict) and self.exponents is not None:
+            self.values.copy_(saved["values"])
+            self.exponents.copy_(saved["exponents"])
+        else:
+            self.write(unpacked(saved).to(self.values.device), seed)
+
+
+def unpacked(saved: Saved) -> Tensor:
+    """A residual of a checkpoint, whatever its type, in fp32 (CPU)."""
+    if isinstance(saved, dict):
+        out = torch.empty(saved["values"].shape, dtype=torch.float32)
+        ReferenceBackend().unpack(saved["values"], saved["exponents"], out)
+        return out
+    return saved.to(torch.float32)
+
+
+def entries_of(saved: Saved) -> tuple[int, ...]:
+    """Shape of a residual of a checkpoint.
+
+    Raises:
+        ValueError: It is none; says what is wrong with it.
+    """
+    if isinstance(saved, Tensor):
+        return tuple(saved.shape)
+    if not isinstance(saved, dict) or saved.keys() != {"values", "exponents"}:
+        raise ValueError("is not a tensor, nor values and exponents")
+    values, exponents = saved["values"], saved["exponents"]
+    if values.dtype != torch.int8 or exponents.dtype != torch.int8 or values.dim() != 1:
+        raise ValueError("is not in int8")
+    if exponents.shape != (-(-values.numel() // PACK_BLOCK),):
+        raise ValueError(f"has {exponents.numel()} exponents for {values.numel()} entries")
+    if (
+        exponents.numel()
+        and not PACK_EXPONENTS[0] <= int(exponents.min()) <= int(exponents.max()) <= PACK_EXPONENTS[1]
+    ):
+        raise ValueError("has exponents out of range")
+    return tuple(values.shape)
+
+
+class _Transaction(Generic[_Held]):
+    """What is remembered, and beside it what it would be after a step that may yet be discarded."""
+
+    _committed: _Held
+    _pending: _Held | None
+    _dirty = False
+
+    @property
+    def _newest(self) -> _Held:
+        return self._pending if self._dirty and self._pending is not None else self._committed
+
+    def commit(self) -> None:
+        """Keep what was written since the last commit."""
+        if self._dirty and self._pending is not None:
+            self._committed, self._pending = self._pending, self._committed
+        self._dirty = False
+
+    def rollback(self) -> None:
+        """Forget what was written since the last commit."""
+        if self._pending is None:
+            raise RuntimeError("rollback() needs a transactional residual")
+        self._dirty = False
+
+
+class Residual(_Transaction[Tensor]):
     """Residual of one stream, with a transaction for host frameworks that may discard a step.
 
     A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside
@@ -34,9 +155,9 @@ class Residual:
         transactional: bool = False,
         memory: Tensor | None = None,
     ) -> None:
+        self.numel = numel
         self._committed = torch.zeros(numel, dtype=torch.float32, device=device) if memory is None else memory
         self._pending = torch.zeros_like(self._committed) if transactional else None
-        self._dirty = False
         # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
         # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
         self._beside = device.type == "cuda" and memory is None
@@ -44,47 +165,114 @@ class Residual:
     @property
     def current(self) -> Tensor:
         """The residual as the next step will see it (fp32, ``[numel]``)."""
-        return self._pending if self._dirty and self._pending is not None else self._committed
+        return self._newest
+
+    def show(self, rooms: Rooms, use: str) -> Tensor:
+        """:attr:`current`, to be read before the room's next use."""
+        return self.current
 
     def begin(self) -> tuple[Tensor, Tensor]:
-        """Buffers of the coming pass over the whole stream: ``(read from, write to)``, possibly the same."""
+        """Buffers of the coming pass over the whole stream: ``(read from, write to)``, possibly the same;
+        :meth:`end` follows.
+        """
         if self._pending is None:
             source = self._committed
             if self._beside:
                 self._committed = torch.empty_like(source)
             return source, self._committed
-        source = self._pending if self._dirty else self._committed
+        source = self._newest
         self._dirty = True
         return source, self._pending
 
-    def commit(self) -> None:
-        """Keep what was written since the last commit."""
-        if self._dirty and self._pending is not None:
-            self._committed, self._pending = self._pending, self._committed
-        self._dirty = False
-
-    def rollback(self) -> None:
-        """Forget what was written since the last commit."""
-        if self._pending is None:
-            raise RuntimeError("rollback() needs a transactional residual")
-        self._dirty = False
+    def end(self, step: int) -> None:
+        """The pass is over; ``step`` passes of the stream came before it."""
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
         self.current.mul_(factor)
 
-    def saved(self) -> Tensor:
-        """A copy for a checkpoint (fp32, CPU)."""
+    def saved(self) -> Saved:
+        """A copy for a checkpoint (CPU)."""
         return self.current.detach().to("cpu", copy=True)
 
-    def restore(self, residual: Tensor) -> None:
+    def restore(self, saved: Saved) -> None:
         """Take over what :meth:`saved` gave; raises ``ValueError`` when the length differs."""
-        if residual.shape != self._committed.shape:
-            raise ValueError(
-                f"residual has shape {tuple(residual.shape)}, expected {tuple(self._committed.shape)}"
-            )
+        _check_length(saved, self.numel)
         self._dirty = False
-        self._committed.copy_(residual)
+        self._committed.copy_(unpacked(saved))
+
+
+class PackedResidual(_Transaction[PackedTensor]):
+    """Like :class:`Residual`, kept in bf16 or int8 (``residual_dtype``); passes run on fp32 scratch memory.
+
+    What a pass leaves is rounded stochastically, with random numbers that follow from the stream's seed and
+    step: runs repeat bitwise, and in expectation nothing is lost. Entries that a pass left alone stay bitwise
+    what they were.
+
+    Args:
+        numel, device, transactional: See :class:`Residual`.
+        dtype: bf16 or int8.
+        kernels: Of the device.
+        rooms: Scratch memory, of the size of the largest stream that shares it.
+        seed: Of the stream.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        device: torch.device,
+        *,
+        transactional: bool,
+        dtype: torch.dtype,
+        kernels: Backend,
+        rooms: Rooms,
+        seed: int,
+    ) -> None:
+        self.numel = numel
+        self._committed = PackedTensor(numel, dtype, kernels, device)
+        self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
+        self._rooms, self._seed, self._beside = rooms, seed, device.type == "cuda"
+
+    @property
+    def current(self) -> Tensor:
+        """The residual as the next step will see it (fp32, ``[numel]``), in memory of its own."""
+        return self.show(Rooms(), "current")
+
+    def show(self, rooms: Rooms, use: str) -> Tensor:
+        """:attr:`current`, to be read before the room's next use."""
+        return self._newest.read(rooms.take(use, self._newest.values))
+
+    def begin(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Residual.begin`."""
+        source = self.show(self._rooms, "pass")
+        return source, self._rooms.take("beside", source) if self._beside else source
+
+    def end(self, step: int) -> None:
+        """See :meth:`Residual.end`."""
+        target = self._committed if self._pending is None else self._pending
+        left = self._rooms.take("beside" if self._beside else "pass", target.values)
+        target.write(left, self._seed + 0x9E3779B9 * (step + 1))
+        self._dirty = True
+
+    def rescale(self, factor: float) -> None:
+        """See :meth:`Residual.rescale`; but for powers of two it is rounded."""
+        self._newest.write(self.show(self._rooms, "pass").mul_(factor), self._seed)
+
+    def saved(self) -> Saved:
+        """A copy for a checkpoint (CPU), in its own type."""
+        return self._newest.saved()
+
+    def restore(self, saved: Saved) -> None:
+        """See :meth:`Residual.restore`; what was saved in another type is rounded."""
+        _check_length(saved, self.numel)
+        self._dirty = False
+        self._committed.restore(saved, self._seed)
+
+
+def _check_length(saved: Saved, numel: int) -> None:
+    shape = entries_of(saved)
+    if shape != (numel,):
+        raise ValueError(f"residual has shape {shape}, expected {(numel,)}")
 
 
 class Velocity:

@@ -22,7 +22,7 @@ from .codecs.payload import Header, Payload, header_bytes, payload_bound
 from .codecs.values import ValueDtype
 from .config import ActivationConfig, DataParallelConfig, KernelConfig
 from .errors import ConfigError
-from .feedback import Residual, Velocity
+from .feedback import PackedResidual, Residual, Rooms, Velocity
 from .kernels import GRAD_DTYPES, SMALLEST_TAU, Backend, Stats, Tau, backend_names, get_backend, read_stats
 from .metrics import Record
 from .schedules import SparsitySchedule
@@ -33,6 +33,8 @@ _CAPACITY_SLACK = 64
 #: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
 #: spread.
 _START_STRIDE = 0x9E3779B1
+#: Of ``residual_dtype``, those that are packed.
+_PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass
@@ -171,6 +173,7 @@ class Compressor(Stream):
         rank: Rank in the group, seeds the sample too.
         kernels: Which kernels run; the defaults when None.
         transactional: Steps can be taken back, see :meth:`end_step` (costs a second residual buffer).
+        rooms: Scratch memory that streams on one device may share, for residuals in bf16 or int8.
         overrides: Single settings over ``config``, for example ``sparsity=0.9``.
 
     Raises:
@@ -190,6 +193,7 @@ class Compressor(Stream):
         rank: int = 0,
         kernels: KernelConfig | None = None,
         transactional: bool = False,
+        rooms: Rooms | None = None,
         **overrides: Any,
     ) -> None:
         if overrides or config is None:
@@ -197,9 +201,10 @@ class Compressor(Stream):
         super().__init__(config, name=name, rank=rank, kernels=kernels)
         self.config = config
         self.schedule = SparsitySchedule.of(config)
-        self.residual: Residual | None = None
+        self.residual: Residual | PackedResidual | None = None
         self.velocity: Velocity | None = None
         self._transactional = transactional
+        self._rooms = rooms
         self._shape: torch.Size | None = None
         self._value_dtype = ValueDtype.parse(config.value_dtype)
         self._encoding = (
@@ -309,6 +314,8 @@ class Compressor(Stream):
                 mask = self.backend(grad.device).decode_mask(room[: part.nbytes], length)
                 self.velocity.restart(start, mask)
             writer.advance(part)
+        if self.residual is not None and left is None:
+            self.residual.end(step)
         return encoded
 
     def lend(
@@ -383,7 +390,7 @@ class Compressor(Stream):
     # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Residual (fp32, CPU), threshold and counters; a resumed run goes on bitwise."""
+        """Residual (CPU, in its own type), threshold and counters; a resumed run goes on bitwise."""
         saved = {**self._loaded, **{name: buffer.saved() for name, buffer in self._buffers().items()}}
         return {
             "threshold": self.threshold.state_dict(),
@@ -413,20 +420,34 @@ class Compressor(Stream):
         if self.config.error_feedback == "none":
             return None, None
         if self.residual is None:
-            self.residual = Residual(numel, device, transactional=self._transactional)
+            self.residual = self._new_residual(numel, device)
             if self.config.momentum_correction > 0.0:
                 self.velocity = Velocity(
                     numel, device, self.config.momentum_correction, transactional=self._transactional
                 )
             self._adopt_loaded()
-        if self.residual.current.numel() != numel:
+        if self.residual.numel != numel:
             raise ValueError(
-                f"{self.name}: the stream has {self.residual.current.numel()} entries, got a tensor of "
-                f"{numel}; one compressor serves one tensor"
+                f"{self.name}: the stream has {self.residual.numel} entries, got a tensor of {numel}; one "
+                "compressor serves one tensor"
             )
         return self.residual.begin()
 
-    def _buffers(self) -> dict[str, Residual]:
+    def _new_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual:
+        dtype = _PACKED.get(self.config.residual_dtype)
+        if dtype is None:
+            return Residual(numel, device, transactional=self._transactional)
+        return PackedResidual(
+            numel,
+            device,
+            transactional=self._transactional,
+            dtype=dtype,
+            kernels=self.backend(device),
+            rooms=Rooms() if self._rooms is None else self._rooms,
+            seed=self.threshold.seed,
+        )
+
+    def _buffers(self) -> dict[str, Residual | PackedResidual]:
         """What the stream remembers per entry."""
         buffers = {} if self.residual is None else {"residual": self.residual}
         if self.velocity is not None:

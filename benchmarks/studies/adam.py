@@ -106,6 +106,10 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         for every in (1, 4, 8)
     },
     "local-update-0.99-every1-start60": {"update": "local", "sparsity": 0.99, **START},
+    **{
+        f"ahead-0.99-ramp180-residuals-{kind}": {"sparsity": 0.99, **AHEAD, **SLOWER, "residual_dtype": kind}
+        for kind in ("bf16", "int8")
+    },
     "ahead-0.99-coefficient1": {"sparsity": 0.99, **AHEAD, **START, "step_ahead_coefficient": 1.0},
 }
 
@@ -243,7 +247,8 @@ def train(
     if "dct" in config:
         engine.dct.gather_parameters()
     weights = [None] * world_size
-    flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
+    with deepspeed.zero.GatheredParameters([p for p in engine.module.parameters() if hasattr(p, "ds_id")]):
+        flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
     dist.all_gather_object(weights, hash(flat.numpy().tobytes()))
     loss = held_out_loss(engine, held_out)
     engine.destroy()
@@ -315,7 +320,7 @@ def parser_of(
     parser.add_argument("--settings", nargs="+", choices=list(settings), default=default)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0, 1 or 2")
+    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0 to 3")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--optimizer-params", default='{"weight_decay": 0.01, "torch_adam": true}')

@@ -180,6 +180,12 @@ class DataParallelConfig(Section):
         description="What was not sent is added to the next gradient (local); besides, the next gradient is "
         "taken where the weights will be once it has arrived (step_ahead); or it is dropped (none).",
     )
+    residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = Field(
+        default="auto",
+        description="Type in which what was not sent is kept: 4, 2 or 1.02 bytes per parameter and rank. "
+        "bf16 and int8 (64 entries share an exponent) are rounded stochastically: on average nothing is "
+        "lost. auto is int8 under ZeRO-3, else fp32.",
+    )
     step_ahead_coefficient: float | None = Field(
         default=None,
         gt=0,
@@ -285,6 +291,26 @@ class DataParallelConfig(Section):
                 "leave it out, or set error_feedback to 'local' or 'step_ahead'",
                 {"every": self.error_averaging_interval},
             )
+        if self.residual_dtype in ("bf16", "int8") and self.momentum_correction != 0:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "residual_dtype = '{dtype}' does not go with momentum_correction = {value}, which keeps a "
+                "momentum in fp32 beside the residual; leave one of them out",
+                {"dtype": self.residual_dtype, "value": show(self.momentum_correction)},
+            )
+        if self.residual_dtype in ("bf16", "int8") and self.error_averaging_interval is not None:
+            raise PydanticCustomError(
+                "dct_conflict",
+                "residual_dtype = '{dtype}' does not go with error_averaging_interval = {every}, which adds "
+                "to residuals in place; leave one of them out",
+                {"dtype": self.residual_dtype, "every": self.error_averaging_interval},
+            )
+        if self.residual_dtype in ("bf16", "int8") and self.error_feedback == "none":
+            raise PydanticCustomError(
+                "dct_conflict",
+                "residual_dtype = '{dtype}' has nothing to keep with error_feedback = 'none'; leave it out",
+                {"dtype": self.residual_dtype},
+            )
         if self.adaptive != "off" and self.adaptive_sparsity > self.sparsity:
             raise PydanticCustomError(
                 "dct_conflict",
@@ -326,6 +352,13 @@ class DataParallelConfig(Section):
                 "nonfinite_action = 'skip' does not go with update = 'local': ranks step on gradients of "
                 "their own, and the others would wait for one that skips",
                 {},
+            )
+        if self.update == "local" and self.residual_dtype in ("bf16", "int8"):
+            raise PydanticCustomError(
+                "dct_conflict",
+                "residual_dtype = '{dtype}' does not go with update = 'local': what a rank owes lies between "
+                "its weights and the anchor; leave it out",
+                {"dtype": self.residual_dtype},
             )
         if self.update == "local" and self.adaptive != "off":
             raise PydanticCustomError(

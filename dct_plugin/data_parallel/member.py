@@ -20,6 +20,7 @@ from ..codecs.message import MessageWriter, read_messages
 from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
+from ..feedback import Rooms
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, backend_of
@@ -81,6 +82,7 @@ class Member:
         self._kernels = kernels
         self.backend = backend_of(kernels, self.device)
         self._transactional = transactional
+        self._rooms = Rooms()
         self._loaded: dict[str, dict[str, Any]] = {}
         """States of streams that were not used since."""
         self._nonfinite_reported = False
@@ -105,6 +107,7 @@ class Member:
                 rank=self.rank,
                 kernels=self._kernels,
                 transactional=self._transactional,
+                rooms=self._rooms,
             )
             if name in self._loaded:
                 stream.load_state_dict(self._loaded.pop(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
+from ..feedback import unpacked
 from ..kernels import GRAD_DTYPES
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
@@ -332,19 +333,21 @@ class GradientReducer(Member):
         """Whether :meth:`step_ahead` was called."""
         return self._ahead is not None
 
-    def _residual_of(self, name: str) -> Tensor | None:
+    def _residual_of(self, name: str, use: str = "own") -> Tensor | None:
+        """To be read before the next one of the same ``use``, whose memory it may share."""
         stream = self.streams.get(name)
         if stream is not None:
-            return None if stream.residual is None else stream.residual.current
-        saved: Tensor | None = self._loaded[name]["residual"] if name in self._loaded else None
-        return None if saved is None else saved.to(self.device)
+            return None if stream.residual is None else stream.residual.show(self._rooms, use)
+        saved = self._loaded[name]["residual"] if name in self._loaded else None
+        return None if saved is None else unpacked(saved).to(self.device)
 
-    def _held_back_of(self, name: str, numel: int) -> list[tuple[Shard, Tensor]]:
-        """What this rank, as an owner (two-phase exchange), has not sent back yet."""
-        if self._direct():
-            return []
-        parts = ((s, self._residual_of(f"{name}[{s.start}:{s.stop}]")) for s in self._shards(name, numel))
-        return [(shard, residual) for shard, residual in parts if residual is not None]
+    def _held_back_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
+        """What this rank, as an owner (two-phase exchange), has not sent back yet, one after the other."""
+        if not self._direct():
+            for shard in self._shards(name, numel):
+                residual = self._residual_of(f"{name}[{shard.start}:{shard.stop}]", "part")
+                if residual is not None:
+                    yield shard, residual
 
     def look(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Show step-ahead gradients (see :meth:`all_reduce`) that the host reduces by itself.
@@ -478,7 +481,7 @@ class GradientReducer(Member):
         for name, tensor in entries:
             saved = self._loaded.get(name)
             if saved is not None and saved["residual"] is not None and name not in self._paid:
-                tensor += saved["residual"].to(tensor)
+                tensor += unpacked(saved["residual"]).to(tensor)
                 self._paid.add(name)
 
     def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:

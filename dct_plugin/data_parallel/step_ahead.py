@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
+from ..feedback import Rooms
 from .plan import Shard
 from .watching import watch
 
@@ -293,9 +294,10 @@ class StepAhead:
         parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
         unit_of: The optimizer's settings for a parameter, None if it does not have it; asked anew at every
             step, since schedulers change them.
-        residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none.
+        residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none; read before
+            the next call.
         held_back_of: For a stream and its number of entries: parts of the ranks' *sum* that this rank owes
-            to all of them, and their residuals (fp32).
+            to all of them, and their residuals (fp32), each read before the next.
         world_size: Ranks whose gradients are averaged.
         coefficient: Of the displacement, in (0, 1]; None: measured.
         gradient_unit: Factor from a stream's gradients to the optimizer's.
@@ -330,7 +332,7 @@ class StepAhead:
         self._shared: dict[str, Tensor] = {}  # likewise
         self._loaded: dict[str, Any] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._rooms: dict[str, Tensor] = {}
+        self._rooms = Rooms()
         self._displaced: set[str] = set()  # whose buffer holds the displaced weights of this step
         self._originals: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._fresh = False
@@ -416,16 +418,19 @@ class StepAhead:
             if unit is None or not weight.is_contiguous() or residual.numel() != weight.numel():
                 continue
             share = self.coefficient(name)
-            if held_back := list(self._held_back_of(name, weight.numel())):
-                residual, share = torch.mul(residual, share, out=self._room(residual, "residual")), 1.0
-                for shard, part in held_back:
-                    residual[shard.start : shard.stop].add_(part)
+            owed = None  # with what is held back
+            for shard, part in self._held_back_of(name, weight.numel()):
+                if owed is None:
+                    owed = torch.mul(residual, share, out=self._rooms.take("owed", residual))
+                owed[shard.start : shard.stop].add_(part)
+            if owed is not None:
+                residual, share = owed, 1.0
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
             rooms = None
             if weight.element_size() < 4:
-                rooms = self._room(weight.view(-1), "step"), self._room(weight.view(-1), "weight")
+                rooms = self._rooms.take("step", weight), self._rooms.take("weight", weight)
             displaced(
                 weight,
                 residual,
@@ -449,14 +454,7 @@ class StepAhead:
         if moments is None:
             moments = Moments(parameter.shape, gradient.device, missed=self._missed)
             self._moments[name] = moments
-        moments.add(gradient, self._room(gradient, "step"))
-
-    def _room(self, like: Tensor, use: str) -> Tensor:
-        """Scratch memory, fp32 [numel]: fresh memory in large blocks is slow to touch."""
-        room = self._rooms.get(use)
-        if room is None or room.numel() < like.numel():
-            room = self._rooms[use] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
-        return room[: like.numel()]
+        moments.add(gradient, self._rooms.take("step", gradient))
 
     def _moments_of(self, name: str) -> Moments | None:
         if name in self._loaded:

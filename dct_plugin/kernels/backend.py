@@ -26,6 +26,10 @@ from ..errors import PayloadError
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_TAU = float(torch.finfo(torch.float32).tiny)  # smallest positive normal fp32
+#: Entries of a residual in int8 that share an exponent, see :meth:`Backend.pack`.
+PACK_BLOCK = 64
+#: The smallest and the largest of these.
+PACK_EXPONENTS = (-112, 121)
 Tau: TypeAlias = float | Tensor
 """A threshold: on the host, or fp32 [] on the gradient's device."""
 
@@ -139,6 +143,28 @@ class Backend(Protocol):
         """The ``k``-th largest ``|grad + residual|``; non-finite and tiny as in :meth:`sample_threshold`."""
         ...
 
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        """Round a residual to a smaller type, stochastically: in expectation nothing changes.
+
+        bf16: to one of the two numbers beside the entry. int8: to a multiple of ``2**exponent``, the smallest
+        power of two of which 127 reach the largest of the :data:`PACK_BLOCK` entries that share it; for the
+        expectation, entries count as multiples of ``2**(exponent - 15)``. What :meth:`unpack` gives is packed
+        to the same values again, whatever the seed.
+
+        Args:
+            values: fp32 [numel], no NaN; beyond ``127 * 2**121`` they are cut.
+            out: bf16 or int8 [numel].
+            exponents: int8 [ceil(numel / PACK_BLOCK)], in [-112, 121]; None for bf16.
+            seed: Of the random numbers, which depend on it and on the position alone.
+        Raises:
+            ValueError, TypeError: arguments that do not fit each other.
+        """
+        ...
+
+    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+        """The values (fp32) that :meth:`pack` wrote, exactly."""
+        ...
+
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
     ) -> tuple[IndexEncoding, int, Tensor]:
@@ -246,6 +272,16 @@ def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
     check_pair(grad, residual)
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1")
+
+
+def check_pack(values: Tensor, packed: Tensor, exponents: Tensor | None) -> None:
+    numel = values.numel()
+    check_vector("values", values, (torch.float32,))
+    check_vector("packed", packed, (torch.bfloat16, torch.int8), numel)
+    if (exponents is None) != (packed.dtype == torch.bfloat16):
+        raise ValueError(f"{packed.dtype} {'needs' if exponents is None else 'has no'} exponents")
+    if exponents is not None:
+        check_vector("exponents", exponents, (torch.int8,), -(-numel // PACK_BLOCK))
 
 
 def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:

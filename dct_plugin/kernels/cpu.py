@@ -24,6 +24,7 @@ from .backend import (
     check_compress,
     check_encode_shared,
     check_exact,
+    check_pack,
     check_sample,
     check_shared,
     check_vector,
@@ -111,6 +112,7 @@ _SIGNATURES = {
         *[c_void_p, c_int32, c_void_p, c_uint64],
         *[c_double, c_uint64, c_uint64, POINTER(c_float)],
     ],
+    "dct_pack": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint32, *[c_int32] * 3],
     "dct_exact_threshold": [c_void_p, c_int32, c_void_p, c_uint64, c_uint64, POINTER(c_float)],
 }
 
@@ -200,9 +202,6 @@ class CpuBackend:
     ) -> Stats:
         _on_cpu(grad=grad)
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        threads = self.threads
-        if threads is None:
-            threads = min(torch.get_num_threads(), args.numel // ENTRIES_PER_THREAD)
         call = _Compress(
             _pointer(grad),
             _pointer(residual),
@@ -216,7 +215,7 @@ class CpuBackend:
             args.value_dtype,
             -1 if args.encoding is None else args.encoding,
             args.dense,
-            max(1, min(threads, _MAX_THREADS)),
+            self._threads_for(args.numel),
             clear,
         )
         _check(self._library.dct_compress(byref(call)))
@@ -229,6 +228,12 @@ class CpuBackend:
             select_ns=call.select_ns,
             encode_ns=call.encode_ns,
         )
+
+    def _threads_for(self, numel: int) -> int:
+        threads = self.threads
+        if threads is None:
+            threads = min(torch.get_num_threads(), numel // ENTRIES_PER_THREAD)
+        return max(1, min(threads, _MAX_THREADS))
 
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
@@ -341,6 +346,22 @@ class CpuBackend:
             self._library.dct_exact_threshold(grad.data_ptr(), code, _pointer(residual), numel, k, byref(tau))
         )
         return tau.value
+
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        self._repack(values, out, exponents, seed, packing=True)
+
+    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+        self._repack(out, packed, exponents, 0, packing=False)
+
+    def _repack(
+        self, wide: Tensor, packed: Tensor, exponents: Tensor | None, seed: int, *, packing: bool
+    ) -> None:
+        check_pack(wide, packed, exponents)
+        _on_cpu(wide=wide, packed=packed, exponents=exponents)
+        pointers = wide.data_ptr(), packed.data_ptr(), _pointer(exponents)
+        numel, grouped = wide.numel(), exponents is not None
+        call = (*pointers, numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel))
+        _check(self._library.dct_pack(*call))
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

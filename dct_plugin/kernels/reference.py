@@ -17,11 +17,14 @@ from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload,
 from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
 from .backend import (
+    PACK_BLOCK,
+    PACK_EXPONENTS,
     SMALLEST_TAU,
     Tau,
     check_compress,
     check_encode_shared,
     check_exact,
+    check_pack,
     check_sample,
     check_shared,
     check_vector,
@@ -30,6 +33,11 @@ from .backend import (
     open_positions,
     split_message,
 )
+
+#: Entries that the reference packs at once: its temporaries take 40 bytes each.
+_PACKED_AT_ONCE = 1 << 20
+#: Largest magnitude that int8 with an exponent holds.
+_PACK_LARGEST = 127 * 2.0 ** PACK_EXPONENTS[1]
 
 
 def signed(value: int, bits: int = 64) -> int:
@@ -54,6 +62,26 @@ def sample_positions(numel: int, num_samples: int, seed: int, device: torch.devi
     z = (z ^ _shift_right(z, 27)) * signed(0x94D049BB133111EB)
     z = z ^ _shift_right(z, 31)
     return _shift_right(_shift_right(z, 32) * numel, 32)
+
+
+def _mixed(counter: Tensor, seed: int) -> Tensor:
+    """32 random bits each, int64: the hash "lowbias32" (C. Wellons) of a counter (int64) plus a hashed seed.
+
+    In 64 bits, of which a product's lower 32 are those of the 32-bit product.
+    """
+
+    def mixed(x: Tensor) -> Tensor:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+        return x ^ (x >> 16)
+
+    start = mixed(torch.tensor(seed & 0xFFFFFFFF, dtype=torch.int64, device=counter.device))
+    return mixed((counter + start) & 0xFFFFFFFF)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """``2**exponent``, fp32, of int32 exponents of normal numbers."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def rank_of(keep_fraction: float, count: int) -> int:
@@ -239,6 +267,36 @@ class ReferenceBackend:
         if magnitude.numel() == 0:
             return SMALLEST_TAU
         return _kth_largest(magnitude, min(k, magnitude.numel()))
+
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        check_pack(values, out, exponents)
+        for lo in range(0, values.numel(), _PACKED_AT_ONCE):
+            part = values[lo : lo + _PACKED_AT_ONCE].clamp(-_PACK_LARGEST, _PACK_LARGEST)
+            random = _mixed(torch.arange(lo, lo + part.numel(), device=part.device), seed)
+            if exponents is None:
+                rounded = (part.view(torch.int32).to(torch.int64) + (random & 0xFFFF)) >> 16
+                out[lo : lo + _PACKED_AT_ONCE] = rounded.to(torch.int16).view(torch.bfloat16)
+                continue
+            blocks = torch.nn.functional.pad(part, (0, -part.numel() % PACK_BLOCK)).view(-1, PACK_BLOCK)
+            bits = blocks.abs().amax(1).view(torch.int32)
+            exponent = (bits >> 23) - 133 + ((bits & 0x7FFFFF) > 0x7E0000).to(torch.int32)
+            exponent.clamp_(min=PACK_EXPONENTS[0])
+            # 2**15 steps to the unit: integers below 2**22.
+            fixed = (blocks * _power(15 - exponent)[:, None]).round_().to(torch.int64)
+            steps = (fixed.view(-1)[: part.numel()] + (random & 0x7FFF)) >> 15
+            out[lo : lo + _PACKED_AT_ONCE] = steps.to(torch.int8)
+            first = lo // PACK_BLOCK
+            exponents[first : first + exponent.numel()] = exponent.to(torch.int8)
+
+    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+        check_pack(out, packed, exponents)
+        out.copy_(packed)
+        if exponents is None:
+            return
+        steps = _power(exponents.to(torch.int32))
+        whole = out.numel() // PACK_BLOCK * PACK_BLOCK
+        out[:whole].view(-1, PACK_BLOCK).mul_(steps[: whole // PACK_BLOCK, None])
+        out[whole:].mul_(steps[whole // PACK_BLOCK :])
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

@@ -436,6 +436,14 @@ class TritonBackend:
         found = ordered.gather(0, (at - 1).clamp(min=0).view(1)).clamp(min=0)
         return found.view(torch.float32).clamp(min=SMALLEST_TAU).view(())
 
+    # -- residuals ---
+
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        self._reference.pack(values, out, exponents, seed)
+
+    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+        self._reference.unpack(packed, exponents, out)
+
     # -- positions alone ---
 
     def encode_indices(

@@ -43,6 +43,7 @@ from .support import (
     known_fault,
 )
 from .zero import PartitionHooks
+from .zero3 import ScatterHooks, settings_for_zero3
 
 logger = logging.getLogger("dct_plugin")
 
@@ -99,8 +100,10 @@ class Attachment:
         self._patches = Patches()
         self._load: Callable[..., bool] = lambda folder: False
         self.ahead: StepAhead | None = None
-        self._hooks: BoundaryHooks | PartitionHooks
-        if kind == "zero":
+        self._hooks: BoundaryHooks | PartitionHooks | ScatterHooks
+        if kind == "zero3":
+            self._hooks = ScatterHooks(engine.optimizer, self.reducer, self.steps)
+        elif kind == "zero":
             tied = engine.module.get_tied_weights_and_groups() if is_pipeline(engine) else ()
             whole = [weight for weight, _ in tied]
             self._hooks = PartitionHooks(
@@ -235,9 +238,10 @@ class Attachment:
             self.steps,
             patches,
             unit=unit,
+            # Under ZeRO-3 a parameter of which this rank has a part has no entries of its own.
             sizes=self._hooks.sizes
             if isinstance(self._hooks, MomentumHooks)
-            else {name: parameter.numel() for group in named for name, parameter in group},
+            else {name: getattr(p, "ds_numel", p.numel()) for group in named for name, p in group},
             configuration=self.config.fingerprint(),
             local=local,
             activations=self.activations,
@@ -309,7 +313,9 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
         reduces = config.data_parallel.enabled
         if kind == "momentum":
             check_momentum(config, rank)
-        elif reduces and kind != "none" and config.data_parallel.update == "local":
+        elif reduces and kind == "zero3":
+            config = settings_for_zero3(engine, config)
+        if reduces and kind not in ("momentum", "none") and config.data_parallel.update == "local":
             check_local(engine, kind)
         check_experts(engine, config, deepspeed.__version__)
         wanted = kind != "none" and (reduces or activations_of(engine, config))
@@ -356,10 +362,10 @@ def _describe(engine: Any, kind: str, config: DCTConfig) -> str:
     crossing = [
         f"; {name}: {hooks.summary(engine, config)}" for name, hooks in activations_of(engine, config)
     ]
-    return "".join([_gradient_path(engine, kind), stages, *crossing])
+    return "".join([_gradient_path(engine, kind, config), stages, *crossing])
 
 
-def _gradient_path(engine: Any, kind: str) -> str:
+def _gradient_path(engine: Any, kind: str, config: DCTConfig) -> str:
     precision = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
     stage = int(engine.zero_optimization_stage())
     if kind == "momentum":
@@ -369,6 +375,9 @@ def _gradient_path(engine: Any, kind: str) -> str:
         form = "reduce-scatter" if optimizer.reduce_scatter else "all-reduce"
         layout = "contiguous" if optimizer.contiguous_gradients else "separate"
         return f"ZeRO stage {stage}, {precision}, {form}, {layout} gradients"
+    if kind == "zero3":
+        kept_in = config.data_parallel.residual_dtype
+        return f"ZeRO stage {stage}, {precision}, reduce-scatter, residuals in {kept_in}"
     if kind == "bf16":
         return f"ZeRO stage {stage}, {precision} with fp32 accumulation, all-reduce"
     return f"stage {stage}, {precision}, all-reduce"

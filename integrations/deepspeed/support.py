@@ -21,6 +21,7 @@ from ..autoload import BACKEND_NAME
 from ..host import signatures
 from ..host.signatures import Target
 from ..host.versions import VersionRange, parse, unsupported
+from .zero3 import SCATTER, SCATTER_CONTIGUOUS
 
 SUPPORTED = VersionRange("0.19.0", "0.20.0")
 #: Versions that ran: the last one the whole suite, the others every kind of hook.
@@ -39,6 +40,7 @@ _REMEDY = "install a supported DeepSpeed, update dct-plugin, or set dct.enabled 
 _ENGINE = "deepspeed.runtime.engine", "DeepSpeedEngine"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
+_ZERO3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
 
 
 _GATHERED = (
@@ -94,6 +96,11 @@ PIPELINE_TARGETS = (
     Target("deepspeed.runtime.pipe.p2p", "recv", ("tensor", "src_stage", "async_op")),
     Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", ("self",)),
 )  # fmt: skip
+#: The same under ZeRO-3 alone.
+ZERO3_TARGETS = (
+    _target(_ZERO3, SCATTER, "params_to_reduce communication_data_type"),
+    _target(_ZERO3, SCATTER_CONTIGUOUS, "buffer_to_reduce communication_data_type"),
+)
 
 #: The same for experts on other ranks.
 EXPERT_TARGETS = (
@@ -102,7 +109,11 @@ EXPERT_TARGETS = (
 )
 
 #: Optimizer wrappers with gradient paths of their own; anything else at stage 0 is reduced by the engine.
-_KINDS = {"DeepSpeedZeroOptimizer": "zero", "BF16_Optimizer": "bf16"}
+_KINDS = {
+    "DeepSpeedZeroOptimizer": "zero",
+    "BF16_Optimizer": "bf16",
+    "DeepSpeedZeroOptimizer_Stage3": "zero3",
+}
 
 _ENGINE_ATTRIBUTES = (
     "optimizer", "module", "monitor", "device", "global_rank", "global_steps", "gradient_average",
@@ -123,6 +134,15 @@ _BF16_ATTRIBUTES = (
     "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names", "bf16_groups_flat",
     "bf16_partitioned_groups", "fp32_groups_flat_partition",
 )  # fmt: skip
+
+
+_ZERO3_ATTRIBUTES = (
+    "ipg_buckets", "fp16_groups", "param_names", "dp_process_group", "postscale_gradients",
+    "gradient_predivide_factor", "gradient_accumulation_dtype", "loss_scale",
+)  # fmt: skip
+
+#: Wrappers of engines without an optimizer.
+_NO_OPTIMIZER = ("DummyOptim", "DeepSpeedZeRoOffload")
 
 
 def inner_of(engine: Any) -> Any:
@@ -149,9 +169,9 @@ def check_engine(engine: Any, version: str) -> str:
     """Whether this engine's combination of features is supported.
 
     Returns:
-        The kind of hooks it needs: ``"stage0"``, ``"bf16"``, ``"zero"``, ``"momentum"`` for an optimizer
-            that exchanges its momentum through us, or ``"none"`` for an engine that does not train (it has no
-            optimizer).
+        The kind of hooks it needs: ``"stage0"``, ``"bf16"``, ``"zero"``, ``"zero3"``, ``"momentum"`` for an
+            optimizer that exchanges its momentum through us, or ``"none"`` for an engine that does not train
+            (it has no optimizer).
 
     Raises:
         ConfigError: Names the combination, the key that asks for it, and what is supported.
@@ -161,11 +181,11 @@ def check_engine(engine: Any, version: str) -> str:
     for reason in _unsupported(engine, optimizer):
         raise ConfigError(
             f"rank {engine.global_rank}: dct does not support {reason}. Supported is DeepSpeed's ordinary "
-            "engine with ZeRO stage 0, 1 or 2 in fp32, bf16 or fp16, data parallel over all ranks, or its "
+            "engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel over all ranks, or its "
             "pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to false to train "
             "without it"
         )
-    if optimizer is None or type(optimizer).__name__ == "DummyOptim":
+    if optimizer is None or type(optimizer).__name__ in _NO_OPTIMIZER:
         return "none"
     kind = _KINDS.get(type(optimizer).__name__, "stage0")
     if getattr(inner_of(engine), "comm_backend_name", None) == BACKEND_NAME:
@@ -178,6 +198,9 @@ def check_engine(engine: Any, version: str) -> str:
         needed.append(("optimizer", optimizer, _ZERO_ATTRIBUTES))
     elif kind == "bf16":
         needed.append(("optimizer", optimizer, _BF16_ATTRIBUTES))
+    elif kind == "zero3":
+        signatures.require(ZERO3_TARGETS, f"DeepSpeed {version}", _supported(), _REMEDY)
+        needed.append(("optimizer", optimizer, _ZERO3_ATTRIBUTES))
     missing = [f"{what}.{name}" for what, thing, names in needed for name in names if not _has(thing, name)]
     if missing:
         raise VersionError(
@@ -240,6 +263,7 @@ def check_momentum(config: DCTConfig, rank: int) -> None:
         "data_parallel.error_feedback": (settings.error_feedback, "local"),
         "data_parallel.update": (settings.update, "shared"),
         "data_parallel.adaptive": (settings.adaptive, "off"),
+        "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
         "data_parallel.momentum_correction": (settings.momentum_correction, 0.0),
         "data_parallel.error_averaging_interval": (settings.error_averaging_interval, None),
     }
@@ -296,11 +320,14 @@ def _unsupported(engine: Any, optimizer: Any) -> Iterator[str]:
             break
         if cls.__module__.startswith("deepspeed.") and (cls.__module__, cls.__name__) != _PIPELINE:
             yield f"the engine {cls.__name__} (hybrid engine, DualPipeV)"
-    stage = int(engine.zero_optimization_stage())
-    if stage > 2:
-        yield f"ZeRO stage {stage} (zero_optimization.stage = {stage})"
-    if 0 < stage < 3 and optimizer is not None and type(optimizer).__name__ not in _KINDS:
-        yield f"the optimizer wrapper {type(optimizer).__name__}"
+    stage, wrapper = int(engine.zero_optimization_stage()), type(optimizer).__name__
+    if stage > 0 and optimizer is not None and wrapper not in (*_KINDS, *_NO_OPTIMIZER):
+        yield f"the optimizer wrapper {wrapper}"
+    if _calls(engine, "zero_quantized_gradients"):
+        yield (
+            "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the gradients that dct "
+            "thresholds"
+        )
     for key in ("offload_optimizer", "offload_param"):
         offload = getattr(engine, f"zero_{key}")()
         device = getattr(offload, "device", None)

@@ -67,10 +67,20 @@ def probe(target: Target) -> Probe:
     if not callable(function):
         return Probe(target, "missing", f"{target.module} has no {target.name}")
     try:
-        parameters = list(inspect.signature(function).parameters)
+        parameters = list(inspect.signature(_decorated(function)).parameters)
     except (TypeError, ValueError) as error:
         return Probe(target, "no signature", str(error))
     return compare(target, parameters, [name for name in target.attributes if not hasattr(module, name)])
+
+
+def _decorated(function: Any) -> Any:
+    """What a decorator that passes all arguments on (``*args, **kwargs``) was given; else the function."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+        return function
+    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    given = [each for each in inside if inspect.isfunction(each)]
+    return given[0] if len(given) == 1 else function
 
 
 def faults(probes: Iterable[Probe]) -> str:

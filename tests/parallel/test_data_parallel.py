@@ -154,8 +154,9 @@ def test_reduce_scatter_gives_owners_their_sums(world_size: int) -> None:
     assert all(run(world_size, _reduce_scatter))
 
 
-def _poisoned(rank: int, world_size: int, exchange: str) -> dict[str, Any]:
-    engine = GradientReducer(DataParallelConfig(sparsity=0.9, exchange=exchange), transactional=True)
+def _poisoned(rank: int, world_size: int, exchange: str, kept_in: str) -> dict[str, Any]:
+    config = DataParallelConfig.of(sparsity=0.9, exchange=exchange, residual_dtype=kept_in)
+    engine = GradientReducer(config, transactional=True)
     engine.all_reduce(list(tensors(rank, 0).items()))
     engine.end_step()
     before = {name: s.residual.current.clone() for name, s in engine.streams.items()}  # type: ignore[union-attr]
@@ -172,9 +173,11 @@ def _poisoned(rank: int, world_size: int, exchange: str) -> dict[str, Any]:
     return {"overflow": overflow, "same": same, "finite": finite, "halved": halved}
 
 
-@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
-def test_overflow_reaches_every_rank_and_leaves_residuals(exchange: str) -> None:
-    for result in run(2, _poisoned, exchange):
+@pytest.mark.parametrize(
+    ("exchange", "kept_in"), [("direct", "fp32"), ("two_phase", "fp32"), ("two_phase", "int8")]
+)
+def test_overflow_reaches_every_rank_and_leaves_residuals(exchange: str, kept_in: str) -> None:
+    for result in run(2, _poisoned, exchange, kept_in):
         assert result == {"overflow": True, "same": True, "finite": True, "halved": True}
 
 

@@ -395,9 +395,10 @@ def test_the_coefficient_is_what_ranks_share(world_size: int) -> None:
 # -- owners ---
 
 
-def _owners(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
     """Sum of the ranks' displacements with SGD at a learning rate of 1, and what it should be."""
-    config = DataParallelConfig(
+    config = DataParallelConfig.of(
+        residual_dtype=kept_in,
         sparsity=0.98,
         value_dtype="fp32",
         error_feedback="step_ahead",
@@ -439,10 +440,13 @@ def _owners(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_owners_look_ahead_by_all_that_they_hold_back() -> None:
+@pytest.mark.parametrize(("kept_in", "rounding"), [("fp32", 1e-4), ("int8", 1.0)])
+def test_owners_look_ahead_by_all_that_they_hold_back(kept_in: str, rounding: float) -> None:
     """The mean over the ranks is displaced by exactly what owners owe to it, after a restart, too."""
-    for found, expected in run(3, _owners):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    for found, expected in run(3, _owners, kept_in):
+        torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
+        assert float(expected.abs().max()) > 5
+        assert abs(float((found - expected).mean())) < 0.01
 
 
 def _out_of_step(rank: int, world_size: int) -> str:

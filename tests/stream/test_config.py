@@ -36,13 +36,14 @@ DATA_PARALLEL = {
     "value_dtype": st.sampled_from(["fp32", "bf16", "fp16", "int8", "int4", "int2"]),
     "index_encoding": st.sampled_from(["auto", "bitmap", "gaps8", "block16", "rice"]),
     "momentum_correction": st.floats(0, 1, exclude_max=True),
+    "residual_dtype": st.sampled_from(["auto", "fp32"]),
     "server_error_feedback": st.booleans(),
     "server_density": st.none() | st.floats(1, 1e6) | st.integers(1, 100),
     "exchange": st.sampled_from(["auto", "direct", "two_phase"]),
     "warmup_steps": st.integers(0, 10**9),
     "sparsity_warmup_steps": st.integers(0, 10**9),
 }
-TEXTS = st.text(st.characters(exclude_characters="\0"), min_size=1)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
 SECTIONS = st.fixed_dictionaries(
     {},
     optional={
@@ -266,6 +267,22 @@ def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> N
     assert words in line
     local = {"update": "local", "exchange_every": 8, "error_feedback": "local"}
     assert DCTConfig.parse({"data_parallel": local}).data_parallel.exchange_every == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"momentum_correction": 0.9}, "momentum_correction = 0.9"),
+        ({"error_feedback": "none"}, "error_feedback = 'none'"),
+        ({"error_averaging_interval": 50}, "error_averaging_interval = 50"),
+        ({"update": "local"}, "update = 'local'"),
+    ],
+)
+def test_small_residuals_need_a_residual_alone(values: dict[str, Any], words: str) -> None:
+    (line,) = faults({"data_parallel": {**values, "residual_dtype": "int8"}})
+    assert "residual_dtype = 'int8'" in line
+    assert words in line
+    DCTConfig.parse({"data_parallel": {**values, "residual_dtype": "fp32"}})
 
 
 @pytest.mark.parametrize("feedback", ["none", "step_ahead"])

@@ -85,8 +85,15 @@ class Recorder(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """All parameters, whole also under ZeRO-3."""
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")]):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
 def digest(model: nn.Module) -> str:
-    flat = torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+    flat = torch.cat([weight.float().flatten() for weight in weights(model)])
     return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
 
 
@@ -174,7 +181,7 @@ class Look:
         moved = [p for p, at in zip(self.parameters, self.storages, strict=True) if p.data_ptr() != at]
         self.displaced += len(moved)
         passes = [p.detach().clone() for p in moved]
-        if moved and self.engine.dct.ahead is not None:
+        if moved and getattr(self.engine.__dict__.get("dct"), "ahead", None) is not None:
             self.engine.module.state_dict()  # shows the weights, and lets the passes go on where they are
             self.displacement = sum(
                 float((p.detach() - seen).double().norm()) for p, seen in zip(moved, passes, strict=True)
@@ -268,7 +275,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         if "save" in run and "save_after" not in run:
             engine.save_checkpoint(run["save"])
         result["hash"] = digest(engine.module)
-        result["sums"] = [float(p.detach().double().abs().sum()) for p in engine.module.parameters()]
+        result["sums"] = [float(weight.double().abs().sum()) for weight in weights(engine.module)]
         result["skipped"] = engine.skipped_steps
         result["attached"] = "dct" in engine.__dict__
         if result["attached"]:

@@ -1550,3 +1550,4 @@ API int32_t dct_exact_threshold(const void *grad, int32_t dtype, const float *re
 }
 
 #include "dct_embedding.c"
+#include "dct_residual.c"
