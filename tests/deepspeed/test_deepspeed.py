@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import CONFIGS
-from support.deepspeed_launch import Results, Run, config, launch
+from support.deepspeed_launch import Results, Run, assert_resumed_bitwise, config, launch
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -347,14 +347,7 @@ def test_a_step_that_is_not_finite_is_taken_back(two: Results, name: str) -> Non
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_a_resumed_run_goes_on_bitwise(two: Results, name: str) -> None:
-    for rank in two:
-        whole, half, rest = (rank[f"{part}/{name}"] for part in ("whole", "half", "rest"))
-        assert rest["loaded"]
-        assert half["losses"] + rest["losses"] == whole["losses"]
-        assert rest["hash"] == whole["hash"]
-        assert rest["residual"] == whole["residual"]
-        assert rest["restored"] == half["residual"]
-        assert whole["steps"] == rest["steps"] == 6
+    assert_resumed_bitwise(two, name)
 
 
 def test_a_rank_that_cannot_write_its_file_stops_all(two: Results) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.deepspeed_launch import Results, Run, config, launch
+from support.deepspeed_launch import Results, Run, assert_resumed_bitwise, config, launch
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -158,13 +158,7 @@ def test_non_finite_gradients_never_enter_a_residual(two: Results) -> None:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_goes_on_bitwise(two: Results, name: str) -> None:
-    for rank in two:
-        whole, half, rest = (rank[f"{part}/{name}"] for part in ("whole", "half", "rest"))
-        assert rest["loaded"]
-        assert half["losses"] + rest["losses"] == whole["losses"]
-        assert rest["hash"] == whole["hash"]
-        assert rest["residual"] == whole["residual"]
-        assert rest["restored"] == half["residual"]
+    assert_resumed_bitwise(two, name)
 
 
 def test_residuals_are_in_int8_unless_asked_otherwise(two: Results) -> None:

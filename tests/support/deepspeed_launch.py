@@ -121,3 +121,15 @@ def config(
     if dct is not None:
         settings["dct"] = dct
     return settings
+
+
+def assert_resumed_bitwise(results: Results, name: str) -> None:
+    """``whole/name`` is ``half/name`` and ``rest/name``, which was loaded from its checkpoint, in one."""
+    for rank in results:
+        whole, half, rest = (rank[f"{part}/{name}"] for part in ("whole", "half", "rest"))
+        assert rest["loaded"]
+        assert half["losses"] + rest["losses"] == whole["losses"]
+        assert rest["hash"] == whole["hash"]
+        assert rest["residual"] == whole["residual"]
+        assert rest["restored"] == half["residual"]
+        assert whole["steps"] == rest["steps"] == 6
