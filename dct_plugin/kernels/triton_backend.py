@@ -31,6 +31,7 @@ from .backend import (
     check_compress,
     check_encode_shared,
     check_exact,
+    check_pack,
     check_sample,
     check_shared,
     check_vector,
@@ -439,10 +440,21 @@ class TritonBackend:
     # -- residuals ---
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
-        self._reference.pack(values, out, exponents, seed)
+        check_pack(values, out, exponents)
+        grouped = exponents is not None
+        with _on(values.device):
+            device.pack[_programs(values.numel(), _CHUNK)](
+                *(values, _readable(out), exponents, values.numel(), signed(seed, 32)),
+                GROUPED=grouped,
+                enable_fp_fusion=False,
+            )
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
-        self._reference.unpack(packed, exponents, out)
+        check_pack(out, packed, exponents)
+        with _on(out.device):
+            device.unpack[_programs(out.numel(), _CHUNK)](
+                _readable(packed), exponents, out, out.numel(), GROUPED=exponents is not None
+            )
 
     # -- positions alone ---
 

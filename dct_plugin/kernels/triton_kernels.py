@@ -58,6 +58,10 @@ FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
 FLOAT16_MAX = tl.constexpr(65504.0)
 GROUPED_MAX = tl.constexpr(2.0**127)
+#: Entries of a residual that share an exponent, the smallest one, and the largest entry.
+SHARING = tl.constexpr(64)
+PACK_SMALLEST = tl.constexpr(-112)
+PACK_LARGEST = tl.constexpr(127 * 2.0**121)
 SMALLEST_TAU = tl.constexpr(2.0**-126)
 #: Adding and subtracting it rounds to the nearest integer, ties to even, below 2**22.
 ROUNDER = tl.constexpr(12582912.0)
@@ -913,3 +917,54 @@ def kth_largest(magnitudes, tau, share, samples, fixed_rank, SIZE: tl.constexpr)
         bit = bit >> 1
     value = tl.where(count > 0, found, 0).to(tl.float32, bitcast=True)
     tl.store(tau, tl.maximum(value, SMALLEST_TAU))
+
+
+# ---- residuals in fewer bytes -------------------------------------------------------------------------
+
+
+@triton.jit
+def _lowbias(x):
+    """The hash "lowbias32" (C. Wellons) of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["numel", "seed"])
+def pack(values, packed, exponents, numel, seed, GROUPED: tl.constexpr):
+    """fp32 to bf16 (as int16), or GROUPED to int8 with an exponent per SHARING entries."""
+    place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    mask = place < numel
+    x = _clamp(tl.load(values + place, mask=mask, other=0.0), PACK_LARGEST)
+    start = _lowbias(seed.to(tl.uint32))
+    random = _lowbias(place.to(tl.uint32) + start).to(tl.int32, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    if GROUPED:
+        rows: tl.constexpr = CHUNK // SHARING
+        largest = tl.max(tl.reshape(bits & 0x7FFFFFFF, (rows, SHARING)), 1)
+        exponent = (largest >> 23) - 133 + ((largest & 0x7FFFFF) > 0x7E0000).to(tl.int32)
+        exponent = tl.maximum(exponent, PACK_SMALLEST)
+        factor = ((142 - exponent) << 23).to(tl.float32, bitcast=True)
+        fixed = tl.reshape(x, (rows, SHARING)) * factor[:, None] + ROUNDER
+        fixed = tl.reshape(fixed, (CHUNK,)).to(tl.int32, bitcast=True) - 0x4B400000
+        tl.store(packed + place, ((fixed + (random & 0x7FFF)) >> 15).to(tl.int8), mask=mask)
+        row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+        tl.store(exponents + row, exponent.to(tl.int8), mask=row * SHARING < numel)
+    else:
+        # As unsigned numbers: the sign's bit is shifted along.
+        rounded = bits.to(tl.uint32, bitcast=True) + (random & 0xFFFF).to(tl.uint32)
+        tl.store(packed + place, (rounded >> 16).to(tl.int16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def unpack(packed, exponents, values, numel, GROUPED: tl.constexpr):
+    """What :func:`pack` wrote, fp32."""
+    place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    mask = place < numel
+    x = tl.load(packed + place, mask=mask, other=0)
+    if GROUPED:
+        exponent = tl.load(exponents + place // SHARING, mask=mask, other=0).to(tl.int32)
+        found = x.to(tl.float32) * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    else:
+        found = _from_bf16(x)
+    tl.store(values + place, found, mask=mask)

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
+from dct_plugin.kernels.backend import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
 
@@ -261,3 +262,18 @@ def test_a_large_tensor() -> None:
     sent = torch.zeros(numel, device="cuda")
     TRITON.decode_add(out[: stats.nbytes], sent)
     assert torch.equal(sent + residual, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_residuals_in_fewer_bytes(dtype: torch.dtype) -> None:
+    _, values = tensors()
+    results = []
+    for backend, where in ((REFERENCE, "cpu"), (TRITON, "cuda")):
+        out = torch.empty(NUMEL, dtype=dtype, device=where)
+        blocks = -(-NUMEL // PACK_BLOCK)
+        exponents = torch.empty(blocks, dtype=dtype, device=where) if dtype == torch.int8 else None
+        back = torch.empty(NUMEL, device=where)
+        backend.pack(values.to(where), out, exponents, seed=12345)
+        backend.unpack(out, exponents, back)
+        results.append((out.cpu(), back.cpu()))
+    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))

@@ -98,6 +98,23 @@ def test_thresholds_equal_the_reference(data: st.DataObject) -> None:
     assert len({float(each.exact_threshold(case.grad, case.residual, k)) for each in BOTH}) == 1
 
 
+@pytest.mark.parametrize("numel", [0, 1, 64, 1000, 4097])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("scale", [1.0, 1e-37, 1e37])
+def test_packed_residuals_equal_the_reference(numel: int, dtype: torch.dtype, scale: float) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * scale
+    values[::9] *= 20
+    results = []
+    for backend in BOTH:
+        out, exponents = torch.empty(numel, dtype=dtype), torch.empty(-(-numel // 64), dtype=torch.int8)
+        grouped = exponents if dtype == torch.int8 else None
+        backend.pack(values, out, grouped, seed=0x9E3779B97F4A)
+        back = torch.full((numel,), 5.0)
+        backend.unpack(out, grouped, back)
+        results.append((out.view(torch.uint8), exponents if grouped is not None else out[:0], back))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("encoding", [None, *WRITTEN[1:]])
 def test_an_empty_tensor_has_nothing_to_read(encoding: IndexEncoding | None) -> None:
     case = Case(torch.empty(0), None, True, 1.0, None, 0, ValueDtype.INT8, encoding, False)
@@ -282,8 +299,8 @@ def test_kernels_compile_for_a_gpu() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = ROOT / "tests" / "support" / "triton_compile.py"
     done = subprocess.run(
-        [sys.executable, str(script), "select", "compact", "plan", "write", "seal", "read_block16", "add"],
+        [sys.executable, str(script), *["select", "compact", "plan", "write", "seal", "read_block16", "add", "pack"]],
         env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 8

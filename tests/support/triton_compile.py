@@ -14,6 +14,8 @@ from dct_plugin.kernels import triton_kernels
 _POINTERS = {
     **dict.fromkeys(("grad", "source", "residual", "left", "tau", "tau_ptr"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
+    **dict.fromkeys(("packed", "exponents"), "*i8"),
+    "values": "*fp32",
     **dict.fromkeys(("state", "mask_state", "read_state", "sums", "counts"), "*i64"),
     **dict.fromkeys(("out", "body", "index", "mask", "message", "table"), "*u8"),
     "tau_value": "fp32",
@@ -57,6 +59,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "overflow_at": [{"GRAD": 0, "DENSE_ENTRIES": False}],
     "sample": [{**_FEEDBACK, "ALL": False}],
     "kth_largest": [{"SIZE": 8192}],
+    "pack": [{"GROUPED": True}],
+    "unpack": [{"GROUPED": True}],
 }
 
 
@@ -64,6 +68,7 @@ def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
     kernel = getattr(triton_kernels, name)
     types = _POINTERS | ({"out": "*fp32"} if name in ("add", "poison") else {})
+    types |= {"seed": "i32"} if name == "pack" else {}
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i32")
         for argument in kernel.arg_names
