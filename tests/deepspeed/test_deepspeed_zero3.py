@@ -83,14 +83,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Parts that are padded, and one parameter of fewer entries than ranks."""
+def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Parts that are padded, and one parameter of fewer entries than ranks; weights kept in groups of two."""
     plan = [
         run("fp32", None, 3, "plain/"),
         run("fp32", EXACT, 3, "exact/"),
         run("fp32", sparse(), 6, "sparse/"),
     ]
-    return launch(3, plan, tmp_path_factory.mktemp("three"))
+    grouped = settings("bf16", zero={"zero_hpz_partition_size": 2})
+    plan.append({"id": "grouped", "config": {**grouped, "dct": sparse()}, "steps": 4})
+    return launch(4, plan, tmp_path_factory.mktemp("four"))
 
 
 def in_step(results: Results, key: str) -> Run:
@@ -117,13 +119,14 @@ def test_dense_warm_up_is_deepspeed(two: Results) -> None:
     assert two[0]["warmup/fp32"]["hash"] == two[0]["plain/fp32"]["hash"]
 
 
-def test_three_ranks(three: Results) -> None:
+def test_four_ranks(four: Results) -> None:
     """The order of summation differs from the transport's."""
-    for rank in three:
+    for rank in four:
         plain, exact = rank["plain/fp32"], rank["exact/fp32"]
         assert exact["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert exact["sums"] == pytest.approx(plain["sums"], rel=1e-5, abs=1e-3)
-    in_step(three, "sparse/fp32")
+    in_step(four, "sparse/fp32")
+    in_step(four, "grouped")
 
 
 def test_the_loss_falls(two: Results) -> None:

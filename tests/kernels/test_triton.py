@@ -298,8 +298,9 @@ def test_kernels_compile_for_a_gpu() -> None:
     """What the interpreter takes, the compiler may refuse: machine code for sm_90, which needs no GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = ROOT / "tests" / "support" / "triton_compile.py"
+    names = ["select", "compact", "plan", "write", "seal", "read_block16", "add", "pack"]
     done = subprocess.run(
-        [sys.executable, str(script), *["select", "compact", "plan", "write", "seal", "read_block16", "add", "pack"]],
+        [sys.executable, str(script), *names],
         env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
