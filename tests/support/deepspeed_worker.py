@@ -313,7 +313,10 @@ def restored(engine: Any) -> dict[str, torch.Tensor]:
     if "dct" not in engine.__dict__:
         return {}
     streams = engine.dct.reducer.state_dict()["streams"].items()
-    return {name: stream["residual"] for name, stream in streams if stream["residual"] is not None}
+    from dct_plugin.feedback import unpacked
+
+    found = {name: stream["residual"] for name, stream in streams if stream["residual"] is not None}
+    return {name: unpacked(saved) for name, saved in found.items()}
 
 
 def main(plan: str, folder: str) -> None:
