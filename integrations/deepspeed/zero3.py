@@ -10,12 +10,14 @@ parameters before each module stay DeepSpeed's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.config.options import show
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import ConfigError
@@ -97,26 +99,43 @@ def settings_for_zero3(engine: Any, config: DCTConfig) -> DCTConfig:
         ConfigError: It asks for what ZeRO-3 cannot give; says why.
     """
     settings = config.data_parallel
-    for asked, reason in (
-        (
-            "error_feedback = 'step_ahead'" if settings.error_feedback == "step_ahead" else "",
+    automatic = settings.residual_dtype == "auto" and settings.error_feedback != "none"
+    in_place = (
+        "residuals are in int8 here unless residual_dtype says otherwise, and it needs them in fp32; leave "
+        "it out, or set residual_dtype to 'fp32' (4 bytes per parameter and rank)"
+    )
+    refused = {
+        "error_feedback": (
+            settings.error_feedback == "step_ahead",
             "no rank has the whole weights that passes would have to be displaced from; set it to 'local'",
         ),
-        (
-            "parameters.enabled = true" if settings.parameters.enabled else "",
+        "parameters.enabled": (
+            settings.parameters.enabled,
             "modules gather their parameters when they need them, there is no update that all ranks take "
             "over; set it to false (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
         ),
-        (
-            f"verify_every = {settings.verify_every}" if settings.verify_every else "",
+        "verify_every": (
+            settings.verify_every > 0,
             "every rank has a part of its own of the parameters, there is nothing to compare; set it to 0",
         ),
-    ):
+        "update": (
+            settings.update == "local",
+            "a rank's optimizer has a part of the weights, and needs all; set it to 'shared'",
+        ),
+        "nonfinite_action": (
+            settings.nonfinite_action == "skip" and not engine.fp16_enabled(),
+            "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'",
+        ),
+        "momentum_correction": (automatic and settings.momentum_correction > 0, in_place),
+        "error_averaging_interval": (automatic and settings.error_averaging_interval is not None, in_place),
+    }
+    for key, (asked, reason) in refused.items():
         if asked:
+            given = show(attrgetter(key)(settings))
             raise ConfigError(
-                f"rank {engine.global_rank}: dct.data_parallel.{asked} under ZeRO stage 3: {reason}"
+                f"rank {engine.global_rank}: dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
             )
-    if settings.residual_dtype != "auto" or settings.error_feedback == "none":
+    if not automatic:
         return config
     changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
     return config.model_copy(update={"data_parallel": changed})

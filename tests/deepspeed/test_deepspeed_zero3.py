@@ -38,11 +38,16 @@ CASES = {
 IN_STEP = ["bf16-accumulate", "fp16", "fp32-allreduce"]
 RESUMED = {"fp32": "auto", "bf16-accumulate": "bf16"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "step_ahead": ({"error_feedback": "step_ahead"}, {}, "error_feedback = 'step_ahead' under ZeRO stage 3"),
+    "step_ahead": ({"error_feedback": "step_ahead"}, {}, 'error_feedback = "step_ahead" under ZeRO stage 3'),
     "parameters": ({"parameters": {"enabled": True}}, {}, "parameters.enabled = true under ZeRO stage 3"),
     "verify": ({"verify_every": 5}, {}, "verify_every = 5 under ZeRO stage 3"),
-    "local": ({"update": "local"}, {}, "under ZeRO stage 3 a rank's optimizer has a part of the weights"),
-    "momentum": ({"momentum_correction": 0.9}, {}, "residual_dtype = 'int8' does not go with momentum"),
+    "local": ({"update": "local"}, {}, 'update = "local" under ZeRO stage 3: a rank'),
+    "nonfinite": ({"nonfinite_action": "skip"}, {}, 'nonfinite_action = "skip" under ZeRO stage 3'),
+    "momentum": (
+        {"momentum_correction": 0.9},
+        {},
+        "momentum_correction = 0.9 under ZeRO stage 3: residuals are",
+    ),
     "quantized": ({}, {"zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients"),
     "offload": ({}, {"offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device = cpu"),
 }
