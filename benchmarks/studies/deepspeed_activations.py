@@ -222,6 +222,8 @@ def worker(args: argparse.Namespace) -> None:
         ("experts", EXPERTS, train_experts),
     ):
         for name, section in settings.items() if part in args.parts else ():
+            if args.settings and name not in args.settings:
+                continue
             for seed in args.seeds:
                 config: dict[str, Any] = {
                     "train_micro_batch_size_per_gpu": BATCH,
@@ -268,6 +270,7 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path, required=True, help="a text, or a .gz of one")
     parser.add_argument("--parts", nargs="*", default=["pipeline", "experts"])
+    parser.add_argument("--settings", nargs="*", help="names of the settings; all without it")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=20, help="dense steps")
     parser.add_argument("--counted", type=int, default=20, help="steps at the end whose bytes are counted")
