@@ -21,6 +21,9 @@ LAYERS = ("lossless", "threshold", "bounded")
 MOVED = ("embedding_forward", "embedding_backward", "des_forward", "des_backward")
 GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup", "error_averaging")
 
+#: Classes of bytes of updated weights, from the owners of ZeRO's partitions to all ranks.
+PARAMETERS = ("parameter", "parameter_small", "parameter_full")
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -96,9 +99,14 @@ class Run:
         return sum(self.sent.get(name, 0.0) for name in GRADIENTS)
 
     @property
+    def parameter_bytes(self) -> float:
+        """Updated weights under ZeRO; none at stage 0."""
+        return sum(self.sent.get(name, 0.0) for name in PARAMETERS)
+
+    @property
     def total_bytes(self) -> float:
-        """All payload: embeddings, ids and gradients."""
-        return self.crossing_bytes + self.gradient_bytes
+        """All payload: embeddings, ids, gradients and updated weights."""
+        return self.crossing_bytes + self.gradient_bytes + self.parameter_bytes
 
     def layers(self) -> dict[str, float]:
         """How many times fewer bytes each layer leaves, forward and backward together.
@@ -139,7 +147,7 @@ class Run:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         same = ("auc", "log_loss", "step_ms", "ranks_in_step", "exchange", "epochs")
-        kinds = ("embedding", "id", "gradient", "crossing", "total")
+        kinds = ("embedding", "id", "gradient", "parameter", "crossing", "total")
         return {
             **{name: getattr(self, name) for name in same},
             **asdict(self.difference),

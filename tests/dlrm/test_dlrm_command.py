@@ -71,6 +71,7 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     }
     lossless, best = found["hybrid_lossless"], found["hybrid_dct"]
     assert 2 < lossless["embedding_reduction"] < best["embedding_reduction"]
+    assert lossless["parameter_bytes_per_step"] == 0 < found["hybrid_zero1"]["parameter_bytes_per_step"]
     assert lossless["gradient_reduction"] == pytest.approx(1.0)
     for name, outcome in found.items():
         amounts = outcome["bytes_per_step"]
