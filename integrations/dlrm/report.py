@@ -99,7 +99,7 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
             layers,
         ),
         Rows(
-            "All payload per step: embeddings, ids, gradients, weights that ZeRO gathers; median time of a step here",
+            "All payload per step: embeddings, ids, gradients, gathered weights; median time of a step here",
             ["", "all payload", "fewer", "step"],
             totals,
         ),
