@@ -30,6 +30,7 @@ TESTED = ("0.19.0", "0.19.4", "0.19.8")
 #: What the plugin works with, and the file that a DeepSpeed has which offers it.
 FEATURES = {
     "ZeRO stage 0, 1, 2": "runtime/zero/stage_1_and_2.py",
+    "ZeRO stage 3": "runtime/zero/stage3.py",
     "pipeline engine": "runtime/pipe/p2p.py",
     "experts on other ranks (MoE)": "moe/sharded_moe.py",
     '1-bit Adam, 1-bit LAMB, 0/1 Adam (comm_backend_name "dct")': "runtime/fp16/onebit/adam.py",
