@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
+from .splitmix import shift_right, splitmix64
 
 #: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
 _BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352}
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, and the multipliers of splitmix64 (Vigna, 2015)
-_MIX = ((30, -4658895280553007687), (27, -7723592293110705685))
 
 
 class Quantiser(NamedTuple):
@@ -155,10 +154,8 @@ def unpack(data: Tensor, bits: int) -> Tensor:
 
 def uniform(numel: int, seed: Tensor) -> Tensor:
     """fp32 [numel] in [0, 1), by ``seed``, int64 [], and position alone; nothing is read from its device."""
-    word = torch.arange(numel, dtype=torch.int64, device=seed.device).mul_(_GOLDEN).add_(seed)
-    for shift, factor in _MIX:
-        word.bitwise_xor_((word >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)
-    return ((word >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    words = splitmix64(torch.arange(numel, dtype=torch.int64, device=seed.device), seed)
+    return shift_right(words, 40).to(torch.float32).mul_(2.0**-24)
 
 
 @functools.lru_cache(maxsize=16)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
+from ..codecs.splitmix import shift_right, signed, splitmix64
 from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
 from .backend import (
@@ -40,28 +41,13 @@ _PACKED_AT_ONCE = 1 << 20
 _PACK_LARGEST = 127 * 2.0 ** PACK_EXPONENTS[1]
 
 
-def signed(value: int, bits: int = 64) -> int:
-    """The signed number of so many bits that is ``value`` modulo 2**bits."""
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def sample_positions(numel: int, num_samples: int, seed: int, device: torch.device) -> Tensor:
     """Random positions with replacement, int64 [num_samples].
 
-    SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over a counter, its upper half scaled to ``numel``.
+    SplitMix64 over a counter, its upper half scaled to ``numel``.
     """
     counter = torch.arange(1, num_samples + 1, dtype=torch.int64, device=device)
-    z = counter * signed(0x9E3779B97F4A7C15) + signed(seed)
-    z = (z ^ _shift_right(z, 30)) * signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * signed(0x94D049BB133111EB)
-    z = z ^ _shift_right(z, 31)
-    return _shift_right(_shift_right(z, 32) * numel, 32)
+    return shift_right(shift_right(splitmix64(counter, signed(seed)), 32) * numel, 32)
 
 
 def _mixed(counter: Tensor, seed: int) -> Tensor:

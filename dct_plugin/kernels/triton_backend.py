@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..codecs.index import IndexEncoding, decode_indices, encode_indices
 from ..codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
+from ..codecs.splitmix import signed
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
@@ -40,7 +41,7 @@ from .backend import (
     open_positions,
     scales_first,
 )
-from .reference import ReferenceBackend, signed
+from .reference import ReferenceBackend
 
 try:
     import triton
