@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dct_plugin.integrations.dlrm.intervals import paired
-from megatron_quality import Ranks, make_link, remove_link, serve
+from megatron_quality import both_ranks, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job
@@ -150,6 +150,21 @@ def plot(rows: list[dict[str, Any]], path: str, margin: float) -> None:
     figure.savefig(path, dpi=110)
 
 
+def measure(missing: Sequence[tuple[str, int]], results: Path, seconds: float) -> list[dict[str, Any]]:
+    """Runs by name and seed, each kept in ``results`` at once; none is started after that many seconds."""
+    rows: list[dict[str, Any]] = []
+    with both_ranks() as (ranks, _):
+        began = time.monotonic()
+        for name, seed in missing:
+            if time.monotonic() - began > seconds:
+                break
+            first, last = ranks.run(name, seed)
+            rows.append({**first, "held_out": last["held_out"], "train": last["train"]})
+            with results.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,7 +194,6 @@ def main() -> None:
     if arguments.worker:
         serve(arguments, lambda name, seed: job_of(arguments, name, seed))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
     results = Path(arguments.results)
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     done = {(row["name"], row["seed"]) for row in rows}
@@ -190,23 +204,8 @@ def main() -> None:
         for row in ("dense", *arguments.classes)
     ]
     missing = [item for item in wanted if item not in done]
-    measured = bool(missing) and make_link()
-    ranks = Ranks(measured) if missing else None
-    began = time.monotonic()
-    try:
-        for name, seed in missing:
-            if ranks is None or time.monotonic() - began > arguments.seconds:
-                break
-            first, last = ranks.run(name, seed)
-            row = {**first, "held_out": last["held_out"], "train": last["train"]}
-            rows.append(row)
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    finally:
-        if ranks is not None:
-            ranks.close()
-        if measured:
-            remove_link()
+    if missing:
+        rows += measure(missing, results, arguments.seconds)
     text = table(rows, arguments.margin)
     if arguments.plot:
         plot(rows, arguments.plot, arguments.margin)

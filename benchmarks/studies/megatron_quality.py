@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -225,6 +226,20 @@ class Ranks:
         self._folder.cleanup()
 
 
+@contextmanager
+def both_ranks() -> Iterator[tuple[Ranks, bool]]:
+    """The ranks, and whether there is a link between them whose bytes are counted."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
+    measured = make_link()
+    ranks = Ranks(measured)
+    try:
+        yield ranks, measured
+    finally:
+        ranks.close()
+        if measured:
+            remove_link()
+
+
 def make_link() -> bool:
     """Two namespaces and a link between them; False without the rights to make them."""
     if os.geteuid() != 0:
@@ -323,19 +338,12 @@ def main() -> None:
     if arguments.worker:
         serve(arguments, lambda name, seed: job_of(arguments, name, seed))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
-    measured = make_link()
     rows: list[list[dict[str, Any]]] = [[], []]
-    ranks = Ranks(measured)
-    try:
+    with both_ranks() as (ranks, measured):
         for seed in arguments.seeds:
             for name in settings(arguments):
                 for rank, row in enumerate(ranks.run(name, seed)):
                     rows[rank].append(row)
-    finally:
-        ranks.close()
-        if measured:
-            remove_link()
     text = table(arguments, rows, measured)
     if arguments.output:
         Path(arguments.output).write_text(text)
