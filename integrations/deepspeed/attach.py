@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
@@ -96,7 +96,6 @@ class Attachment:
         if self.reducer.adaptive is not None:
             self.reducer.adaptive.follow(engine.optimizer)
         self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
-        self.description = _describe(engine, kind, config)
         self._patches = Patches()
         self._load: Callable[..., bool] = lambda folder: False
         self.ahead: StepAhead | None = None
@@ -118,7 +117,9 @@ class Attachment:
         self.activations = {
             name: hooks(engine, config, self.metrics) for name, hooks in activations_of(engine, config)
         }
-        self.steps.members = [self.reducer, *self.experts.values(), *self.activations.values()]
+        streams = [hooks.streams for hooks in self.activations.values()]
+        self.steps.members = [self.reducer, *self.experts.values(), *streams]
+        self.description = _describe(engine, kind, config, self.activations)
         if not config.data_parallel.enabled:
             return
         if config.data_parallel.parameters.enabled:
@@ -357,11 +358,11 @@ def activations_of(engine: Any, config: DCTConfig) -> list[tuple[str, type[Pipel
     return [(name, hooks) for name, hooks in kinds if hooks.wanted(engine, config)]
 
 
-def _describe(engine: Any, kind: str, config: DCTConfig) -> str:
+def _describe(
+    engine: Any, kind: str, config: DCTConfig, activations: Mapping[str, PipelineHooks | ExpertHooks]
+) -> str:
     stages = f", {engine.num_stages} pipeline stages" if is_pipeline(engine) else ""
-    crossing = [
-        f"; {name}: {hooks.summary(engine, config)}" for name, hooks in activations_of(engine, config)
-    ]
+    crossing = [f"; {name}: {hooks.summary}" for name, hooks in activations.items()]
     return "".join([_gradient_path(engine, kind, config), stages, *crossing])
 
 

@@ -82,7 +82,7 @@ def install(
         return state | {name: hooks.streams.state_dict() for name, hooks in activations.items()}
 
     def own_folder(of_tag: str | Path) -> Path:
-        if not is_pipeline(engine):
+        if not parts:
             return Path(of_tag)
         return Path(of_tag, f"dct_stage_{engine.stage_id:02d}_of_{engine.num_stages:02d}")
 

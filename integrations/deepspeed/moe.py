@@ -56,21 +56,15 @@ class ExpertHooks:
         section = config.model_parallel.experts
         return section.enabled and section.compresses and any(map(_crosses, engine.module.modules()))
 
-    @staticmethod
-    def summary(engine: Any, config: DCTConfig) -> str:
+    @property
+    def summary(self) -> str:
         """What is done, for people."""
-        return config.model_parallel.experts.summary
+        return self.config.summary
 
     def install(self, patches: Patches) -> None:
         """Patch the layers (these instances, not their class)."""
         for name, layer in self._layers.items():
             patches.wrap(layer, "forward", functools.partial(self._forward, name))
-
-    def end_step(
-        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
-    ) -> None:
-        """An optimizer step is over, taken or skipped."""
-        self.streams.end_step()
 
     def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
         return ActivationStream(config, name=name, rank=dist.get_rank(), kernels=self._kernels)

@@ -10,7 +10,6 @@ on both sides, so that both know what the gradient that crosses next answers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from dct_plugin.config import ActivationConfig, DCTConfig, PipelineConfig
 from dct_plugin.kernels import GRAD_DTYPES
-from dct_plugin.metrics import Metrics, Record
+from dct_plugin.metrics import Metrics
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
-from dct_plugin.stream import Encoded
 
+from ..host.crossings import Crossings
 from ..host.patches import Patches
 from ..host.streams import ActivationStreams, average
 from .support import is_pipeline
@@ -60,12 +59,12 @@ class PipelineHooks:
         """Whether anything is to be compressed between this engine's stages."""
         if not is_pipeline(engine) or not config.model_parallel.pipeline.enabled:
             return False
-        return any(section.compresses for section in _sections(engine, config))
+        return any(section.compresses for section in _sections(engine, config.model_parallel.pipeline))
 
-    @staticmethod
-    def summary(engine: Any, config: DCTConfig) -> str:
+    @property
+    def summary(self) -> str:
         """What is done at the boundaries, for people."""
-        return "; ".join(dict.fromkeys(section.summary for section in _sections(engine, config)))
+        return "; ".join(dict.fromkeys(section.summary for section in _sections(self.engine, self.config)))
 
     def install(self, patches: Patches) -> None:
         """Patch the engine instance."""
@@ -92,14 +91,6 @@ class PipelineHooks:
             average=lambda tensors: average(tensors, group),
         )
 
-    # -- steps and state ------------------------------------------------------------------------------------
-
-    def end_step(
-        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
-    ) -> None:
-        """An optimizer step is over, taken or skipped."""
-        self.streams.end_step()
-
     # -- the four instructions ------------------------------------------------------------------------------
 
     def _send_activations(self, buffer_id: int) -> _Channel:
@@ -118,7 +109,7 @@ class PipelineHooks:
             message, kept, encoded = messages.encode(tensor, self._number)
             self._number += 1
             crossed.append((messages, kept))
-            self._record("pipeline", tensor, message, encoded)
+            self._crossings.sent("pipeline", tensor, message, encoded)
             self._timed(transfer, message)
 
         return _Channel(lambda: self._floating(outputs), send)
@@ -137,9 +128,8 @@ class PipelineHooks:
                 return
             message = _room(buffer, messages.nbytes(buffer.shape, buffer.dtype))
             self._timed(transfer, message)
-            began = time.perf_counter()
-            crossed.append((messages, messages.decode(message, buffer)))
-            self._record_time(decode_ms=_since(began))
+            with self._crossings.timed("decode"):
+                crossed.append((messages, messages.decode(message, buffer)))
 
         # The buffers are made after the first shapes arrived, inside the instruction.
         return _Channel(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), receive)
@@ -154,7 +144,7 @@ class PipelineHooks:
                 return
             messages, kept = known
             message, encoded = messages.encode_gradient(gradient, kept, exact=True)
-            self._record("pipeline_gradient", gradient, message, encoded)
+            self._crossings.sent("pipeline_gradient", gradient, message, encoded)
             self._timed(transfer, message)
 
         return _Channel(lambda: None, send)
@@ -171,9 +161,8 @@ class PipelineHooks:
             size = messages.nbytes(buffer.shape, buffer.dtype, gradient=True, kept=kept)
             message = _room(buffer, size)
             self._timed(transfer, message)
-            began = time.perf_counter()
-            messages.decode_gradient(message, {kept.number: kept}, buffer)
-            self._record_time(decode_ms=_since(began))
+            with self._crossings.timed("decode"):
+                messages.decode_gradient(message, {kept.number: kept}, buffer)
 
         return _Channel(lambda: None, receive)
 
@@ -208,26 +197,19 @@ class PipelineHooks:
 
     # -- metrics --------------------------------------------------------------------------------------------
 
-    def _record(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
-        if not self.streams.training:
-            cls += "_evaluation"
-        dense = tensor.numel() * tensor.element_size()
-        self.metrics.record(encoded.record(cls, dense_bytes=dense, sent_bytes=message.numel()))
+    @property
+    def _crossings(self) -> Crossings:
+        """Of the current pass."""
+        return Crossings(self.metrics, self.streams.training)
 
     def _timed(self, transfer: Callable[[Tensor], Any], message: Tensor) -> None:
-        began = time.perf_counter()
-        transfer(message)
-        self._record_time(exchange_ms=_since(began))
-
-    def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
-        if self.streams.training:
-            record = Record("pipeline", tensors=0, exchange_ms=exchange_ms, decode_ms=decode_ms)
-            self.metrics.record(record)
+        with self._crossings.timed("exchange"):
+            transfer(message)
 
 
-def _sections(engine: Any, config: DCTConfig) -> list[PipelineConfig]:
+def _sections(engine: Any, config: PipelineConfig) -> list[PipelineConfig]:
     """Of the boundaries between an engine's stages."""
-    return [config.model_parallel.pipeline.at(boundary) for boundary in range(engine.num_stages - 1)]
+    return [config.at(boundary) for boundary in range(engine.num_stages - 1)]
 
 
 class _Channel:
@@ -290,8 +272,3 @@ def _tensors(crossing: Any) -> Sequence[Tensor]:
 
 def _room(tensor: Tensor, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=tensor.device)
-
-
-def _since(began: float) -> float:
-    """Milliseconds."""
-    return 1e3 * (time.perf_counter() - began)

@@ -51,8 +51,10 @@ class ActivationStreams:
         for stream in self._streams.values():
             stream.training = training
 
-    def end_step(self) -> None:
-        """An optimizer step is over, taken or skipped."""
+    def end_step(
+        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
+    ) -> None:
+        """An optimizer step is over, taken or skipped (see :class:`.steps.HasSteps`)."""
         self.step += 1
         for stream in self._streams.values():
             stream.end_step()

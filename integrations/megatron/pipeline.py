@@ -10,7 +10,6 @@ tensor, and recognises the gradient to send as that tensor's ``.grad``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.errors import DCTError
-from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
-from dct_plugin.stream import Encoded
 
+from ..host.crossings import Crossings
 from .session import Session
 from .streams import ActivationHook, data_parallel_group
 
@@ -147,12 +145,11 @@ class PipelineHook(ActivationHook):
                     from_next,
                     {key: _Handle(self, request, finish.get(key), kept) for key, request in requests.items()},
                 )
-            began = time.perf_counter()
-            for request in requests if isinstance(requests, list) else requests.values():
-                request.wait()
-            if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._record_time(exchange_ms=_since(began))
+            with self.crossings.timed("exchange"):
+                for request in requests if isinstance(requests, list) else requests.values():
+                    request.wait()
+                if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
+                    torch.cuda.synchronize()
             for action in finish.values():
                 action()
             return from_prev, from_next, None
@@ -184,7 +181,7 @@ class PipelineHook(ActivationHook):
         if self.session.training and tensor.requires_grad:
             self._sent[number] = kept
         self._count += 1
-        self._record("pipeline", tensor, message, encoded)
+        self.crossings.sent("pipeline", tensor, message, encoded)
         return message
 
     def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
@@ -199,38 +196,27 @@ class PipelineHook(ActivationHook):
                 "received; a changed backward_step is not supported with dct.model_parallel.pipeline"
             )
         message, encoded = messages.encode_gradient(gradient, kept, exact=exact)
-        self._record("pipeline_gradient", gradient, message, encoded)
+        self.crossings.sent("pipeline_gradient", gradient, message, encoded)
         return message
 
     def _decode(self, message: Tensor, out: Tensor, boundary: int) -> None:
-        began = time.perf_counter()
-        messages = self._messages(boundary, number_of(message))
-        kept = messages.decode(message, out.detach())
+        with self.crossings.timed("decode"):
+            messages = self._messages(boundary, number_of(message))
+            kept = messages.decode(message, out.detach())
         if self.session.training and torch.is_grad_enabled():
             self._received.append((out, kept, messages))
-        self._record_time(decode_ms=_since(began))
 
     def _decode_gradient(self, message: Tensor, out: Tensor, boundary: int) -> None:
-        began = time.perf_counter()
-        messages = self._messages(boundary, number_of(message))
-        messages.decode_gradient(message, self._sent, out.detach())
-        self._record_time(decode_ms=_since(began))
+        with self.crossings.timed("decode"):
+            messages = self._messages(boundary, number_of(message))
+            messages.decode_gradient(message, self._sent, out.detach())
 
     # -- metrics --------------------------------------------------------------------------------------------
 
-    def _record(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
-        self.session.metrics.record(
-            encoded.record(
-                cls if self.session.training else f"{cls}_evaluation",
-                dense_bytes=tensor.numel() * tensor.element_size(),
-                sent_bytes=message.numel(),
-            )
-        )
-
-    def _record_time(self, *, exchange_ms: float = 0.0, decode_ms: float = 0.0) -> None:
-        if self.session.training:
-            record = Record("pipeline", tensors=0, exchange_ms=exchange_ms, decode_ms=decode_ms)
-            self.session.metrics.record(record)
+    @property
+    def crossings(self) -> Crossings:
+        """Of the current pass."""
+        return Crossings(self.session.metrics, self.session.training)
 
 
 class _Handle:
@@ -248,17 +234,11 @@ class _Handle:
         """Wait for the transfer and fill the tensor; further calls do nothing."""
         request, self._request = self._request, None
         if request is not None:
-            began = time.perf_counter()
-            request.wait()
-            self._hook._record_time(exchange_ms=_since(began))
+            with self._hook.crossings.timed("exchange"):
+                request.wait()
             if self._finish is not None:
                 self._finish()
             self._kept = None
-
-
-def _since(began: float) -> float:
-    """Milliseconds."""
-    return 1e3 * (time.perf_counter() - began)
 
 
 def _empty(shape: Any, config: Any) -> Tensor:
