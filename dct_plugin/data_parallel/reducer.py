@@ -471,7 +471,8 @@ class GradientReducer(Member):
                 size = self.exchange.all_reduce(flat)
             self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
             if not self._nonfinite_reported and has_overflow(flat):
-                for name in [name for name, t in entries if t.dtype == dtype and has_overflow(t)][:1]:
+                poisoned = (name for name, t in entries if t.dtype == dtype and has_overflow(t))
+                if (name := next(poisoned, None)) is not None:  # the sum may be poisoned by others alone
                     self._report_nonfinite(name)
             for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(reduced)

@@ -160,9 +160,7 @@ class PartitionHooks:
         assert tensor is not None
         found = self._parameters(dtype)
         buffer = CommBuffer(tensor, dtype)
-        layout = pieces(
-            [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in found]
-        )
+        layout = self._pieces_of(found)
         self._to_owners(buffer.flat, layout, found, reducer)
         for owners, part, *accumulators in bucket:
             if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
@@ -178,9 +176,7 @@ class PartitionHooks:
         averaging = self._averaging()
         buffer = CommBuffer(tensor, dtype, averaging.before)
         found = self._parameters(dtype)
-        layout = pieces(
-            [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in found]
-        )
+        layout = self._pieces_of(found)
         self.reducer.all_reduce(
             [(piece.name, piece.of(buffer.flat)) for piece in layout], scale=averaging.after
         )
@@ -193,9 +189,7 @@ class PartitionHooks:
         """Gradients that lie apart; returns them packed, reduced, in the communication type."""
         flat = self.optimizer.flatten(bucket)
         buffer = CommBuffer(flat, dtype)
-        parts = pieces(
-            [(self.name_of(group, parameter), parameter.numel()) for group, _, parameter in layout]
-        )
+        parts = self._pieces_of(layout)
         if self.to_owners:
             self._to_owners(buffer.flat, parts, layout, self.reducer, scale=self.scale)
         else:
@@ -256,6 +250,10 @@ class PartitionHooks:
                 return None
             layout.append(found)
         return layout
+
+    def _pieces_of(self, parameters: Sequence[tuple[int, int, Any]]) -> list[Piece]:
+        """Layout of a buffer that holds their gradients one after the other."""
+        return pieces([(self.name_of(group, p), p.numel()) for group, _, p in parameters])
 
     def _shards_of(self, group: int, identity: int, parameter: Any) -> list[Shard]:
         """Owners of a parameter's parts: a partition boundary may cut it, even several times."""

@@ -49,13 +49,12 @@ def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[
         for name, summary in source.summary().classes.items()
     ]
     shared = sum(p.numel() for p in engine.module.parameters() if getattr(p, "allreduce", True))
+    ring = steps * ring_bytes(shared, dist.get_world_size())
     if attached is None:
-        size = steps * ring_bytes(shared, dist.get_world_size())
-        mine.append(("gradient", size, size))
+        mine.append(("gradient", ring, ring))
     if engine.zero_optimization_stage() > 0 and (attached is None or attached.gathers is None):
         # DeepSpeed's own gather of updated weights: half of what an all-reduce of as many sends.
-        size = steps * ring_bytes(shared, dist.get_world_size()) / 2
-        mine.append(("parameter_full", size, size))
+        mine.append(("parameter_full", ring / 2, ring / 2))
     everyones: list[Any] = [None] * dist.get_world_size()
     torch.distributed.all_gather_object(everyones, mine)
     found: dict[str, dict[str, float]] = {}

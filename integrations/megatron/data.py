@@ -267,17 +267,14 @@ class DataParallelHook(Hook):
         return is_expert(group.buckets) and not self.experts
 
     def _groups(self) -> Iterator[Any]:
-        """Bucket groups whose gradients more than one rank holds."""
+        """Bucket groups of all models."""
         for model in self._alive():
-            for group in step_ahead.groups_of(model):
-                if _ranks_of(group).size() > 1:
-                    yield group
+            yield from step_ahead.groups_of(model)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for model in self._alive():
-            for group in step_ahead.groups_of(model):
-                for bucket in group.buckets:
-                    yield from ((name, view) for name, _, view in self._views(bucket))
+        for group in self._groups():
+            for bucket in group.buckets:
+                yield from ((name, view) for name, _, view in self._views(bucket))
 
     # -- equal replicas ---
 
@@ -291,7 +288,8 @@ class DataParallelHook(Hook):
         for model in self._alive():
             step_ahead.finish_gathers(model)
         for ranks in dict.fromkeys(_ranks_of(group) for group in self._groups()):
-            Replicas(self.config, functools.partial(self._replicated, ranks), ranks).check(step)
+            if ranks.size() > 1:
+                Replicas(self.config, functools.partial(self._replicated, ranks), ranks).check(step)
 
     def _replicated(self, ranks: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
         """What every rank of a group holds: the weights, and what they are rounded from, unless each rank has
