@@ -11,16 +11,13 @@ was stopped goes on where it was.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dct_plugin.integrations.dlrm.intervals import paired
-from megatron_quality import both_ranks, serve
+from megatron_quality import measure, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job
@@ -150,21 +147,6 @@ def plot(rows: list[dict[str, Any]], path: str, margin: float) -> None:
     figure.savefig(path, dpi=110)
 
 
-def measure(missing: Sequence[tuple[str, int]], results: Path, seconds: float) -> list[dict[str, Any]]:
-    """Runs by name and seed, each kept in ``results`` at once; none is started after that many seconds."""
-    rows: list[dict[str, Any]] = []
-    with both_ranks() as (ranks, _):
-        began = time.monotonic()
-        for name, seed in missing:
-            if time.monotonic() - began > seconds:
-                break
-            first, last = ranks.run(name, seed)
-            rows.append({**first, "held_out": last["held_out"], "train": last["train"]})
-            with results.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,18 +176,13 @@ def main() -> None:
     if arguments.worker:
         serve(arguments, lambda name, seed: job_of(arguments, name, seed))
         return
-    results = Path(arguments.results)
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    done = {(row["name"], row["seed"]) for row in rows}
     wanted = [
         (f"{layout}: {row}", seed)
         for seed in arguments.seeds
         for layout in arguments.layouts
         for row in ("dense", *arguments.classes)
     ]
-    missing = [item for item in wanted if item not in done]
-    if missing:
-        rows += measure(missing, results, arguments.seconds)
+    rows = measure(wanted, Path(arguments.results), arguments.seconds)
     text = table(rows, arguments.margin)
     if arguments.plot:
         plot(rows, arguments.plot, arguments.margin)

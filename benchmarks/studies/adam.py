@@ -8,6 +8,8 @@ the second half of the run, and in all of it, all headers included.
 
     python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz
     python benchmarks/studies/adam.py --text wikitext2_valid.txt.gz --ranks 4 --settings dense ahead-0.99
+
+``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
+
+#: Options that make runs comparable; with setting and seed they name one.
+JOB = ("ranks", "batch", "stage", "steps", "optimizer", "optimizer_params", "lr", "lr_warmup", "split")
 
 Configure = Callable[[argparse.Namespace, str], dict[str, Any]]
 
@@ -188,7 +193,7 @@ def held_out_loss(engine: Any, held_out: Any) -> float:
 def config_of(args: argparse.Namespace, setting: str) -> dict[str, Any]:
     """DeepSpeed's JSON."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": args.batch,
         "optimizer": {
             "type": args.optimizer,
             "params": {"lr": args.lr, **json.loads(args.optimizer_params)},
@@ -233,7 +238,7 @@ def train(
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
         own = (len(training) if not args.split else len(training) // world_size) - SEQUENCE - 1
-        starts = torch.randint(own, (world_size, BATCH), generator=generator)[rank]
+        starts = torch.randint(own, (world_size, args.batch), generator=generator)[rank]
         starts += rank * (len(training) // world_size) if args.split else 0
         where = starts[:, None] + offsets
         logits = engine(training[where])
@@ -253,6 +258,7 @@ def train(
     loss = held_out_loss(engine, held_out)
     engine.destroy()
     return {
+        **{key: getattr(args, key) for key in JOB},
         "setting": setting,
         "seed": seed,
         "loss": loss,
@@ -269,17 +275,31 @@ def worker(args: argparse.Namespace, configure: Configure) -> None:
     import torch
     import torch.distributed as dist
 
+    missing = _missing(args, _rows(args))
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     data = text_of(args.text)
-    with open(args.result if dist.get_rank() == 0 else os.devnull, "w", encoding="utf-8") as file:
-        for seed in args.seeds:
-            for setting in args.settings:
-                result = train(args, setting, seed, data, configure(args, setting))
+    for seed, setting in missing:
+        result = train(args, setting, seed, data, configure(args, setting))
+        if dist.get_rank() == 0:
+            with args.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
-                file.flush()
-                if dist.get_rank() == 0:
-                    print(json.dumps(result), flush=True)
+            print(json.dumps(result), flush=True)
+
+
+def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Figures of this job's runs."""
+    if not args.results.exists():
+        return []
+    rows = (json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if all(row[key] == getattr(args, key) for key in JOB)]
+
+
+def _missing(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Seeds and settings that were not run yet."""
+    done = {(row["seed"], row["setting"]) for row in rows}
+    wanted = [(seed, setting) for seed in args.seeds for setting in args.settings]
+    return [run for run in wanted if run not in done]
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -320,6 +340,7 @@ def parser_of(
     parser.add_argument("--settings", nargs="+", choices=list(settings), default=default)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per rank")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0 to 3")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--optimizer", default="AdamW")
@@ -327,9 +348,8 @@ def parser_of(
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lr-warmup", type=int, default=60)
     parser.add_argument("--split", action="store_true", help="each rank trains on its own part of the text")
-    parser.add_argument("--json", type=Path, help="keep every run's figures")
+    parser.add_argument("--results", type=Path, help="JSON lines of every run; those in it are not run again")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser
 
 
@@ -339,17 +359,16 @@ def run(args: argparse.Namespace, configure: Configure, **variables: str) -> Non
         worker(args, configure)
         return
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.jsonl"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        # PYTHONHASHSEED: the ranks compare hashes of their parameters.
-        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, **variables}
-        environment["PYTHONHASHSEED"] = "0"
-        command = [*launcher, f"--nproc-per-node={args.ranks}", sys.argv[0], *sys.argv[1:], "--worker"]
-        subprocess.run([*command, "--result", str(result)], env=environment, check=True)
-        results = [json.loads(line) for line in result.read_text().splitlines()]
-    print(table(results))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        args.results = args.results or Path(folder) / "results.jsonl"
+        if _missing(args, _rows(args)):
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            # PYTHONHASHSEED: the ranks compare hashes of their parameters.
+            environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, **variables}
+            environment["PYTHONHASHSEED"] = "0"
+            command = [*launcher, f"--nproc-per-node={args.ranks}", sys.argv[0], *sys.argv[1:], "--worker"]
+            subprocess.run([*command, "--results", str(args.results)], env=environment, check=True)
+        wanted = [(seed, setting) for seed in args.seeds for setting in args.settings]
+        print(table([row for row in _rows(args) if (row["seed"], row["setting"]) in wanted]))
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ as root, the ranks live in two network namespaces joined by one link, and the by
 interface counters saw, in each direction; else bytes are not reported.
 
     python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --output table.md
+
+``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import os
 import signal
 import statistics
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -37,7 +40,7 @@ from support.megatron_gpt import Job, train
 from dct_plugin.metrics import InterfaceCounter
 
 OFF = {"enabled": False}
-NAMESPACES = ("dct-quality-0", "dct-quality-1")
+NAMESPACES = tuple(f"dct-quality-{os.getpid()}-{rank}" for rank in range(2))
 DEVICE = "dct0"
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
@@ -153,7 +156,7 @@ def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int)
         on_step=count,
     )
     steps = max(1, job.steps - 1 - arguments.warmup)
-    sent, received = at[0] if at else (0, 0)
+    sent, received = at[0] if at and arguments.link else (0, 0)
     row = {"name": name, "seed": job.seed, "sent": sent / steps, "received": received / steps}
     row["held_out"] = statistics.fmean(outcome.evaluations) if outcome.evaluations else None
     row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
@@ -227,17 +230,42 @@ class Ranks:
 
 
 @contextmanager
-def both_ranks() -> Iterator[tuple[Ranks, bool]]:
-    """The ranks, and whether there is a link between them whose bytes are counted."""
+def both_ranks() -> Iterator[Ranks]:
+    """The ranks, with a link between them whose bytes are counted where that can be made."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
     measured = make_link()
     ranks = Ranks(measured)
     try:
-        yield ranks, measured
+        yield ranks
     finally:
         ranks.close()
         if measured:
             remove_link()
+
+
+def measure(
+    wanted: Sequence[tuple[str, int]], results: Path, seconds: float = math.inf
+) -> list[dict[str, Any]]:
+    """What was found for names and seeds.
+
+    Args:
+        wanted: Names and seeds.
+        results: JSON lines; a run that is in it is not made again, others are added at once.
+        seconds: No run is started after that many.
+    """
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = {(row["name"], row["seed"]) for row in rows}
+    if missing := [run for run in wanted if run not in done]:
+        with both_ranks() as ranks:
+            began = time.monotonic()
+            for name, seed in missing:
+                if time.monotonic() - began > seconds:
+                    break
+                first, last = ranks.run(name, seed)
+                rows.append({**first, "held_out": last["held_out"], "train": last["train"]})
+                with results.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    return [row for row in rows if (row["name"], row["seed"]) in set(wanted)]
 
 
 def make_link() -> bool:
@@ -267,14 +295,11 @@ def remove_link() -> None:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def table(arguments: argparse.Namespace, rows: list[list[dict[str, Any]]], measured: bool) -> str:
+def table(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Markdown: one line per setting, means over the seeds."""
-    first, last = rows
-    names = list(dict.fromkeys(row["name"] for row in first))
-
-    def of(name: str, part: list[dict[str, Any]], key: str) -> list[float]:
-        return [row[key] for row in part if row["name"] == name and row[key] is not None]
-
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], {})[row["seed"]] = row
     lines = [
         f"Held-out loss (nats per character) of {arguments.layers} layers, hidden {arguments.hidden}, after "
         f"{arguments.steps} steps of {arguments.micro_batches} micro-batches of {arguments.micro_batch} x "
@@ -284,23 +309,23 @@ def table(arguments: argparse.Namespace, rows: list[list[dict[str, Any]]], measu
         "| setting | held-out loss | - dense | forward kB/step | fewer | backward kB/step | fewer |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in names:
-        dense = f"{name.split(',')[0]}, dense"
-        losses, base = of(name, last, "held_out"), of(dense, last, "held_out")
-        difference = paired([mine - plain for mine, plain in zip(losses, base, strict=True)])
-        cells = [name, f"{statistics.fmean(losses):.4f}", "" if name == dense else str(difference)]
+    for name, runs in by_name.items():
+        base = by_name.get(f"{name.split(',')[0]}, dense", {})
+        both = sorted(runs.keys() & base.keys())
+        paired_to = [runs[seed]["held_out"] - base[seed]["held_out"] for seed in both]
+        loss = statistics.fmean(run["held_out"] for run in runs.values())
+        cells = [name, f"{loss:.4f}", "" if runs is base or not both else str(paired(paired_to))]
         for key in ("sent", "received"):
-            count, plain = statistics.fmean(of(name, first, key)), statistics.fmean(of(dense, first, key))
-            cells += [f"{count / 1e3:.1f}", f"{plain / count:.1f}x"] if measured and count else ["-", "-"]
+            count = statistics.fmean(run[key] for run in runs.values())
+            plain = statistics.fmean(base[seed][key] for seed in both) if both else 0
+            cells += [f"{count / 1e3:.1f}" if count else "-", f"{plain / count:.1f}x" if plain else "-"]
         lines.append("| " + " | ".join(cells) + " |")
-    source = (
-        "interface counters of the link" if measured else "not measured (needs root for a link of its own)"
-    )
     lines += [
         "",
-        f"Bytes: {source}, all protocol headers included, warm-up steps excluded. Forward is what rank 0",
+        "Bytes: interface counters of a link between the ranks (-: none could be made, which needs root), "
+        "all protocol headers included, warm-up steps excluded. Forward is what rank 0 sends, backward what "
+        "it receives; with DP the two directions of the exchange.",
     ]
-    lines += ["sends, backward what it receives; with DP the two directions of the gradient exchange."]
     return "\n".join(lines) + "\n"
 
 
@@ -331,6 +356,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--output", help="markdown file; standard output without it")
+    parser.add_argument("--results", help="JSON lines of every run; those in it are not run again")
     parser.add_argument("--port", type=int, default=29731)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
@@ -338,13 +364,10 @@ def main() -> None:
     if arguments.worker:
         serve(arguments, lambda name, seed: job_of(arguments, name, seed))
         return
-    rows: list[list[dict[str, Any]]] = [[], []]
-    with both_ranks() as (ranks, measured):
-        for seed in arguments.seeds:
-            for name in settings(arguments):
-                for rank, row in enumerate(ranks.run(name, seed)):
-                    rows[rank].append(row)
-    text = table(arguments, rows, measured)
+    wanted = [(name, seed) for seed in arguments.seeds for name in settings(arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(wanted, Path(arguments.results or f"{folder}/results.jsonl"))
+    text = table(arguments, rows)
     if arguments.output:
         Path(arguments.output).write_text(text)
     else:
