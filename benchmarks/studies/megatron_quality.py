@@ -162,8 +162,9 @@ def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int)
     row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
     row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
     result = Path(arguments.worker) / f"{number}.{rank}"
-    result.with_suffix(".new").write_text(json.dumps(row))
-    result.with_suffix(".new").rename(result)
+    unfinished = result.with_name(f"{result.name}.new")  # each rank's own
+    unfinished.write_text(json.dumps(row))
+    unfinished.rename(result)
     if rank == 1:
         print(f"{row['name']}, seed {job.seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
     dist.barrier()
