@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ class Exchange:
         self.step: int | None = None
         """Named in the message about a lost peer."""
         self._head_bytes = HEAD_BYTES if self._wire.type == "cpu" else 0
+        self._expected: dict[int, tuple[Tensor, Any]] = {}
         # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
@@ -166,13 +168,30 @@ class Exchange:
         return self.all_to_all([message] * self.world_size, fingerprint, bounds=bounds)
 
     @contextmanager
-    def abort_on_error(self) -> Iterator[None]:
-        """Around work between two exchanges: the other ranks are already waiting in the next one."""
+    def preparing(self, *, announced: bool = True) -> Iterator[None]:
+        """Around the work that makes the messages of the next exchange. Its receivers are ready from the
+        start: gloo asks them before it sends, and is answered while the work is done. The other ranks, who
+        may be waiting in it already, are told of an error.
+
+        Args:
+            announced: Whether that is one that says how long its messages are: all but :meth:`transfer`.
+        """
         try:
+            if announced:
+                self._expect()
             yield
         except BaseException:
             self.abort()
             raise
+
+    def _expect(self) -> None:
+        """Have receivers for the first bytes of the next messages, on gloo."""
+        if self._head_bytes and not self._expected:
+            with self._transport("exchange of sizes"):
+                for distance in range(1, self.world_size):
+                    source = (self.rank - distance) % self.world_size
+                    room = torch.empty(_PREFIX + self._head_bytes, dtype=torch.uint8)
+                    self._expected[source] = room, dist.irecv(room, self._global[source], self.group)
 
     def abort(self) -> None:
         """Tell the ranks that are waiting in their next exchange that this one failed. Never raises."""
@@ -214,12 +233,21 @@ class Exchange:
             return answer.tolist(), [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
         sent = list(table.view(torch.uint8))
         if messages is not None:
-            sent = [torch.cat([row, m[: self._head_bytes]]) for row, m in zip(sent, messages, strict=True)]
-        received = [
-            sent[r] if r == self.rank else torch.empty(_PREFIX + self._head_bytes, dtype=torch.uint8)
-            for r in range(self.world_size)
-        ]
-        self._transfer(sent, received, "sizes")
+            first = {
+                id(m): torch.cat([r, m[: self._head_bytes]]) for r, m in zip(sent, messages, strict=True)
+            }
+            sent = [first[id(m)] for m in messages]
+        self._expect()
+        expected, self._expected = self._expected, {}
+        with self._transport("exchange of sizes"):
+            under_way = [work for _, work in expected.values()]
+            for distance in range(1, self.world_size):
+                target = (self.rank + distance) % self.world_size
+                under_way.append(dist.isend(sent[target], self._global[target], self.group))
+                self.sent_bytes += sent[target].numel()
+            for work in under_way:
+                work.wait()
+        received = [sent[r] if r == self.rank else expected[r][0] for r in range(self.world_size)]
         rows = [head[:_PREFIX].view(torch.int64).tolist() for head in received]
         return rows, [head[_PREFIX:] for head in received]
 

@@ -81,12 +81,12 @@ class ErrorAveraging:
             ],
         )
         exchange, ranks = member.exchange, range(member.world_size)
-        with exchange.abort_on_error():
+        with exchange.preparing():
             messages = self._lend(plan, whole)
         with whole.timed("exchange"):
             bounds = [plan.bound(member.rank)] * member.world_size
             received = exchange.all_to_all(messages, plan.fingerprint, bounds=bounds)
-        with exchange.abort_on_error():
+        with exchange.preparing():
             answer = self._answer(plan, received, whole)
         with whole.timed("exchange"):
             answers = exchange.all_gather(answer, plan.fingerprint, bounds=[plan.bound(r) for r in ranks])

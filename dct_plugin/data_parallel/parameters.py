@@ -119,7 +119,7 @@ class ParameterUpdates(Member):
             ValueError: The shards of a tensor do not cover it.
         """
         with self._recorded("parameter") as whole:
-            with self.exchange.abort_on_error():
+            with self.exchange.preparing():
                 small = self._settings.min_numel
                 items = [Item(n, t, list(s), t.numel() < small) for n, t, s in entries]
                 plan = Plan("parameters", items)

@@ -236,7 +236,7 @@ class GradientReducer(Member):
         """Sparse to the owners, who sum and threshold again, and from them to all."""
         received = self._send_to_owners(plan, whole)
         answer = MessageWriter(self.device)
-        with self.exchange.abort_on_error():
+        with self.exchange.preparing():
             owned = plan.owned_by(self.rank)
             totals = self._totals(owned)
             self._sum(received, totals, 1.0, whole)
@@ -407,7 +407,7 @@ class GradientReducer(Member):
         entries: Sequence[tuple[str, Tensor, Sequence[Shard]]],
         changes: Mapping[str, Change] | None = None,
     ) -> Plan:
-        with self.exchange.abort_on_error():
+        with self.exchange.preparing():
             items = [Item(n, t, list(shards), self._small(t.numel())) for n, t, shards in entries]
             if changes is not None:
                 for item in items:
@@ -498,7 +498,7 @@ class GradientReducer(Member):
         for writer in self._writers:
             writer.clear()
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
-        with self.exchange.abort_on_error():
+        with self.exchange.preparing():
             written = []
             for item in plan.items:
                 density = self._density(item)

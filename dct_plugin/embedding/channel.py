@@ -143,7 +143,7 @@ class _Crossing:
         report = _Report(self, "forward", [block.numel() for block in blocks], vectors.element_size())
         if not channel.config.enabled:
             return self._plain(report, vectors, route.sent_rows, route.received_rows)
-        with self.exchange.abort_on_error():
+        with self.exchange.preparing():
             sent, own = channel.messages.encode(self._layers(blocks), rank)
         report.lap()
         messages = self.exchange.all_to_all(
@@ -170,7 +170,7 @@ class _Crossing:
         if not channel.config.enabled:
             flat = self._plain(report, gradient, route.received_rows, route.sent_rows)
         else:
-            with self.exchange.abort_on_error():
+            with self.exchange.preparing():
                 answers, kept = channel.messages.encode_gradients(
                     parts, rank, route.received_rows, self.received_masks, quantised=self.limits.gradients
                 )

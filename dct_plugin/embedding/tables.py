@@ -172,7 +172,7 @@ class ShardedTables(nn.Module):
         weight = self.shard.weight
         backend = self.channel.backend(_HOST)
         exchange = self.channel.exchange(self.group, weight.device)
-        with exchange.abort_on_error():  # peers learn of it in the exchange they are waiting in
+        with exchange.preparing():  # peers learn of it in the exchange they are waiting in
             request = self._requests.write(categorical, weight.device, backend, self.channel.host_kernels())
         answers = self._exchange_requests(request, exchange)
         route = Route(

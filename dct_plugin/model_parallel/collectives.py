@@ -102,7 +102,7 @@ class CompressedCollectives:
 
         ``arriving`` are the rows from each rank; None: as many as in the own part.
         """
-        with self.exchange.abort_on_error():
+        with self.exchange.preparing():
             leaving = {id(part): part for rank, part in enumerate(parts) if rank != self.rank}
             written = stream.encode(list(leaving.values()))
             place = {key: number for number, key in enumerate(leaving)}
@@ -132,7 +132,7 @@ class CompressedCollectives:
         own = parts[self.rank]
         messages = [torch.empty(0, dtype=torch.uint8, device=own.device)] * len(parts)
         encoded = Encoded(density=stream.density)
-        with self.exchange.abort_on_error():
+        with self.exchange.preparing(announced=not stream.gradient_size_is_known):
             for rank, (part, kept) in enumerate(zip(parts, received, strict=True)):
                 if rank != self.rank:
                     messages[rank], one = stream.encode_gradient(part, kept)
