@@ -86,8 +86,12 @@ def test_warm_up_is_megatrons_own() -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_a_resumed_run_goes_on_bitwise(kind: str, tmp_path: Path) -> None:
-    """Weights are gathered in full for the checkpoint; the run that wrote it goes on from there, too."""
-    base = replace(BASE, bf16=kind == "bf16").with_dct(section(error_feedback="step_ahead", warmup_steps=1))
+    """Weights are gathered in full for the checkpoint; the run that wrote it goes on from there, too. With
+    bf16 residuals are kept in int8.
+    """
+    bf16 = kind == "bf16"
+    dct = section(error_feedback="step_ahead", warmup_steps=1, residual_dtype="int8" if bf16 else "auto")
+    base = replace(BASE, bf16=bf16).with_dct(dct)
     whole, rest = run(
         2, replace(base, save=(str(tmp_path), 5)), replace(base, load=(str(tmp_path), 5), seed=9)
     )

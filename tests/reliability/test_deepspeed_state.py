@@ -41,3 +41,11 @@ def test_what_does_not_stops_all_ranks(ranks: list[dict[str, Any]], stage: str) 
             assert f"rank {number}: " in unfinished
         assert "the files are of another save (step 5, dct-plugin" in newer
         assert "a save over an older checkpoint did not end" in unfinished
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_residuals_outlive_another_sparsity(ranks: list[dict[str, Any]], stage: str) -> None:
+    for rank in ranks:
+        changed = rank[stage]["another sparsity"]
+        assert (changed["loaded"], changed["same"]) == (True, True)
+        assert changed["density"] == pytest.approx(0.5, abs=0.1)

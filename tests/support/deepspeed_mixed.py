@@ -29,7 +29,8 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def scenarios(folder: Path, stage: int) -> dict[str, Any]:
+def made(stage: int, sparsity: float) -> Any:
+    """An engine."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
     config = {
@@ -38,16 +39,27 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "dct": {"data_parallel": {"sparsity": 0.9, "min_numel": 100}},
+        "dct": {"data_parallel": {"sparsity": sparsity, "min_numel": 100}},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    rank, results = dist.get_rank(), {}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank + 10 * engine.global_steps))
-            engine.backward(engine(x).square().mean())
-            engine.step()
+
+def train(engine: Any, steps: int) -> None:
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(dist.get_rank() + 10 * engine.global_steps)
+        engine.backward(engine(torch.randn(4, 64, generator=generator)).square().mean())
+        engine.step()
+
+
+def residuals(engine: Any) -> dict[str, list[float]]:
+    """What this rank still owes, by parameter."""
+    streams = engine.dct.reducer.state_dict()["streams"]
+    return {name: stream["residual"].tolist() for name, stream in streams.items()}
+
+
+def scenarios(folder: Path, stage: int) -> dict[str, Any]:
+    engine, rank = made(stage, 0.9), dist.get_rank()
+    results: dict[str, Any] = {}
 
     def prepared(action: Callable[[], Any]) -> None:
         dist.barrier()
@@ -67,9 +79,9 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
         except DCTError as error:
             results[name] = {"error": str(error)}
 
-    train(3)
+    train(engine, 3)
     engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 5})
-    train(2)
+    train(engine, 2)
     engine.save_checkpoint(str(folder), "b")
     attempt("whole")
     files = sorted((folder / "b").glob("dct_rank_*.pt"))
@@ -85,7 +97,14 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
     attempt("unfinished")
     engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 6})
     attempt("written over")
+    other = made(stage, 0.5)
+    path, _ = other.load_checkpoint(str(folder), tag="a")
+    same = residuals(other) == residuals(engine)
+    results["another sparsity"] = {"loaded": path is not None, "same": same}
+    train(other, 2)  # in the first the thresholds of before may still hold
+    results["another sparsity"]["density"] = other.dct.metrics.summary().classes["gradient"].density
     engine.destroy()
+    other.destroy()
     return results
 
 
