@@ -33,6 +33,8 @@ SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
 JOB = ("ranks", "batch", "stage", "steps", "optimizer", "optimizer_params", "lr", "lr_warmup", "split")
 
 Configure = Callable[[argparse.Namespace, str], dict[str, Any]]
+#: From a model and what Configure made, what DeepSpeed calls an engine.
+Initialize = Callable[[Any, dict[str, Any]], Any]
 
 LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
 #: Dense steps and the rise of sparsity after them, for all settings but those that name others.
@@ -209,8 +211,19 @@ def config_of(args: argparse.Namespace, setting: str) -> dict[str, Any]:
     return config
 
 
+def initialize(model: Any, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine."""
+    import deepspeed
+
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
 def train(
-    args: argparse.Namespace, setting: str, seed: int, data: tuple[Any, Any], config: dict[str, Any]
+    args: argparse.Namespace,
+    setting: str,
+    seed: int,
+    data: tuple[Any, Any],
+    engine: Any,
 ) -> dict[str, Any]:
     """One run on this rank."""
     import deepspeed
@@ -220,8 +233,6 @@ def train(
 
     from dct_plugin.metrics import InterfaceCounter
 
-    model = model_of(seed)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     training, held_out = data
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
@@ -249,7 +260,7 @@ def train(
     whole.stop()
     engine.eval()
     working = held_out_loss(engine, held_out)
-    if "dct" in config:
+    if hasattr(engine, "dct"):
         engine.dct.gather_parameters()
     weights = [None] * world_size
     with deepspeed.zero.GatheredParameters([p for p in engine.module.parameters() if hasattr(p, "ds_id")]):
@@ -269,7 +280,7 @@ def train(
     }
 
 
-def worker(args: argparse.Namespace, configure: Configure) -> None:
+def worker(args: argparse.Namespace, configure: Configure, initialize: Initialize) -> None:
     """One rank: every setting and seed, in this process."""
     import deepspeed
     import torch
@@ -280,7 +291,7 @@ def worker(args: argparse.Namespace, configure: Configure) -> None:
     deepspeed.init_distributed("gloo")
     data = text_of(args.text)
     for seed, setting in missing:
-        result = train(args, setting, seed, data, configure(args, setting))
+        result = train(args, setting, seed, data, initialize(model_of(seed), configure(args, setting)))
         if dist.get_rank() == 0:
             with args.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
@@ -353,10 +364,12 @@ def parser_of(
     return parser
 
 
-def run(args: argparse.Namespace, configure: Configure, **variables: str) -> None:
+def run(
+    args: argparse.Namespace, configure: Configure, initialize: Initialize = initialize, **variables: str
+) -> None:
     """Train every setting and seed in local ranks, and print the table; ``variables`` are the ranks'."""
     if args.worker:
-        worker(args, configure)
+        worker(args, configure, initialize)
         return
     with tempfile.TemporaryDirectory() as folder:
         args.results = args.results or Path(folder) / "results.jsonl"

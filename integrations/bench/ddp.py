@@ -1,8 +1,9 @@
 """torch ``DistributedDataParallel``: its own hooks, PowerSGD, top-k and the plugin's hook, on one model.
 
-All methods but PowerSGD share one model with 25 MB buckets, so that they differ in the hook alone. On gloo,
+Nearly all methods share one model with 25 MB buckets, so that they differ in the hook alone. On gloo,
 PowerSGD's collectives follow each other in callbacks, whose order differs between the ranks when there are
-several buckets: it gets a model with one bucket.
+several buckets: it gets a model with one bucket. Thresholded messages are short, and smaller buckets leave
+more of them beside the backward pass: one row has those.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ __all__ = ["DDP", "Trained", "methods_of"]
 Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 #: Of the plugin: sparsity and type of values.
-SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"))
+SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4"))
+SMALL_BUCKET_MB = 8
 TOPK_DENSITY = 0.01
 
 
@@ -118,8 +120,11 @@ class DDP:
         self._width = width_of(options["parameters"])
 
     def open(self, variant: str) -> list[Method]:
-        shared, one_bucket = (Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, 1e6))
-        return methods_of(shared, one_bucket, SETTINGS)
+        shared, small, one_bucket = (
+            Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, SMALL_BUCKET_MB, 1e6)
+        )
+        methods = methods_of(shared, one_bucket, SETTINGS)
+        return [*methods, _dct(small, 0.99, "int4", f", {SMALL_BUCKET_MB} MB buckets")]
 
     def close(self) -> None:
         pass
@@ -149,10 +154,10 @@ def _method(name: str, trained: Trained, hook: Hook, **more: Any) -> Method:
     return Method(name, trained.step, around=partial(trained.using, hook), **more)
 
 
-def _dct(trained: Trained, sparsity: float, values: str) -> Method:
+def _dct(trained: Trained, sparsity: float, values: str, note: str = "") -> Method:
     config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
     metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
     state = DCTState(config, metrics=metrics)
-    name, hook = f"DCT {sparsity:g} {values}", partial(dct_hook, state)
+    name, hook = f"DCT {sparsity:g} {values}{note}", partial(dct_hook, state)
     # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
     return _method(name, trained, hook, metrics=[metrics], warmup=10)
