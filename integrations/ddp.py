@@ -5,6 +5,7 @@ Everything but the hook itself comes from :mod:`.host`: this is how small a host
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ from .host.nonfinite import PoisonedSteps
 from .host.replicas import Replicas
 from .host.reporting import Reporting
 from .host.steps import StepHooks
-from .host.worker import ReductionHandle, ReductionWorker, group_of_own
+from .host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own
 
 __all__ = ["DCTState", "Owed", "dct_hook"]
 
@@ -103,6 +104,7 @@ class DCTState:
         self._loaded = reducer_files.FRESH
         self._agreed = self._backward_done = False
         self._worker: ReductionWorker | None = None
+        self._stream: ReductionStream | None = None
         self._pending: list[ReductionHandle] = []
 
     def reducer(self, device: torch.device) -> GradientReducer:
@@ -213,6 +215,9 @@ class DCTState:
             if own is not None:
                 made.exchange.group, self._worker = own, ReductionWorker("dct gradients")
                 weakref.finalize(self, self._worker.stop)
+            elif device.type == "cuda":
+                self._stream = ReductionStream(device)
+            made.deferred = True  # until the end of the backward pass
             self._agreed = True
         self._end_step()
         self.steps.begin()
@@ -221,19 +226,17 @@ class DCTState:
     def reduce(self, work: Callable[[], None], done: Callable[[], None], *, last: bool) -> None:
         """Reduce a bucket, the ``last`` one of a backward pass or another, and call ``done()``.
 
-        On CPU that happens beside the backward pass, which raises the errors of all its reductions at its
-        end. On CUDA it has been launched when this returns: a second thread's kernels would come in between
-        those of the model's other communication, in an order that differs from rank to rank.
+        That happens beside the backward pass: on CPU in a thread, on CUDA on a stream of its own. The pass
+        raises the errors of all its reductions at its end.
         """
-        if self._worker is None:
-            work()
-            done()
-            if last:
-                self._end_backward()
-            return
-        handle = self._worker.submit(work)
-        handle.when_done(done)
-        self._pending.append(handle)
+        if self._worker is not None:
+            handle = self._worker.submit(work)
+            handle.when_done(done)
+            self._pending.append(handle)
+        else:
+            with contextlib.nullcontext() if self._stream is None else self._stream.behind():
+                work()
+                done()  # a future takes down the stream that it is set on
         if last:  # queued before DDP's own wait for the futures
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -264,6 +267,11 @@ class DCTState:
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
+        if self._reducer is not None:
+            with contextlib.nullcontext() if self._stream is None else self._stream.behind():
+                self._reducer.finish()
+        if self._stream is not None:
+            self._stream.join()
 
     def _end_step(self, skipped: bool = False) -> None:
         if self._reducer is not None and self._backward_done:

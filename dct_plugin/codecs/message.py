@@ -56,6 +56,23 @@ class MessageWriter:
             self._length += written.nbytes if isinstance(written, Stats) else written
 
     @property
+    def buffer(self) -> Tensor:
+        """What payloads were written to."""
+        return self._buffer
+
+    @property
+    def parts(self) -> list[tuple[int, int, Stats]]:
+        """``(start in the buffer, room, figures)`` of the payloads, whose figures are on the device."""
+        starts = [start for start, _ in self._unpacked]
+        ends = [*starts, self._length][1:] if starts else []
+        figures = [size for _, size in self._unpacked]
+        return [
+            (start, end - start, each)
+            for start, end, each in zip(starts, ends, figures, strict=True)
+            if isinstance(each, Stats)
+        ]
+
+    @property
     def message(self) -> Tensor:
         """What was written since :meth:`clear` (a view: gone at the next :meth:`clear`)."""
         return read_messages([self])[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ KERNEL_ERRORS = {
     4: "index section holds an index outside the tensor",
     5: "index section does not hold as many entries as the header says",
     6: "block16 offsets are not ascending",
+    7: "header is damaged, or does not fit the tensor or the message",
 }
 
 
@@ -77,6 +80,12 @@ class Stats:
         return self._device_counts is not None
 
     @property
+    def device_counts(self) -> Tensor:
+        """Where the figures are while they are pending: int64 [4], see :meth:`on_device`."""
+        assert self._device_counts is not None
+        return self._device_counts
+
+    @property
     def counts(self) -> tuple[int, int, int, bool]:
         """``(nbytes, nnz, above, nonfinite)``."""
         if self._device_counts is not None:
@@ -123,24 +132,57 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
             of it was added.
     """
     stats = list(stats)
-    pending: dict[torch.device, list[tuple[Stats, Tensor]]] = {}
+    if any(each.pending for each in stats):
+        read_figures(stats, ())
+    return stats
+
+
+def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[int]]:
+    """:func:`read_stats`, and in the same copy what ``also`` holds, int64 [any] each."""
+    parts: dict[torch.device, list[Tensor]] = {}
+    pending: dict[torch.device, list[Stats]] = {}
     for each in stats:
         if each._device_counts is not None:
-            pending.setdefault(each._device_counts.device, []).append((each, each._device_counts))
+            pending.setdefault(each._device_counts.device, []).append(each)
+    for where, group in pending.items():
+        # Bits of thresholds travel along.
+        taus = [each._tau for each in group if isinstance(each._tau, Tensor)]
+        bits = [torch.stack(taus).view(torch.int32).to(torch.int64)] if taus else []
+        parts[where] = [*(each.device_counts for each in group), *bits]
+    for tensor in also:
+        parts.setdefault(tensor.device, []).append(tensor.view(-1))
+    found = {where: iter(_to_host(torch.cat(several)).tolist()) for where, several in parts.items()}
     wrong = 0
-    for group in pending.values():
-        with_tau = [(each, each._tau) for each, _ in group if isinstance(each._tau, Tensor)]
-        parts = [counts for _, counts in group]
-        if with_tau:  # their bits travel along
-            parts.append(torch.stack([tau for _, tau in with_tau]).view(torch.int32).to(torch.int64))
-        host = torch.cat(parts).cpu()
-        rows = host[: 4 * len(group)].view(-1, 4).tolist()
-        for (each, _), (nbytes, nnz, above, found) in zip(group, rows, strict=True):
-            each._counts, each._device_counts = (nbytes, nnz, above, bool(found & 1)), None
-            wrong = wrong or found >> 1
-        taus = host[4 * len(group) :].to(torch.int32).view(torch.float32).tolist()
-        for (each, _), tau in zip(with_tau, taus, strict=True):
+    for where, group in pending.items():
+        numbers = found[where]
+        for each in group:
+            nbytes, nnz, above, flags = itertools.islice(numbers, 4)
+            each._counts, each._device_counts = (nbytes, nnz, above, bool(flags & 1)), None
+            wrong = wrong or flags >> 1
+        with_tau = [each for each in group if isinstance(each._tau, Tensor)]
+        taus_read = torch.tensor(list(itertools.islice(numbers, len(with_tau))), dtype=torch.int32)
+        for each, tau in zip(with_tau, taus_read.view(torch.float32).tolist(), strict=True):
             each._tau = tau
     if wrong:
         raise PayloadError(f"a payload decoded before: {KERNEL_ERRORS[wrong]}")
-    return stats
+    return [list(itertools.islice(found[tensor.device], tensor.numel())) for tensor in also]
+
+
+def _to_host(figures: Tensor) -> Tensor:
+    """A copy on the host, through pinned memory and a stream of its own: what is queued behind the figures
+    meanwhile is not waited for.
+    """
+    if not figures.is_cuda:
+        return figures.cpu()
+    pinned = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+    stream = _reader(figures.device)
+    stream.wait_stream(torch.cuda.current_stream(figures.device))
+    with torch.cuda.stream(stream):
+        pinned.copy_(figures, non_blocking=True)
+    stream.synchronize()
+    return pinned
+
+
+@functools.cache
+def _reader(where: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(where)

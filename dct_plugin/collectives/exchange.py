@@ -90,13 +90,7 @@ class Exchange:
         """
         own, messages = messages[self.rank], self._outgoing(messages)
         rows, heads = self._announce([m.numel() for m in messages], fingerprint, messages)
-        sizes = self._checked(rows, fingerprint)
-        for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
-            if size > bound:
-                raise DesyncError(
-                    f"rank {self._global[self.rank]}: rank {self._global[sender]} announces a message of "
-                    f"{size} bytes, where at most {bound} can be right"
-                )
+        sizes = self.checked(rows, fingerprint, bounds)
         at = self._head_bytes
         received = []
         for r, (head, size) in enumerate(zip(heads, sizes, strict=True)):
@@ -112,13 +106,21 @@ class Exchange:
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """:meth:`all_to_all` where every rank knows beforehand that rank ``r`` sends it ``sizes[r]``."""
-        own, messages = messages[self.rank], self._outgoing(messages)
-        received = [
-            messages[r] if r == self.rank else torch.empty(sizes[r], dtype=torch.uint8, device=self._wire)
-            for r in range(self.world_size)
-        ]
-        self._transfer(messages, received, "messages")
-        return self._arrived(received, own)
+        own = messages[self.rank]
+        rooms = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        self.transfer_into(messages, rooms)
+        return [own if r == self.rank else room for r, room in enumerate(rooms)]
+
+    def transfer_into(self, messages: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
+        """:meth:`transfer` into memory that is there; that of the own message is left alone."""
+        outgoing, received = self._outgoing(messages), list(rooms)
+        received[self.rank] = outgoing[self.rank]
+        if self._wire != self.device:
+            received = [room.new_empty(room.shape, device=self._wire) for room in received]
+        self._transfer(outgoing, received, "messages")
+        for r, (room, arrived) in enumerate(zip(rooms, received, strict=True)):
+            if arrived.device != room.device and r != self.rank:
+                room.copy_(arrived)
 
     def _outgoing(self, messages: Sequence[Tensor]) -> list[Tensor]:
         """``messages`` where the transport takes them from; one that all ranks get is copied once."""
@@ -147,10 +149,35 @@ class Exchange:
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
 
+    def checked(
+        self, rows: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None = None
+    ) -> list[int]:
+        """The sizes of ``(size, fingerprint)`` from every rank; errors as of :meth:`all_to_all`."""
+        failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
+        if failed:
+            raise DesyncError(
+                f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange; "
+                "see their own error output"
+            )
+        strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
+        if strange:
+            raise DesyncError(
+                f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
+                "(names, sizes or order differ); every rank must reduce the same gradients in one order"
+            )
+        sizes = [size for size, _ in rows]
+        for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
+            if size > bound:
+                raise DesyncError(
+                    f"rank {self._global[self.rank]}: rank {self._global[sender]} announces a message of "
+                    f"{size} bytes, where at most {bound} can be right"
+                )
+        return sizes
+
     def agree(self, fingerprint: int) -> None:
         """Every rank is about to do what ``fingerprint`` describes, or all stop as in :meth:`all_to_all`."""
         rows, _ = self._announce([0] * self.world_size, fingerprint)
-        self._checked(rows, fingerprint)
+        self.checked(rows, fingerprint)
 
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; returns the bytes that count as sent."""
@@ -250,19 +277,3 @@ class Exchange:
         received = [sent[r] if r == self.rank else expected[r][0] for r in range(self.world_size)]
         rows = [head[:_PREFIX].view(torch.int64).tolist() for head in received]
         return rows, [head[_PREFIX:] for head in received]
-
-    def _checked(self, rows: Sequence[Sequence[int]], fingerprint: int) -> list[int]:
-        """The sizes, if all ranks are well and at the same operation."""
-        failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
-        if failed:
-            raise DesyncError(
-                f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange; "
-                "see their own error output"
-            )
-        strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
-        if strange:
-            raise DesyncError(
-                f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
-                "(names, sizes or order differ); every rank must reduce the same gradients in one order"
-            )
-        return [size for size, _ in rows]

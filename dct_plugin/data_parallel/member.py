@@ -121,6 +121,11 @@ class Member:
         follow, metrics record.
         """
         messages = read_messages(writers)
+        self.account(written, whole)
+        return messages
+
+    def account(self, written: Sequence[Written], whole: Record) -> None:
+        """Thresholds follow what was written, metrics record it; the first look reads all figures."""
         for name, cls, encoded, stream, dense_bytes, copies, share in written:
             if name is not None and not self._nonfinite_reported and encoded.nonfinite:
                 self._report_nonfinite(name)
@@ -131,7 +136,6 @@ class Member:
             self._record(record, whole)
             if share and self.metrics is not None:
                 self.metrics.record(replace(record, cls=f"{cls}/{share}"))
-        return messages
 
     def sum_messages(
         self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float, *, sender: int = 0
@@ -171,7 +175,7 @@ class Member:
     # -- metrics ---
 
     @contextmanager
-    def _recorded(self, cls: str) -> Iterator[Record]:
+    def recorded(self, cls: str) -> Iterator[Record]:
         """The record of an exchange as a whole: size messages, the time of exchange and decoding, and as time
         of selection whatever no other figure holds.
         """

@@ -118,7 +118,7 @@ class ParameterUpdates(Member):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        with self._recorded("parameter") as whole:
+        with self.recorded("parameter") as whole:
             with self.exchange.preparing():
                 small = self._settings.min_numel
                 items = [Item(n, t, list(s), t.numel() < small) for n, t, s in entries]

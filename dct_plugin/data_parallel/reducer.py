@@ -18,12 +18,13 @@ from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..feedback import unpacked
-from ..kernels import GRAD_DTYPES
+from ..kernels import GRAD_DTYPES, Framing
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
 from .accordion import Accordion
 from .averaging import ErrorAveraging
+from .framed import FramedReductions
 from .local import LocalUpdates, Weight
 from .member import Member, Written
 from .plan import Change, Item, Plan, Shard, shards_of
@@ -87,6 +88,11 @@ class GradientReducer(Member):
         self._paid: set[str] = set()
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
+        self._framed = FramedReductions(self) if self._frames() else None
+        self.deferred = False
+        """Set by a host that calls :meth:`finish` before it uses what was reduced: then devices are waited
+        for there, not in every reduction.
+        """
         self._local: LocalUpdates | None = None
         self._loaded_local: dict[str, Any] | None = None
 
@@ -166,10 +172,21 @@ class GradientReducer(Member):
             DesyncError: A rank failed or reduces other tensors.
             PayloadError: A message arrived damaged.
         """
-        with self._recorded("gradient") as whole:
+        with self.recorded("gradient") as whole:
             self.look(entries)
             if not self._reduced_dense(entries, scale, whole):
                 self._all_reduce(entries, scale, whole)
+        if not self.deferred:
+            self.finish()
+
+    def finish(self) -> None:
+        """What was reduced is there when this returns, whatever :attr:`deferred` says; a collective.
+
+        Raises:
+            DesyncError, PayloadError: See :meth:`all_reduce`.
+        """
+        if self._framed is not None:
+            self._framed.finish()
 
     def exchange_changes(self, changes: Sequence[Change]) -> None:
         """Average what the ranks send of the changes of their weights (``update: "local"``), bitwise the
@@ -180,8 +197,9 @@ class GradientReducer(Member):
         """
         more = {change.name: change for change in changes}
         entries = [(change.name, change.tensor) for change in changes]
-        with self._recorded("gradient") as whole:
+        with self.recorded("gradient") as whole:
             self._all_reduce(entries, 1.0 / self.world_size, whole, more)
+        self.finish()
 
     def _all_reduce(
         self,
@@ -192,12 +210,26 @@ class GradientReducer(Member):
     ) -> None:
         if self._direct():
             plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries], changes)
-            self._all_reduce_direct(plan, scale, whole)
         else:
             shards = [(n, t, self._shards(n, t.numel())) for n, t in entries]
             plan = self._plan("two_phase", shards, changes)
+        self._reduce(plan, scale, whole)
+
+    def _reduce(self, plan: Plan, scale: float, whole: Record) -> None:
+        framed = self._framed
+        if framed is not None and all(item.tensor.dtype in GRAD_DTYPES for item in plan.items):
+            if framed.knows(plan):
+                framed.start(plan, scale, whole)
+                return
+            framed.finish()
+        if plan.kind == "direct":
+            self._all_reduce_direct(plan, scale, whole)
+        elif plan.kind == "two_phase":
             self._all_reduce_two_phase(plan, scale, whole)
-        self._learn(plan)
+        else:
+            owned = [item.view(shard) for item, shard in plan.owned_by(self.rank)]
+            self.sum_into(self._send_to_owners(plan, whole), owned, scale, whole)
+        self.learn(plan)
 
     def reduce_scatter(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
@@ -214,15 +246,13 @@ class GradientReducer(Member):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        with self._recorded("gradient") as whole:
+        with self.recorded("gradient") as whole:
             self.look([(name, tensor) for name, tensor, _ in entries])
             if self._reduced_dense([(name, tensor) for name, tensor, _ in entries], scale, whole):
                 return
-            plan = self._plan("reduce_scatter", entries)
-            received = self._send_to_owners(plan, whole)
-            owned = [item.view(shard) for item, shard in plan.owned_by(self.rank)]
-            self._sum(received, owned, scale, whole)
-            self._learn(plan)
+            self._reduce(self._plan("reduce_scatter", entries), scale, whole)
+        if not self.deferred:
+            self.finish()
 
     def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
         """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
@@ -230,7 +260,9 @@ class GradientReducer(Member):
         with whole.timed("exchange"):
             bounds = [plan.bound(0)] * self.world_size
             messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
-        self._sum(messages, [item.tensor for item in plan.items], scale, whole)
+        if self._framed is not None:
+            self._framed.learn(plan, 0, [message] * self.world_size, messages)
+        self.sum_into(messages, [item.tensor for item in plan.items], scale, whole)
 
     def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
         """Sparse to the owners, who sum and threshold again, and from them to all."""
@@ -238,19 +270,17 @@ class GradientReducer(Member):
         answer = MessageWriter(self.device)
         with self.exchange.preparing():
             owned = plan.owned_by(self.rank)
-            totals = self._totals(owned)
-            self._sum(received, totals, 1.0, whole)
-            written = [
-                self._encode_answer(item, shard, total, answer)
-                for (item, shard), total in zip(owned, totals, strict=True)
-            ]
-            (message,) = self.complete([answer], written, whole)
+            totals = self.totals(owned)
+            self.sum_into(received, totals, 1.0, whole)
+            (message,) = self.complete([answer], self.write_answers(owned, totals, answer), whole)
         with whole.timed("exchange"):
             bounds = [plan.bound(owner) for owner in range(self.world_size)]
             answers = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
+        if self._framed is not None:
+            self._framed.learn(plan, 1, [message] * self.world_size, answers)
         for owner, message in enumerate(answers):
             views = [item.view(shard) for item, shard in plan.owned_by(owner)]
-            self._sum([message], views, scale, whole, sender=owner)
+            self.sum_into([message], views, scale, whole, sender=owner)
 
     # -- steps ---
 
@@ -267,6 +297,7 @@ class GradientReducer(Member):
                 powers of 2). None: as before.
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
         """
+        self.finish()
         if reduced_at is not None:
             self.loss_scale = reduced_at
         members: list[Compressor | StepAhead | Accordion] = [*self.streams.values()]
@@ -372,7 +403,7 @@ class GradientReducer(Member):
                 if not self._small(tensor.numel()):
                     self._ahead.observe(name, tensor)
 
-    def _learn(self, plan: Plan) -> None:
+    def learn(self, plan: Plan) -> None:
         """From what was sent and what came of it."""
         if self.adaptive is not None:
             for item in plan.items:
@@ -387,6 +418,12 @@ class GradientReducer(Member):
             self._ahead.learn(plan.sampled, own, mean / self.world_size)
 
     # -- planning ---
+
+    def _frames(self) -> bool:
+        """Whether messages travel in frames."""
+        kernels, settings = self.backend, self.config
+        waits = settings.index_encoding == "rice" or settings.momentum_masking
+        return isinstance(kernels, Framing) and self.world_size > 1 and not waits
 
     def _direct(self) -> bool:
         if self.config.exchange == "auto":
@@ -407,7 +444,7 @@ class GradientReducer(Member):
         entries: Sequence[tuple[str, Tensor, Sequence[Shard]]],
         changes: Mapping[str, Change] | None = None,
     ) -> Plan:
-        with self.exchange.preparing():
+        with self.exchange.preparing(announced=self._framed is None):
             items = [Item(n, t, list(shards), self._small(t.numel())) for n, t, shards in entries]
             if changes is not None:
                 for item in items:
@@ -487,6 +524,14 @@ class GradientReducer(Member):
 
     def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
         """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
+        self.prepare(plan, whole)
+        for writer in self._writers:
+            writer.clear()
+        with self.exchange.preparing():
+            return self.complete(self._writers, self.write(plan, self._writers, copies=copies), whole)
+
+    def prepare(self, plan: Plan, whole: Record) -> None:
+        """What is exchanged besides, before the plan's tensors are: Accordion, averaged residuals."""
         self._judge(plan)
         if self._averaging is not None:
             large = ((item.name, item.tensor.numel()) for item in plan.items if not item.small)
@@ -495,48 +540,54 @@ class GradientReducer(Member):
                 moments = self._ahead.moments_of(averaged)
                 self.exchange.all_reduce(moments)
                 self._ahead.share_moments(averaged, moments / self.world_size)
-        for writer in self._writers:
-            writer.clear()
-        factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
-        with self.exchange.preparing():
-            written = []
-            for item in plan.items:
-                density = self._density(item)
-                grad, stream = as_flat(item.tensor), None
-                parts = [(shard.start, shard.stop, self._writers[shard.owner]) for shard in item.shards]
-                if item.small:
-                    stats = [
-                        encode_all(self.backend, grad[start:stop], writer, clear=True).stats[0]
-                        for start, stop, writer in parts
-                    ]
-                    encoded = Encoded(stats, grad.numel())
-                    if item.left is not None:
-                        item.left.zero_()
-                else:
-                    stream = self.stream(item.name)
-                    encoded = stream.encode(grad, parts, density, clear=True, left=item.left)
-                if grad.data_ptr() != item.tensor.data_ptr():
-                    item.tensor.zero_()
-                written.append(
-                    Written(
-                        item.name,
-                        "gradient_small" if item.small else "gradient",
-                        encoded,
-                        stream,
-                        factor * item.tensor.numel() * item.entry_bytes,
-                        [
-                            copies if plan.kind == "direct" or shard.owner != self.rank else 0
-                            for shard in item.shards
-                        ],
-                        "critical" if self._gently(item) and not item.small else "",
-                    )
-                )
-            return self.complete(self._writers, written, whole)
 
-    def _encode_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
-        """What an owner sends back: the sum, thresholded once more with the owner's own residual; zeros are
-        left in ``total``.
+    def write(self, plan: Plan, writers: Sequence[MessageWriter], *, copies: int) -> list[Written]:
+        """Payloads of this rank's tensors into the messages, which are empty, of their owners; each payload
+        leaves this rank ``copies`` times.
         """
+        factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
+        return [self._write_item(plan, item, writers, factor, copies) for item in plan.items]
+
+    def _write_item(
+        self, plan: Plan, item: Item, writers: Sequence[MessageWriter], factor: float, copies: int
+    ) -> Written:
+        grad, stream = as_flat(item.tensor), None
+        parts = [(shard.start, shard.stop, writers[shard.owner]) for shard in item.shards]
+        if item.small:
+            stats = [
+                encode_all(self.backend, grad[start:stop], writer, clear=True).stats[0]
+                for start, stop, writer in parts
+            ]
+            encoded = Encoded(stats, grad.numel())
+            if item.left is not None:
+                item.left.zero_()
+        else:
+            stream = self.stream(item.name)
+            encoded = stream.encode(grad, parts, self._density(item), clear=True, left=item.left)
+        if grad.data_ptr() != item.tensor.data_ptr():
+            item.tensor.zero_()
+        return Written(
+            item.name,
+            "gradient_small" if item.small else "gradient",
+            encoded,
+            stream,
+            factor * item.tensor.numel() * item.entry_bytes,
+            [copies if plan.kind == "direct" or shard.owner != self.rank else 0 for shard in item.shards],
+            "critical" if self._gently(item) and not item.small else "",
+        )
+
+    def write_answers(
+        self, owned: Sequence[tuple[Item, Shard]], totals: Sequence[Tensor], answer: MessageWriter
+    ) -> list[Written]:
+        """What an owner sends back: the sums, thresholded once more with the owner's own residuals; zeros are
+        left in ``totals``.
+        """
+        return [
+            self._write_answer(item, shard, total, answer)
+            for (item, shard), total in zip(owned, totals, strict=True)
+        ]
+
+    def _write_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
         density, stream = min(1.0, self._density(item) * self.config.answer_density), None
         if item.small:
             encoded = encode_all(self.backend, total, answer, ValueDtype.FP32, clear=True)
@@ -571,9 +622,12 @@ class GradientReducer(Member):
         messages = self._encode(plan, whole, copies=1)
         with whole.timed("exchange"):
             bounds = [plan.bound(self.rank)] * self.world_size
-            return self.exchange.all_to_all(messages, plan.fingerprint, bounds=bounds)
+            received = self.exchange.all_to_all(messages, plan.fingerprint, bounds=bounds)
+        if self._framed is not None:
+            self._framed.learn(plan, 0, messages, received)
+        return received
 
-    def _sum(
+    def sum_into(
         self,
         messages: Sequence[Tensor],
         outs: Sequence[Tensor],
@@ -594,7 +648,7 @@ class GradientReducer(Member):
                 if total is not out:
                     out.copy_(total)
 
-    def _totals(self, owned: Sequence[tuple[Item, Shard]]) -> list[Tensor]:
+    def totals(self, owned: Sequence[tuple[Item, Shard]]) -> list[Tensor]:
         """fp32 zeros for the sums of shards, taken from memory in which whoever uses it leaves zeros."""
         bounds = list(itertools.accumulate((shard.stop - shard.start for _, shard in owned), initial=0))
         if self._scratch.numel() < bounds[-1]:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 import torch
 
 from ..codecs.stats import Stats, read_stats
-from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Tau
+from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Framing, Tau
 
 __all__ = [
     "GRAD_DTYPES",
     "SMALLEST_TAU",
     "Backend",
+    "Framing",
     "Stats",
     "Tau",
     "backend_names",

@@ -13,12 +13,13 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..codecs.index import CODECS, MAX_NUMEL, NO_POSITIONS, IndexEncoding
+from ..codecs.message import MessageWriter
 from ..codecs.payload import Header, Payload, check_numel, parse_payload, payload_bound, verify_checksum
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
@@ -173,6 +174,42 @@ class Backend(Protocol):
 
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
+        ...
+
+
+@runtime_checkable
+class Framing(Protocol):
+    """What a :class:`Backend` offers besides whose payloads' sizes stay on the device: messages in frames
+    (:mod:`dct_plugin.codecs.frames`), of which the host knows neither size nor content.
+    """
+
+    def write_frame(
+        self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
+    ) -> None:
+        """Put the message of ``writer``, of which no figure was read, into a frame, as far as it fits.
+
+        Args:
+            out: uint8, the frame, which begins at a multiple of 8 bytes.
+            fingerprint: of the operation.
+            incomplete: int64 [], for the frame's word of that name; 0 when None.
+        """
+        ...
+
+    def sum_frames(
+        self, buffer: Tensor, bounds: Sequence[tuple[int, int]], outs: Sequence[Tensor], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`Backend.sum_messages` for messages in frames. A frame that does not hold its message makes
+        all outputs NaN.
+
+        Args:
+            buffer: uint8, with the frames.
+            bounds: first byte of each (a multiple of 8), and the one behind it.
+            outs, scale: as there.
+
+        Returns:
+            int32 [frames]: what is wrong with a message (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0:
+            nothing), of which payloads are not added then; int64 [frames]: 1 where it is not there.
+        """
         ...
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..codecs.frames import PREFIX
 from ..codecs.index import IndexEncoding, decode_indices, encode_indices
+from ..codecs.message import MessageWriter
 from ..codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
 from ..codecs.splitmix import signed
 from ..codecs.stats import Stats
@@ -47,6 +50,7 @@ try:
     import triton
 
     from . import triton_kernels as device
+    from . import triton_messages as reading
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -57,6 +61,7 @@ WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, Index
 
 _SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
 _BLOCK, _CHUNK, _STATE = device.BLOCK.value, device.CHUNK.value, device.STATE.value
+_ROW, _BODY, _COPIED = reading.ROW.value, reading.BODY.value, reading.COPIED.value
 _GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
 _MOST_SAMPLES = 1 << 16  # that one program finds the threshold of
 
@@ -73,6 +78,19 @@ def _readable(tensor: Tensor) -> Tensor:
 @functools.cache
 def _say_once(what: str) -> None:
     logger.warning("%s is not written or read by the Triton kernels: plain torch does it, with copies", what)
+
+
+class _Opened(NamedTuple):
+    """Messages whose payloads are found and checked."""
+
+    buffer: Tensor
+    rows: Tensor
+    """int64 [messages, payloads + 1, _ROW]; see :mod:`.triton_messages`."""
+    positions: Tensor
+    missing: Tensor
+    """int64 [messages]: 1 for a frame that does not hold its message."""
+    sums: int
+    """Programs that add one of the messages up."""
 
 
 class TritonBackend:
@@ -160,9 +178,7 @@ class TritonBackend:
         if left is not None and not in_place:
             device.put_back[tiles](residual, left, state, numel, HAS_RESIDUAL=residual is not None)
         capacity = args.capacity
-        device.compact[blocks](
-            words, state, positions, kept_counts, numel, blocks[0], capacity, args.start, READING=False
-        )
+        device.compact[blocks](words, state, positions, kept_counts, numel, blocks[0], capacity, args.start)
         forced = _SELECTED if args.encoding is None else int(args.encoding)
         skips = forced in (_SELECTED, IndexEncoding.GAPS8)
         if skips:
@@ -211,12 +227,12 @@ class TritonBackend:
             if mask.nonfinite:
                 state[device.FLAG.value].fill_(1)
             else:
-                positions, read_state = self._positions(mask)
-                device.overflow_at[_programs(nnz, _CHUNK)](
-                    *(_readable(source), positions, state, read_state, self._error(source.device)),
-                    *(nnz, *_body_checks(mask.header)),
+                opened = self._open_one(mask)
+                positions = None if mask.header.encoding is IndexEncoding.DENSE else opened.positions
+                reading.overflow_at[_programs(nnz, _CHUNK)](
+                    *(_readable(source), opened.rows, opened.positions, state, self._error(source.device)),
+                    nnz,
                     GRAD=grad_code,
-                    DENSE_ENTRIES=positions is None,
                 )
                 self._write(
                     *(out, None, positions, None, state, None, _readable(source), None, None, numel, nnz),
@@ -257,137 +273,199 @@ class TritonBackend:
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
         payload = open_positions(payload, out.numel(), verify=False)
-        return self._add(payload, payload, out)
-
-    def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
-        for out in outs:
-            check_vector("out", out, GRAD_DTYPES)
-        split = self._split(messages, outs)
-        early = scales_first(len(messages), scale)
-        for position, out in enumerate(outs):
-            in_place = out.dtype == torch.float32
-            total = out if in_place else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
-            for payloads in split:
-                self._add(payloads[position], payloads[position], total, scale if early else 1.0)
-            if not early:
-                total.mul_(scale)
-            if not in_place:
-                out.copy_(total)
-
-    def _split(self, messages: Sequence[Tensor], outs: Sequence[Tensor]) -> list[list[Payload]]:
-        """The payloads of messages, with one read of all their headers.
-
-        Raises:
-            PayloadError: a message does not hold one payload for each of ``outs``.
-        """
-        if not messages or not outs:
-            return [[] for _ in messages]
-        tables = torch.empty(
-            (len(messages), len(outs), HEADER_NBYTES), dtype=torch.uint8, device=messages[0].device
-        )
-        with _on(tables.device):
-            for which, message in enumerate(messages):
-                check_vector("message", message, (torch.uint8,))
-                device.headers[(1,)](message, tables[which], message.numel(), len(outs))
-        split = []
-        for which, (message, table) in enumerate(zip(messages, tables.cpu().numpy(), strict=True)):
-            at, payloads = 0, []
-            with naming_message(which):
-                for row, out in zip(table, outs, strict=True):
-                    header = Header.parse(row.tobytes(), message.numel() - at)
-                    check_numel(header, out.numel())
-                    payloads.append(Payload(message[at : at + header.nbytes], header))
-                    at += header.nbytes
-                if at != message.numel():
-                    raise PayloadError(f"the message goes on behind its {len(outs)} payloads")
-            split.append(payloads)
-        return split
+        opened = self._open_one(payload)
+        self._add_one(opened, opened, out)
+        return payload.nnz
 
     def decode_shared_add(
         self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
     ) -> int:
         check_vector("out", out, (torch.float32,))
-        payload = mask = open_payload(payload, out.numel(), verify=False)
+        payload = open_payload(payload, out.numel(), verify=False)
+        opened = mask = self._open_one(payload)
         if not payload.nonfinite:
-            mask = open_positions(index_payload, out.numel(), verify=False)
-            check_shared(payload, mask)
-        return self._add(payload, mask, out)
-
-    def _add(self, payload: Payload, mask: Payload, out: Tensor, scale: float = 1.0) -> int:
-        header, errors = payload.header, self._error(out.device)
-        checks = _body_checks(header)
-        with _on(out.device):
-            if payload.nonfinite:
-                state = self._checked(payload)
-                grid = _programs(out.numel(), _CHUNK)
-                device.poison[grid](out, state, errors, out.numel(), *checks)
-                return 0
-            positions, state = self._positions(mask)
-            if mask is not payload:
-                mask_state, state = state, self._checked(payload)
-                device.pass_on[(1,)](mask_state, state, *_body_checks(mask.header))
-            device.add[_programs(header.nnz, _CHUNK)](
-                *(payload.data[HEADER_NBYTES:], positions, out, state, errors, scale),
-                *(header.nnz, header.index_nbytes, *checks),
-                DENSE_ENTRIES=positions is None,
-                SCALED=scale != 1.0,
-                VALUE=int(header.value_dtype),
-                enable_fp_fusion=False,
-            )
+            positions = open_positions(index_payload, out.numel(), verify=False)
+            check_shared(payload, positions)
+            mask = self._open_one(positions)
+        self._add_one(opened, mask, out)
         return payload.nnz
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel, verify=False)
+        opened = self._open_one(payload)
         with _on(payload.data.device):
             mask = torch.zeros(numel, dtype=torch.uint8, device=payload.data.device)
-            positions, state = self._positions(payload)
-            header = payload.header
-            device.mark[_programs(header.nnz, _CHUNK)](
-                *(positions, mask, state, self._error(mask.device), header.nnz, *_body_checks(header)),
-                DENSE_ENTRIES=positions is None,
+            reading.mark[_programs(payload.nnz, _CHUNK)](
+                opened.rows, opened.positions, mask, self._error(mask.device), payload.nnz
             )
             return mask.view(torch.bool)
 
-    def _checked(self, payload: Payload, blocks: int = 0) -> Tensor:
-        """State with the checksums of a payload's body, and what is wrong with its values."""
-        header, body = payload.header, payload.data[HEADER_NBYTES:]
-        state = self._state(body.device, blocks)
-        nbytes = header.nbytes - HEADER_NBYTES
-        device.verify[_programs(max(-(-nbytes // 4), header.nnz), _CHUNK)](
-            body, state, nbytes, header.nnz, header.index_nbytes, VALUE=int(header.value_dtype)
+    def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
+        for out in outs:
+            check_vector("out", out, GRAD_DTYPES)
+        for message in messages:
+            check_vector("message", message, (torch.uint8,))
+        if not messages or not outs:
+            return
+        ends = list(itertools.accumulate((message.numel() for message in messages), initial=0))
+        opened = self._open(
+            torch.cat([*messages]), list(itertools.pairwise(ends)), [out.numel() for out in outs]
         )
-        return state
+        payloads = self._split(messages, opened, outs)
+        if any(p.header.encoding is IndexEncoding.RICE for split in payloads for p in split):
+            self._reference.sum_messages(messages, outs, scale)
+            return
+        wrong = self._sum(opened, outs, scale)
+        error = self._error(wrong.device)
+        torch.maximum(error, wrong.amax(0, keepdim=True), out=error)
 
-    def _positions(self, payload: Payload) -> tuple[Tensor | None, Tensor]:
-        """Positions of a payload (the lower 32 bits of each; None: all), and the state of its checks."""
-        header = payload.header
-        encoding, numel, nnz, nbytes = header.encoding, header.numel, header.nnz, header.index_nbytes
-        blocks = _programs(numel, _BLOCK)
-        index, where = payload.data[HEADER_NBYTES:], payload.data.device
-        state = self._checked(payload, blocks[0])
-        if encoding is IndexEncoding.DENSE:
-            return None, state
-        if encoding is IndexEncoding.RICE:
+    def _split(
+        self, messages: Sequence[Tensor], opened: _Opened, outs: Sequence[Tensor]
+    ) -> list[list[Payload]]:
+        """The payloads of messages, with one read of all their headers.
+
+        Raises:
+            PayloadError: a message does not hold one payload for each of ``outs``.
+        """
+        begins = opened.rows[:, :-1, _BODY, None] - HEADER_NBYTES
+        at = begins + torch.arange(HEADER_NBYTES, device=begins.device)
+        tables = opened.buffer[at.clamp(max=max(opened.buffer.numel() - 1, 0))].cpu().numpy()
+        split = []
+        for which, (message, table) in enumerate(zip(messages, tables, strict=True)):
+            start, payloads = 0, []
+            with naming_message(which):
+                for row, out in zip(table, outs, strict=True):
+                    header = Header.parse(row.tobytes()[: message.numel() - start], message.numel() - start)
+                    check_numel(header, out.numel())
+                    payloads.append(Payload(message[start : start + header.nbytes], header))
+                    start += header.nbytes
+                if start != message.numel():
+                    raise PayloadError(f"the message goes on behind its {len(outs)} payloads")
+            split.append(payloads)
+        return split
+
+    def _sum(self, opened: _Opened, outs: Sequence[Tensor], scale: float) -> Tensor:
+        """What :meth:`sum_messages` does; returns what is wrong with each message, int32."""
+        where, count = opened.buffer.device, len(opened.rows)
+        wrong = torch.zeros(count, dtype=torch.int32, device=where)
+        apart = [out.numel() for out in outs if out.dtype != torch.float32]
+        beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
+        totals = [out if out.dtype == torch.float32 else next(beside) for out in outs]
+        base = next((total for total in totals if total.numel()), totals[0])
+        begins = [(t.data_ptr() - base.data_ptr()) // 4 if t.numel() else 0 for t in totals]
+        meta = _upload([[t.numel(), begin] for t, begin in zip(totals, begins, strict=True)], where)
+        early = scales_first(count, scale)
+        for message in range(count):
+            self._add(opened, opened, meta, base, wrong, message, scale if early else 1.0)
+        if not early:
+            torch._foreach_mul_(totals, scale)
+        for out, total in zip(outs, totals, strict=True):
+            if total is not out:
+                out.copy_(total)
+        return wrong
+
+    def _open_one(self, payload: Payload) -> _Opened:
+        """A single payload, whose header the host has."""
+        nbytes = payload.header.nbytes
+        opened = self._open(payload.data, [(0, nbytes)], [payload.numel], single=True)
+        if payload.header.encoding is IndexEncoding.RICE and not payload.nonfinite:
             _say_once("Rice code")
-            found = decode_indices(encoding, header.param, index[:nbytes], nnz, numel)
-            return found.to(torch.int32), state
-        positions = torch.empty(nnz, dtype=torch.int32, device=where)
-        if encoding is IndexEncoding.BITMAP:
-            words = torch.empty(blocks[0] * (_BLOCK // 32), dtype=torch.int32, device=where)
-            device.read_bitmap[blocks](index, words, state, numel)
-            device.compact[blocks](
-                *(words, state, positions, None, numel, blocks[0], nnz, 0),
-                READING=True,
+            header, index = payload.header, payload.data[HEADER_NBYTES:]
+            found = decode_indices(
+                header.encoding, header.param, index[: header.index_nbytes], header.nnz, header.numel
             )
-        elif encoding is IndexEncoding.BLOCK16:
-            counts = -(-numel // _BLOCK)  # none for an empty tensor, whose section has no byte to read
-            device.read_block16[blocks](index, positions, state, numel, nnz, counts)
-        else:
-            chunks = _programs(nbytes, _CHUNK)
-            sums = torch.empty(2 * chunks[0], dtype=torch.int64, device=where)
-            device.gaps8_sums[chunks](index, sums, state, nbytes)
-            device.read_gaps8[chunks](index, positions, sums, state, nbytes, nnz, numel)
-        return positions, state
+            return opened._replace(positions=found.to(torch.int32))
+        return opened
+
+    def _open(
+        self,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        numels: Sequence[int],
+        *,
+        framed: bool = False,
+        single: bool = False,
+    ) -> _Opened:
+        """Check the messages between the ``bounds`` of ``buffer``, and find their positions."""
+        where, count, several = buffer.device, len(numels), len(bounds)
+        longest, entries = max(end - begin for begin, end in bounds), sum(numels)
+        at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
+        room = min(3 * longest, entries)  # with a bit or more for the position
+        meta = _upload([[numel, 0] for numel in numels], where)
+        rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
+        missing = torch.zeros(several, dtype=torch.int64, device=where)
+        sums = -(-at_most // _CHUNK) + count
+        units = sum(-(-numel // _BLOCK) for numel in numels) + longest // _CHUNK + count
+        with _on(where):
+            reading.open_messages[(several,)](
+                *(buffer, buffer.view(torch.int64) if framed else None, _upload(bounds, where), meta),
+                *(rows, missing, count),
+                FRAMED=framed,
+                SINGLE=single,
+            )
+            programs = -(-max(longest // 4, at_most) // _CHUNK) + count
+            reading.check[(programs, several)](buffer, rows, count)
+            counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
+            positions = torch.empty(several, room, dtype=torch.int32, device=where)
+            reading.scan[(units, several)](buffer, rows, meta, counts, count, units)
+            reading.place[(units, several)](buffer, rows, meta, counts, positions, count, units, room)
+        return _Opened(buffer, rows, positions, missing, sums)
+
+    def _add_one(self, opened: _Opened, mask: _Opened, out: Tensor) -> None:
+        meta = _upload([[out.numel(), 0]], out.device)
+        self._add(opened, mask, meta, out, self._error(out.device), 0, 1.0)
+
+    def _add(
+        self,
+        opened: _Opened,
+        mask: _Opened,
+        meta: Tensor,
+        base: Tensor,
+        wrong: Tensor,
+        message: int,
+        scale: float,
+    ) -> None:
+        """Add a message's payloads to fp32 outputs; ``meta``: their entries, where they begin behind base."""
+        with _on(base.device):
+            reading.add[(opened.sums,)](
+                *(opened.buffer, opened.rows, mask.rows, meta, mask.positions, base),
+                *(wrong, scale, message, len(meta), mask.positions.shape[-1]),
+                SCALED=scale != 1.0,
+                enable_fp_fusion=False,
+            )
+
+    # -- frames ---
+
+    def write_frame(
+        self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
+    ) -> None:
+        """Put a message into a frame, without a look at its size; see :class:`.backend.Framing`."""
+        parts = writer.parts
+        empty = torch.empty(0, dtype=torch.int64, device=out.device)
+        counts = torch.stack([stats.device_counts for _, _, stats in parts]) if parts else empty
+        sizes = (-(-room // _COPIED) for _, room, _ in parts)
+        *firsts, units = itertools.accumulate(sizes, initial=0)
+        places = _upload([[part[0], first] for part, first in zip(parts, firsts, strict=True)], out.device)
+        offsets = torch.empty(len(parts), dtype=torch.int64, device=out.device)
+        with _on(out.device):
+            reading.begin_frame[(1,)](
+                *(counts, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
+                ANSWERS=incomplete is not None,
+            )
+            if units:
+                reading.fill_frame[(units,)](
+                    *(writer.buffer, places, counts, offsets, out, len(parts), out.numel() - PREFIX)
+                )
+
+    def sum_frames(
+        self, buffer: Tensor, bounds: Sequence[tuple[int, int]], outs: Sequence[Tensor], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add up messages in frames, without a look at them; see :class:`.backend.Framing`."""
+        if not outs:
+            nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
+            return nothing, nothing
+        opened = self._open(buffer, bounds, [out.numel() for out in outs], framed=True)
+        return self._sum(opened, outs, scale), opened.missing
 
     # -- thresholds ---
 
@@ -480,12 +558,13 @@ class TritonBackend:
         return error
 
 
+def _upload(table: Any, where: torch.device) -> Tensor:
+    """int64 tensor of numbers that the host has, without waiting."""
+    if where.type != "cuda":
+        return torch.tensor(table, dtype=torch.int64, device=where)
+    return torch.tensor(table, dtype=torch.int64, pin_memory=True).to(where, non_blocking=True)
+
+
 def _on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
     return torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
-
-
-def _body_checks(header: Header) -> tuple[int, int]:
-    """What the checksums of the body alone have to be, as int32."""
-    first, second = header.body_checks
-    return signed(first, 32), signed(second, 32)

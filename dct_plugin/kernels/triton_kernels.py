@@ -30,7 +30,6 @@ ENCODING = tl.constexpr(4)
 NNZ = tl.constexpr(5)
 ABOVE = tl.constexpr(6)
 INDEX_NBYTES = tl.constexpr(7)
-ERROR = tl.constexpr(8)  # what is wrong with a payload that is read
 STATE = tl.constexpr(16)  # its size; behind it, a count per block
 
 FP32 = tl.constexpr(0)
@@ -51,6 +50,7 @@ BAD_SCALE = tl.constexpr(3)
 BAD_POSITION = tl.constexpr(4)
 BAD_COUNT = tl.constexpr(5)
 BAD_ORDER = tl.constexpr(6)
+BAD_HEADER = tl.constexpr(7)
 
 MAGIC_AND_VERSION = tl.constexpr(0x0001DC7A)
 OVERFLOW = tl.constexpr(2.0**126)
@@ -285,10 +285,10 @@ def _counts_before(counts, blocks, block, other):
 
 
 @triton.jit(do_not_specialize=["start", "capacity", "numel", "blocks"])
-def compact(words, state, positions, kept_counts, numel, blocks, capacity, start, READING: tl.constexpr):
+def compact(words, state, positions, kept_counts, numel, blocks, capacity, start):
     """Positions of the set bits, ascending; of more than ``capacity``, those that follow ``start``.
 
-    Bits that are not kept are cleared. READING is a received bitmap: ``capacity`` is the number it must have.
+    Bits that are not kept are cleared.
     """
     block = tl.program_id(0).to(tl.int64)
     before, first, above = _counts_before(state + STATE, blocks, block, (start // BLOCK).to(tl.int64))
@@ -321,17 +321,12 @@ def compact(words, state, positions, kept_counts, numel, blocks, capacity, start
         word = word ^ low
         number += 1
         bit += 1
-    if READING:
-        if block == 0:
-            wrong = above != capacity
-            tl.atomic_max(state + ERROR, tl.where(wrong, BAD_COUNT, 0).to(tl.int64))
-    else:
-        tl.store(kept_counts + block, tl.sum(_bits_set(kept_word), 0))
-        if cut:
-            tl.store(words + word_at, kept_word.to(tl.int32, bitcast=True), mask=inside)
-        if block == 0:
-            tl.store(state + NNZ, tl.where(flagged, 0, tl.minimum(above, capacity)))
-            tl.store(state + ABOVE, tl.where(flagged, 0, above))
+    tl.store(kept_counts + block, tl.sum(_bits_set(kept_word), 0))
+    if cut:
+        tl.store(words + word_at, kept_word.to(tl.int32, bitcast=True), mask=inside)
+    if block == 0:
+        tl.store(state + NNZ, tl.where(flagged, 0, tl.minimum(above, capacity)))
+        tl.store(state + ABOVE, tl.where(flagged, 0, above))
 
 
 @triton.jit
@@ -590,276 +585,6 @@ def seal(
     tl.store(counts + 2, above)
     error = tl.atomic_xchg(errors, tl.full((), 0, tl.int32)).to(tl.int64)
     tl.store(counts + 3, 2 * error + flagged.to(tl.int64))
-
-
-# ---- reading a payload --------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["nbytes", "count"], do_not_specialize_on_alignment=["message", "table"])
-def headers(message, table, nbytes, count):
-    """``table``, uint8 [count, 40]: the headers of a message's first payloads, as far as they are there."""
-    lane = tl.arange(0, 64)
-    at = tl.full((), 0, tl.int64)
-    row = 0
-    while row < count:
-        inside = (at + lane < nbytes) & (lane < HEADER)
-        byte = tl.load(message + at + lane, mask=inside, other=0)
-        tl.store(table + row * HEADER + lane, byte, mask=lane < HEADER)
-        long = byte.to(tl.int64)
-        value = tl.sum(tl.where(lane == 4, long, 0), 0)
-        nnz = tl.sum(tl.where((lane >= 16) & (lane < 24), long << ((lane & 7) * 8), 0), 0)
-        index_nbytes = tl.sum(tl.where((lane >= 24) & (lane < 32), long << ((lane & 7) * 8), 0), 0)
-        width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
-        width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
-        size = HEADER + index_nbytes + (nnz * width + 7) // 8
-        size += tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
-        # Nonsense ends the walk: what the host gets then is no header.
-        sane = (nnz >= 0) & (nnz <= nbytes * 8) & (index_nbytes >= 0) & (index_nbytes <= nbytes)
-        at = tl.where(sane, at + size, nbytes)
-        row += 1
-
-
-@triton.jit(do_not_specialize=["nbytes", "nnz", "values_at"], do_not_specialize_on_alignment=["body"])
-def verify(body, state, nbytes, nnz, values_at, VALUE: tl.constexpr):
-    """Checksums of a body of ``nbytes``, and whether every value is one that an encoder writes."""
-    chunk = tl.program_id(0).to(tl.int64)
-    word = chunk * CHUNK + tl.arange(0, CHUNK)
-    content = tl.zeros((CHUNK,), tl.int64)
-    for i in tl.static_range(4):
-        at = word * 4 + i
-        content += tl.load(body + at, mask=at < nbytes, other=0).to(tl.int64) << (8 * i)
-    _add_checks(state, content, content * (9 + word))
-    kept = word < nnz
-    wrong = tl.zeros((CHUNK,), tl.int32)
-    if VALUE == FP32:
-        exponent = _load_bytes(body, values_at + word * 4 + 2, kept, 2) & 0x7F80
-        wrong = tl.where(exponent == 0x7F80, BAD_VALUE, 0)
-    elif VALUE == BF16:
-        exponent = _load_bytes(body, values_at + word * 2, kept, 2) & 0x7F80
-        wrong = tl.where(exponent == 0x7F80, BAD_VALUE, 0)
-    elif VALUE == FP16:
-        exponent = _load_bytes(body, values_at + word * 2, kept, 2) & 0x7C00
-        wrong = tl.where(exponent == 0x7C00, BAD_VALUE, 0)
-    else:
-        groups = (nnz + GROUP - 1) // GROUP
-        scales = _load_bytes(body, values_at + word * 4, word < groups, 4)
-        if VALUE == INT8:
-            scale = scales.to(tl.float32, bitcast=True)
-            fine = (scale >= 0) & (scale * 127.0 <= FLOAT32_MAX)
-            code = _load_bytes(body, values_at + groups * 4 + word, kept, 1)
-            wrong = tl.where(kept & (code == 128), BAD_VALUE, 0)
-        else:
-            low = (scales << 16).to(tl.float32, bitcast=True)
-            high = (scales & -65536).to(tl.float32, bitcast=True)
-            fine = (low >= 0) & (high >= low) & (high <= FLOAT32_MAX)
-            WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-            total = nnz.to(tl.int64) * WIDTH
-            used = total % 8
-            last = (word == 0) & (word < used)  # of blocks alone: the interpreter takes no other masks
-            byte = _load_bytes(body, values_at + groups * 4 + total // 8 + word, last, 1)
-            wrong = tl.where(last & ((byte >> used.to(tl.int32)) != 0), BAD_VALUE, 0)
-        wrong = tl.maximum(wrong, tl.where((word < groups) & (fine == 0), BAD_SCALE, 0))
-    tl.atomic_max(state + ERROR, tl.max(wrong, 0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["index"])
-def read_bitmap(index, words, state, numel):
-    """Words of a bitmap, and how many bits of a block of entries are set."""
-    block = tl.program_id(0).to(tl.int64)
-    word = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    size = (numel + 7) // 8
-    content = tl.zeros((BLOCK // 32,), tl.int32)
-    for i in tl.static_range(4):
-        at = word * 4 + i
-        content = content | (tl.load(index + at, mask=at < size, other=0).to(tl.int32) << (8 * i))
-    outside = tl.maximum(tl.minimum(word * 32 + 32 - numel, 32), 0)
-    allowed = tl.where(outside < 32, (tl.full(content.shape, 0xFFFFFFFF, tl.int64) >> outside), 0)
-    stray = (content.to(tl.uint32, bitcast=True).to(tl.int64) & ~allowed) != 0
-    tl.atomic_max(state + ERROR, tl.where(tl.max(stray.to(tl.int32), 0) > 0, BAD_POSITION, 0).to(tl.int64))
-    content = (content.to(tl.int64) & allowed).to(tl.int32)
-    tl.store(words + word, content, mask=word * 32 < numel)
-    count = _bits_set(content.to(tl.uint32, bitcast=True))
-    tl.store(state + STATE + block, tl.sum(count, 0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["numel", "nnz", "blocks"], do_not_specialize_on_alignment=["index"])
-def read_block16(index, positions, state, numel, nnz, blocks):
-    """Positions of a block of entries."""
-    block = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, STEP)
-    before = tl.zeros((STEP,), tl.int64)
-    total = tl.zeros((STEP,), tl.int64)
-    largest = tl.zeros((STEP,), tl.int64)
-    first = 0
-    while first < blocks:
-        at = first + lanes
-        count = _as_position(_load_bytes(index, at * 4, at < blocks, 4))
-        before += tl.where(at < block, count, 0)
-        total += count
-        largest = tl.maximum(largest, count)
-        first += STEP
-    whole = tl.sum(total, 0)
-    wrong = tl.where((whole != nnz) | (tl.max(largest, 0) > BLOCK), BAD_COUNT, 0)
-    tl.atomic_max(state + ERROR, wrong.to(tl.int64))
-    if wrong == 0:
-        start = tl.sum(before, 0)
-        count = _as_position(_load_bytes(index, block * 4, block < blocks, 4))
-        offsets = index + blocks * 4 + start * 2
-        done = count * 0
-        worst = tl.zeros((STEP,), tl.int32)
-        while done < count:
-            at = done + lanes
-            mine = at < count
-            offset = _load_bytes(offsets, at * 2, mine, 2)
-            before_it = _load_bytes(offsets, at * 2 - 2, mine & (at > 0), 2)
-            position = block * BLOCK + offset
-            worst = tl.maximum(worst, tl.where(mine & (position >= numel), BAD_POSITION, 0))
-            worst = tl.maximum(worst, tl.where(mine & (at > 0) & (offset <= before_it), BAD_ORDER, 0))
-            tl.store(positions + start + at, position.to(tl.int32), mask=mine)
-            done += STEP
-        tl.atomic_max(state + ERROR, tl.max(worst, 0).to(tl.int64))
-
-
-@triton.jit
-def _steps(index, nbytes, chunk):
-    """Of a chunk of ``gaps8``: how far each byte goes, and whether it ends at an entry."""
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    byte = tl.load(index + at, mask=at < nbytes, other=0).to(tl.int64)
-    ends = (at < nbytes) & (byte != 255)
-    return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["nbytes"], do_not_specialize_on_alignment=["index"])
-def gaps8_sums(index, sums, state, nbytes):
-    """``sums``: what a chunk's bytes step over, and, behind all of these, how many entries they hold."""
-    chunk = tl.program_id(0).to(tl.int64)
-    steps, ends = _steps(index, nbytes, chunk)
-    tl.store(sums + chunk, tl.sum(steps, 0))
-    tl.store(sums + tl.num_programs(0) + chunk, tl.sum(ends, 0))
-    if chunk == 0:
-        last = tl.load(index + nbytes - 1, mask=nbytes > 0, other=0)
-        wrong = tl.where((nbytes > 0) & (last == 255), BAD_COUNT, 0)
-        tl.atomic_max(state + ERROR, wrong.to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["nbytes", "nnz", "numel"], do_not_specialize_on_alignment=["index"])
-def read_gaps8(index, positions, sums, state, nbytes, nnz, numel):
-    """Positions of a chunk of bytes."""
-    chunk = tl.program_id(0).to(tl.int64)
-    chunks = tl.num_programs(0)
-    passed, _, _ = _counts_before(sums, chunks, chunk, chunk)
-    entries, _, total = _counts_before(sums + chunks, chunks, chunk, chunk)
-    steps, ends = _steps(index, nbytes, chunk)
-    position = passed + tl.cumsum(steps, 0) - 1
-    rank = entries + tl.cumsum(ends, 0) - 1
-    mine = ends != 0
-    outside = tl.max((mine & (position >= numel)).to(tl.int32), 0) > 0
-    wrong = tl.where(total != nnz, BAD_COUNT, tl.where(outside, BAD_POSITION, 0))
-    tl.atomic_max(state + ERROR, wrong.to(tl.int64))
-    tl.store(positions + rank, position.to(tl.int32), mask=mine & (rank < nnz))
-
-
-@triton.jit
-def _found(state, check1, check2):
-    """Error of a payload whose body should have these checksums, each as int32."""
-    agree = (((tl.load(state + CHECK1) - check1) | (tl.load(state + CHECK2) - check2)) & 0xFFFFFFFF) == 0
-    return tl.where(agree, tl.load(state + ERROR), BAD_CHECKSUM)
-
-
-@triton.jit(do_not_specialize=["check1", "check2"])
-def pass_on(mask_state, state, check1, check2):
-    """A payload is as wrong as the one that its positions come from."""
-    tl.atomic_max(state + ERROR, _found(mask_state, check1, check2))
-
-
-@triton.jit
-def _found_by_all(state, errors, check1, check2):
-    """:func:`_found`, which the first program also tells the host."""
-    error = _found(state, check1, check2)
-    if tl.program_id(0) == 0:
-        tl.atomic_max(errors, error.to(tl.int32))
-    return error
-
-
-@triton.jit
-def _load_values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
-    """fp32 values of the ranks given."""
-    if VALUE == FP32:
-        return _load_bytes(body, values_at + rank * 4, kept, 4).to(tl.float32, bitcast=True)
-    if VALUE == BF16:
-        return (_load_bytes(body, values_at + rank * 2, kept, 2) << 16).to(tl.float32, bitcast=True)
-    if VALUE == FP16:
-        bits = _load_bytes(body, values_at + rank * 2, kept, 2).to(tl.int16)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32)
-    scales = _load_bytes(body, values_at + rank // GROUP * 4, kept, 4)
-    codes_at = values_at + (nnz + GROUP - 1) // GROUP * 4
-    if VALUE == INT8:
-        code = _load_bytes(body, codes_at + rank, kept, 1)
-        code = tl.where(code >= 128, code - 256, code)
-        return code.to(tl.float32) * scales.to(tl.float32, bitcast=True)
-    WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-    LEVELS: tl.constexpr = 8 if VALUE == INT4 else 2
-    byte = _load_bytes(body, codes_at + (rank * WIDTH) // 8, kept, 1)
-    code = (byte >> ((rank * WIDTH) % 8).to(tl.int32)) & (2 * LEVELS - 1)
-    start, step = _levels_of(scales, VALUE)
-    value = start + (code % LEVELS).to(tl.float32) * step
-    return tl.where(code >= LEVELS, -value, value)
-
-
-@triton.jit(
-    do_not_specialize=["nnz", "values_at", "check1", "check2"], do_not_specialize_on_alignment=["body"]
-)
-def add(
-    body, positions, out, state, errors, scale, nnz, values_at, check1, check2, DENSE_ENTRIES: tl.constexpr,
-    SCALED: tl.constexpr, VALUE: tl.constexpr,
-):  # fmt: skip
-    """``out[position] += value`` of a chunk of entries, if nothing is wrong with the payload."""
-    chunk = tl.program_id(0).to(tl.int64)
-    if _found_by_all(state, errors, check1, check2) == 0:
-        rank = chunk * CHUNK + tl.arange(0, CHUNK)
-        kept = rank < nnz
-        at = _places(positions, rank, kept, DENSE_ENTRIES)
-        value = _load_values(body, values_at, rank, nnz, kept, VALUE)
-        if SCALED:
-            value *= scale
-        # A position occurs once in a payload: no atomics, one order of summation.
-        tl.store(out + at, tl.load(out + at, mask=kept, other=0.0) + value, mask=kept)
-
-
-@triton.jit(do_not_specialize=["numel", "check1", "check2"])
-def poison(out, state, errors, numel, check1, check2):
-    """Every entry becomes NaN, if nothing is wrong with the payload."""
-    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    if _found_by_all(state, errors, check1, check2) == 0:
-        tl.store(out + at, tl.full((CHUNK,), float("nan"), tl.float32), mask=at < numel)
-
-
-@triton.jit(do_not_specialize=["nnz", "check1", "check2"], do_not_specialize_on_alignment=["mask"])
-def mark(positions, mask, state, errors, nnz, check1, check2, DENSE_ENTRIES: tl.constexpr):
-    """``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
-    chunk = tl.program_id(0).to(tl.int64)
-    if _found_by_all(state, errors, check1, check2) == 0:
-        rank = chunk * CHUNK + tl.arange(0, CHUNK)
-        kept = rank < nnz
-        at = _places(positions, rank, kept, DENSE_ENTRIES)
-        tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=kept)
-
-
-@triton.jit(do_not_specialize=["nnz", "check1", "check2"])
-def overflow_at(
-    source, positions, state, read_state, errors, nnz, check1, check2, GRAD: tl.constexpr,
-    DENSE_ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """Flag (in ``state``) what is to be sent if one of its entries overflows, or if its positions are bad."""
-    chunk = tl.program_id(0).to(tl.int64)
-    if _found_by_all(read_state, errors, check1, check2) == 0:
-        rank = chunk * CHUNK + tl.arange(0, CHUNK)
-        kept = rank < nnz
-        at = _places(positions, rank, kept, DENSE_ENTRIES)
-        ok = tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW
-        _flag_unless(state, ok)
-    else:
-        tl.store(state + FLAG, tl.full((), 1, tl.int64))
 
 
 # ---- thresholds ---------------------------------------------------------------------------------------

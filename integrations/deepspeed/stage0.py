@@ -51,12 +51,17 @@ class BoundaryHooks:
         self.steps = steps
         self.local: LocalUpdates | None = None
         self._layout: dict[int, tuple[GradientReducer, list[Piece]]] | None = None
+        self._reduced: list[CommBuffer] = []
+        """Of this step, to be written back when the reductions are finished."""
         self._unknown_reported = False
 
     def install(self, patches: Patches) -> None:
         """Patch the engine instance."""
         engine = self.engine
         collect, reduce = engine.buffered_allreduce_fallback, engine.allreduce_and_copy
+        reducers = [self.reducer, *self.experts.values()]
+        for reducer in reducers:
+            reducer.deferred = True
 
         def buffered_allreduce_fallback(*args: Any, **keywords: Any) -> None:
             self._layout = None  # gradients are other tensors in every step
@@ -68,6 +73,11 @@ class BoundaryHooks:
                 collect(*args, **keywords)
             finally:
                 self._layout = None
+            for reducer in reducers:
+                reducer.finish()
+            for buffer in self._reduced:
+                buffer.write_back()
+            self._reduced.clear()
 
         def allreduce_and_copy(
             small_bucket: list[Tensor], dp_group: Any, dp_world_size: float | None = None
@@ -154,8 +164,7 @@ class BoundaryHooks:
                 for piece in layout
             ]
             reducer.all_reduce(entries, scale=averaging.after)
-            for buffer in buffers:
-                buffer.write_back()
+        self._reduced += buffers
         return True
 
     def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[Piece]]]:

@@ -1,18 +1,19 @@
-"""Reductions beside the backward pass: a thread that works on them in order, and what the host waits for."""
+"""Reductions beside the backward pass: a thread that works on them in order, or a stream of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ReductionHandle", "ReductionWorker", "group_of_own"]
+__all__ = ["ReductionHandle", "ReductionStream", "ReductionWorker", "group_of_own"]
 
 
 def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -105,3 +106,24 @@ class ReductionWorker:
                 self._busy += time.perf_counter() - began
                 result.set_result(None)
             del task, result, work  # what they hold is the host's again
+
+
+class ReductionStream:
+    """A stream of a CUDA device for reductions, launched by the host's own thread in its own order: a second
+    thread's kernels would come in between those of the model's other communication, in an order that differs
+    from rank to rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """What the block launches runs when what the current stream has so far is done."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the current stream gets from now on runs when the reductions are done."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -7,10 +7,11 @@ and the order of calls are those of Megatron.
 With ``overlap_grad_reduce`` a bucket's reduction starts where Megatron would start it, inside the backward
 pass. On CPU it runs beside that pass: one thread per group works on the buckets in the order in which they
 became ready, which is the same on all ranks, over a process group that nothing else uses. On CUDA it is
-finished when the call returns: a second thread would launch NCCL kernels in between those of tensor and
+queued on a stream of its own by Megatron's own thread, as Megatron's own overlapped reductions are, and
+waited for in ``finish_grad_sync``. A second thread would launch NCCL kernels in between those of tensor and
 pipeline parallelism, in an order that differs from rank to rank, and kernels of several communicators that
-wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron
-asks for, they are in one queue).
+wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks
+for, they are in one queue).
 
 With ``error_feedback: "step_ahead"`` reducers exist from the first iteration on, since warm-up gradients,
 which Megatron reduces, are shown to them: a bucket's thread and the main thread never work on them at the
@@ -40,7 +41,7 @@ from dct_plugin.metrics import Record
 
 from ..host.nonfinite import PoisonedSteps
 from ..host.replicas import Replicas
-from ..host.worker import ReductionHandle, ReductionWorker, group_of_own
+from ..host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own
 from . import step_ahead
 from .session import Hook, Session
 
@@ -64,9 +65,26 @@ class _Reduction:
     unit: float
     reducer: GradientReducer
     worker: ReductionWorker | None
+    stream: ReductionStream | None
     scale_known: bool
     """Whether the reducer has been given the loss scale of the gradients that come to it."""
     ahead: StepAhead | None = None
+
+
+class _Queued(ReductionHandle):
+    """What Megatron waits for of a reduction that runs on a stream. The first one of a step waits for all."""
+
+    def __init__(self, reduction: _Reduction) -> None:
+        super().__init__()
+        self._reduction = reduction
+
+    def wait(self, *arguments: Any) -> None:
+        """Return when the sums are there for what the current stream gets from now on."""
+        stream = self._reduction.stream
+        assert stream is not None
+        with stream.behind():
+            self._reduction.reducer.finish()
+        stream.join()
 
 
 class DataParallelHook(Hook):
@@ -376,8 +394,12 @@ class DataParallelHook(Hook):
 
         if reduction.worker is not None:
             return reduction.worker.submit(work)
-        work()
-        return ReductionHandle() if group.ddp_config.overlap_grad_reduce else None
+        if reduction.stream is None:
+            work()
+            return ReductionHandle() if group.ddp_config.overlap_grad_reduce else None
+        with reduction.stream.behind():
+            work()
+        return _Queued(reduction)
 
     def _reduction(self, group: Any, ranks: dist.ProcessGroup) -> _Reduction:
         """That of a bucket group; it is made at the first use, by all ranks of the group."""
@@ -387,11 +409,13 @@ class DataParallelHook(Hook):
         same = sum(other.name.split()[0] == kind for other in self._reductions.values())
         name = f"{kind} {same}" if same else kind
         device = group.buckets[0].grad_data.device
-        exchange_over, worker = ranks, None
-        if group.ddp_config.overlap_grad_reduce and device.type == "cpu":
-            own = group_of_own(ranks)
+        exchange_over, worker, stream = ranks, None, None
+        if group.ddp_config.overlap_grad_reduce:
+            own = group_of_own(ranks) if device.type == "cpu" else None
             if own is not None:
                 exchange_over, worker = own, ReductionWorker(f"dct gradients {name}")
+            elif device.type == "cuda":
+                stream = ReductionStream(device)
         reducer = GradientReducer(
             self.session.config.data_parallel,
             exchange_over,
@@ -406,7 +430,8 @@ class DataParallelHook(Hook):
         unit, saved = _unit(group, ranks), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
-        made = _Reduction(name, unit, reducer, worker, scale_known=saved is not None)
+        reducer.deferred = stream is not None
+        made = _Reduction(name, unit, reducer, worker, stream, scale_known=saved is not None)
         if self._optimizers is not None:
             made.ahead = self._look_ahead(reducer, group, ranks)
         self._reductions[ranks] = made

@@ -42,6 +42,10 @@ def tensors(dtype: torch.dtype = torch.float32, numel: int = NUMEL) -> tuple[Ten
     return grad.to(dtype), 0.5 * torch.randn(numel, generator=generator)
 
 
+def gradient_of(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
 def alike(case: Case) -> tuple[Tensor, int]:
     """Compressed and read the same way on both sides."""
     payload, (_, nnz, _, _) = agree(case, REFERENCE, TRITON, "cuda")
@@ -138,7 +142,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
     for sender in range(3):
         writer = MessageWriter(torch.device("cpu"))
         for position, size in enumerate(sizes):
-            tensor = torch.randn(size, generator=torch.Generator().manual_seed(10 * sender + position))
+            tensor = gradient_of(size, 10 * sender + position)
             room = writer.reserve(payload_bound(size, None, ValueDtype.BF16))
             tau = 2.0 if size > 5 else 0.0
             writer.advance(REFERENCE.compress(tensor, None, tau, room, value_dtype=ValueDtype.BF16))
@@ -176,6 +180,38 @@ def test_nothing_waits_for_the_device() -> None:
         for payload in payloads:
             TRITON.decode_add(payload, out)
     TRITON.sum_messages([message], [torch.zeros(NUMEL, device="cuda") for _ in range(3)])
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_frames_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> None:
+    sizes, room = [5, 70_001, 0, 3000], 65_536
+    bounds = [(sender * room, (sender + 1) * room) for sender in range(3)]
+    buffer = torch.empty(3 * room, dtype=torch.uint8, device="cuda")
+    grads = [
+        [gradient_of(size, 10 * sender + position).cuda() for position, size in enumerate(sizes)]
+        for sender in range(3)
+    ]
+    writers = [MessageWriter(torch.device("cuda")) for _ in grads]
+    tau = torch.tensor(2.0, device="cuda")
+
+    def exchanged() -> tuple[list[Tensor], Tensor, Tensor]:
+        for (begin, end), writer, tensors in zip(bounds, writers, grads, strict=True):
+            writer.clear()
+            for grad in tensors:
+                out = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
+                threshold = tau if grad.numel() > 5 else 0.0
+                writer.advance(TRITON.compress(grad, None, threshold, out, value_dtype=ValueDtype.BF16))
+            TRITON.write_frame(writer, buffer[begin:end], 7)
+        outs = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
+        return outs, *TRITON.sum_frames(buffer, bounds, outs, 1 / 3)
+
+    exchanged()  # compiles
+    with no_waiting():
+        found, wrong, missing = exchanged()
+    assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
+    expected = [torch.zeros(size, dtype=dtype) for size in sizes]
+    REFERENCE.sum_messages([message.cpu() for message in read_messages(writers)], expected, 1 / 3)
+    assert all(same_bits(one, other.cpu()) for one, other in zip(expected, found, strict=True))
 
 
 def test_the_same_bits_every_time() -> None:

@@ -156,6 +156,49 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
     assert bool(outs[1][4].isnan().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frames_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> None:
+    """Three senders; then one whose message does not fit, and one whose frame is damaged."""
+    generator = torch.Generator().manual_seed(4)
+    sizes, frames, messages = [5, 3000, 0, 2000], [], []
+    with HostReads() as reads:
+        for _ in range(3):
+            writer = MessageWriter(torch.device("cpu"))
+            for position, size in enumerate(sizes):
+                tensor = torch.randn(size, generator=generator)
+                value_dtype = ValueDtype((0, 1, 3, 5)[position])
+                room = writer.reserve(payload_bound(size, None, value_dtype))
+                tau = 0.0 if size <= 5 else torch.tensor(1.5)
+                writer.advance(TRITON.compress(tensor, None, tau, room, value_dtype=value_dtype))
+            frame = torch.full((16_384,), 0xA5, dtype=torch.uint8)
+            TRITON.write_frame(writer, frame, 7)
+            frames.append(frame)
+            messages.append(writer)
+        buffer, bounds = torch.cat(frames), [(at, at + 16_384) for at in (0, 16_384, 32_768)]
+        found = [torch.zeros(size, dtype=dtype) for size in sizes]
+        wrong, missing = TRITON.sum_frames(buffer, bounds, found, 1 / 3)
+    assert reads.places == []
+    assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
+    expected = [torch.zeros(size, dtype=dtype) for size in sizes]
+    contents = read_messages(messages)
+    REFERENCE.sum_messages(contents, expected, 1 / 3)
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    for frame, content in zip(frames, contents, strict=True):
+        assert frame.view(torch.int64)[:4].tolist() == [content.numel(), 7, 0, 0]
+        assert same_bits(frame[32 : 32 + content.numel()], content)
+        assert bool((frame[32 + content.numel() :] == 0xA5).all())
+    buffer[16_384 + 300] ^= 1
+    found = [torch.zeros(size, dtype=dtype) for size in sizes]
+    wrong, missing = TRITON.sum_frames(buffer, [(0, 1024), bounds[1]], found, 1.0)
+    assert (wrong.tolist(), missing.tolist()) == ([0, 1], [1, 0])
+    assert all(bool(out.isnan().all()) for out in found)
+    buffer[16_384 + 32] ^= 1  # no header at all
+    found = [torch.zeros(size, dtype=dtype) for size in sizes]
+    wrong, _ = TRITON.sum_frames(buffer, bounds[1:2], found, 1.0)
+    assert wrong.tolist() == [7]
+    assert not any(bool(out.any()) for out in found)
+
+
 def written(backend: Backend, numel: int = 3000, encoding: int | None = None) -> Tensor:
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     out = torch.empty(payload_bound(numel, None, ValueDtype.BF16, encoding), dtype=torch.uint8)
@@ -298,7 +341,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     """What the interpreter takes, the compiler may refuse: machine code for sm_90, which needs no GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = ROOT / "tests" / "support" / "triton_compile.py"
-    names = ["select", "compact", "plan", "write", "seal", "read_block16", "add", "pack"]
+    names = ["select", "compact", "write", "seal", "open_messages", "place", "add"]
     done = subprocess.run(
         [sys.executable, str(script), *names],
         env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,

@@ -61,6 +61,8 @@ class Job:
     evaluation_rounds: int = 1
     optimizer: str = "adam"
     through_codec: bool = False
+    device: str = "cpu"
+    """``cpu`` makes Megatron, which asks for CUDA by name, take the CPU."""
     dct: dict[str, Any] | None = field(default=None)
 
     def with_dct(self, dct: dict[str, Any] | None, **changes: Any) -> Job:
@@ -100,7 +102,8 @@ def train(
 ) -> Outcome:
     """Build this rank's part of the model and train it. The process group exists already."""
     warnings.filterwarnings("ignore")
-    megatron_cpu.install()
+    if job.device == "cpu":
+        megatron_cpu.install()
     from dct_plugin.integrations.megatron import hooks
     from megatron.core import parallel_state as ps
     from megatron.core import tensor_parallel
@@ -115,7 +118,8 @@ def train(
 
     from dct_plugin.config import DCTConfig
 
-    megatron_cpu.patch_megatron()
+    if job.device == "cpu":
+        megatron_cpu.patch_megatron()
     if job.experts:
         from megatron.core.transformer.moe import moe_utils
 
@@ -170,6 +174,7 @@ def train(
         chunks = [build(chunk) for chunk in range(job.vpp)] if job.vpp else [build(None)]
         if job.bf16 or job.fp16:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
+        chunks = [chunk.to(job.device) for chunk in chunks]
         overlap_params = job.overlap_grad_reduce and job.distributed_optimizer
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=job.distributed_optimizer, overlap_grad_reduce=job.overlap_grad_reduce,
@@ -208,15 +213,15 @@ def _run(
 ) -> Outcome:  # fmt: skip
     from dct_plugin.integrations.megatron import hooks
 
-    mask = torch.triu(torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool), 1)
-    positions = torch.arange(job.seq).unsqueeze(0).expand(job.micro_batch, -1)
+    mask = torch.triu(torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool, device=job.device), 1)
+    positions = torch.arange(job.seq, device=job.device).unsqueeze(0).expand(job.micro_batch, -1)
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = output.float().mean()
         return loss, {"loss": loss.detach().clone()}
 
     def forward_step(data: Any, model: Any) -> Any:
-        tokens, labels = next(data)
+        tokens, labels = (part.to(job.device) for part in next(data))
         return model(tokens, positions, mask, labels=labels), loss_of
 
     def streams(source: Any) -> list[Any]:  # every chunk of an interleaved schedule reads the same batches
@@ -270,7 +275,7 @@ def _run(
         test = streams(held_out or batches)
         with torch.no_grad():
             evaluations += [run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
-    parameters = b"".join(p.detach().float().numpy().tobytes() for m in models for p in m.parameters())
+    parameters = b"".join(p.detach().float().cpu().numpy().tobytes() for m in models for p in m.parameters())
     classes: dict[str, dict[str, float]] = {}
     session = hooks.current()
     if session is not None:

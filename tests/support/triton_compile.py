@@ -9,19 +9,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels import triton_kernels
+from dct_plugin.kernels import triton_kernels, triton_messages
 
 _POINTERS = {
     **dict.fromkeys(("grad", "source", "residual", "left", "tau", "tau_ptr"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
     **dict.fromkeys(("packed", "exponents"), "*i8"),
     "values": "*fp32",
-    **dict.fromkeys(("state", "mask_state", "read_state", "sums", "counts"), "*i64"),
-    **dict.fromkeys(("out", "body", "index", "mask", "message", "table"), "*u8"),
+    **dict.fromkeys(("state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
+    **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
+    **dict.fromkeys(("out", "mask", "buffer", "frame"), "*u8"),
+    "outs": "*fp32",
     "tau_value": "fp32",
     "scale": "fp32",
     "share": "i64",
     "seed": "i64",
+}
+#: Where a name means something else.
+_OTHERWISE = {
+    "open_messages": {"words": "*i64"},
+    "begin_frame": {"words": "*i64", "fingerprint": "i64"},
+    "fill_frame": {"source": "*u8"},
+    "add": {"message": "i32"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
 _BF16, _INT4 = 1, 4
@@ -30,7 +39,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "overflow": [{"GRAD": 0}],
     "select": [{**_FEEDBACK, "TAU_ON_DEVICE": True, "HAS_LEFT": True, "IN_PLACE": True}],
     "put_back": [{"HAS_RESIDUAL": True}],
-    "compact": [{"READING": False}],
+    "compact": [{}],
     "skips": [{}],
     "plan": [{"FORCED": -1, "SKIPS": True}],
     "write": [
@@ -46,29 +55,26 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "seal": [{"ENTRIES": -1, "VALUE": _INT4}],
-    "headers": [{}],
-    "verify": [{"VALUE": _INT4}],
-    "read_bitmap": [{}],
-    "read_block16": [{}],
-    "gaps8_sums": [{}],
-    "read_gaps8": [{}],
-    "pass_on": [{}],
-    "add": [{"DENSE_ENTRIES": False, "SCALED": True, "VALUE": _INT4}],
-    "poison": [{}],
-    "mark": [{"DENSE_ENTRIES": False}],
-    "overflow_at": [{"GRAD": 0, "DENSE_ENTRIES": False}],
     "sample": [{**_FEEDBACK, "ALL": False}],
     "kth_largest": [{"SIZE": 8192}],
     "pack": [{"GROUPED": True}],
     "unpack": [{"GROUPED": True}],
+    "open_messages": [{"FRAMED": True, "SINGLE": False}, {"words": None, "FRAMED": False, "SINGLE": True}],
+    "check": [{}],
+    "scan": [{}],
+    "place": [{}],
+    "add": [{"SCALED": True}],
+    "mark": [{}],
+    "overflow_at": [{"GRAD": 0}],
+    "begin_frame": [{"ANSWERS": True}],
+    "fill_frame": [{}],
 }
 
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    kernel = getattr(triton_kernels, name)
-    types = _POINTERS | ({"out": "*fp32"} if name in ("add", "poison") else {})
-    types |= {"seed": "i32"} if name == "pack" else {}
+    kernel = getattr(triton_messages, name, None) or getattr(triton_kernels, name)
+    types = _POINTERS | ({"seed": "i32"} if name == "pack" else {}) | _OTHERWISE.get(name, {})
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i32")
         for argument in kernel.arg_names

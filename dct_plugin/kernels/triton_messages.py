@@ -1,0 +1,576 @@
+"""Device code that reads whole messages, and puts them into frames; :mod:`.triton_backend` launches it.
+
+The host knows how long a message may be and which tensors it is for. What is in it (encodings, sizes, counts)
+is found here: one program per message walks over its headers and makes a row of each, and the kernels behind
+it share out their programs by the rows, all payloads of all messages in one launch. A program belongs to the
+row whose first unit of work is the last one not above its own number; those beyond the last row have none.
+
+Frames are those of :mod:`dct_plugin.codecs.frames`. One whose message does not fit is not opened: it counts
+as missing.
+
+``rows`` is int64 [messages, payloads + 1, ROW]; in a message's last row stand the totals.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import (
+    BAD_CHECKSUM,
+    BAD_COUNT,
+    BAD_HEADER,
+    BAD_ORDER,
+    BAD_POSITION,
+    BAD_SCALE,
+    BAD_VALUE,
+    BF16,
+    BITMAP,
+    BLOCK,
+    BLOCK16,
+    CHUNK,
+    DENSE,
+    FLOAT32_MAX,
+    FP16,
+    FP32,
+    GAPS8,
+    GROUP,
+    HEADER,
+    INT2,
+    INT4,
+    INT8,
+    MAGIC_AND_VERSION,
+    OVERFLOW,
+    SHARED,
+    STEP,
+    _as_position,
+    _bits_set,
+    _counts_before,
+    _flag_unless,
+    _levels_of,
+    _load_bytes,
+    _load_grad,
+    _lowest,
+    _places,
+)
+
+RICE = tl.constexpr(4)
+
+#: Places in a row.
+BODY = tl.constexpr(0)  # where the payload's body begins in the buffer
+KIND = tl.constexpr(1)  # encoding
+VALUE = tl.constexpr(2)  # type of the values
+COUNT = tl.constexpr(3)  # kept entries
+INDEX = tl.constexpr(4)  # bytes of the index section
+STATE = tl.constexpr(5)  # what becomes of the output, see below
+WANTED = tl.constexpr(6)  # two checksums that the body has to have
+FOUND = tl.constexpr(8)  # and has
+WRONG = tl.constexpr(10)
+CHECKS = tl.constexpr(11)  # first unit of work of the checks, of the positions, of the sums
+SCANS = tl.constexpr(12)
+SUMS = tl.constexpr(13)
+PLACE = tl.constexpr(14)  # where its positions begin
+ROW = tl.constexpr(16)
+
+ADDED = tl.constexpr(0)
+POISONED = tl.constexpr(1)  # becomes NaN: flagged, or missing
+
+#: Bytes of a frame before its message; words of it: size, fingerprint, incomplete.
+PREFIX = tl.constexpr(32)
+#: Bytes that a program copies into a frame.
+COPIED = tl.constexpr(4096)
+_LOOK = tl.constexpr(256)
+
+
+@triton.jit
+def _row_of(rows, count, unit, WHAT: tl.constexpr):
+    """The row that a unit of work belongs to; ``count``: none."""
+    lanes = tl.arange(0, _LOOK)
+    found = tl.zeros((_LOOK,), tl.int32)
+    first = 0
+    while first <= count:
+        at = first + lanes
+        begins = tl.load(rows + at * ROW + WHAT, mask=at <= count, other=unit + 1)
+        found += (begins <= unit).to(tl.int32)
+        first += _LOOK
+    return tl.sum(found, 0) - 1
+
+
+@triton.jit
+def _error_of(row):
+    """What is wrong with a payload whose body has been checked."""
+    first = tl.load(row + FOUND) ^ tl.load(row + WANTED)
+    second = tl.load(row + FOUND + 1) ^ tl.load(row + WANTED + 1)
+    wrong = tl.load(row + WRONG)
+    damaged = (wrong != BAD_HEADER) & (((first | second) & 0xFFFFFFFF) != 0)
+    return tl.where(damaged, BAD_CHECKSUM, wrong)
+
+
+@triton.jit
+def _value_nbytes(nnz, value):
+    """Bytes of a value section."""
+    width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
+    width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
+    return (nnz * width + 7) // 8 + tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
+
+
+@triton.jit
+def _field(byte, lane, FIRST: tl.constexpr, BYTES: tl.constexpr):
+    """A number of a header, from its bytes."""
+    mine = (lane >= FIRST) & (lane < FIRST + BYTES)
+    return tl.sum(tl.where(mine, byte << (((lane - FIRST) & 7) * 8), 0), 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def open_messages(
+    buffer, words, bounds, meta, rows, missing, count, FRAMED: tl.constexpr, SINGLE: tl.constexpr
+):
+    """Rows of a message between two bytes of ``buffer`` (``words``: the same memory), one program each.
+
+    ``meta``, int64 [count, 2], has the entries of the tensors that the payloads are for. SINGLE payloads may
+    have shared positions, or Rice code. A header that is damaged ends the walk.
+    """
+    message = tl.program_id(0).to(tl.int64)
+    rows += message * (count + 1) * ROW
+    lane = tl.arange(0, 64)
+    at = tl.load(bounds + 2 * message)
+    end = tl.load(bounds + 2 * message + 1)
+    absent = at * 0
+    if FRAMED:
+        size = tl.load(words + at // 8)
+        absent = ((size < 0) | (at + PREFIX + size > end)).to(tl.int64)
+        at += PREFIX
+        end = tl.where(absent != 0, at, at + size)
+        tl.store(missing + message, absent)
+    checks = absent * 0
+    scans = absent * 0
+    sums = absent * 0
+    places = absent * 0
+    broken = absent * 0
+    row = 0
+    while row < count:
+        here = rows + row * ROW
+        byte = tl.load(buffer + at + lane, mask=(at + lane < end) & (lane < HEADER), other=0).to(tl.int64)
+        part = tl.where(lane < 32, byte << ((lane % 4) * 8), 0)
+        wanted1 = _field(byte, lane, 32, 4) - tl.sum(part, 0)
+        wanted2 = _field(byte, lane, 36, 4) - tl.sum(part * (lane // 4 + 1), 0)
+        kind = _field(byte, lane, 3, 1)
+        value = _field(byte, lane, 4, 1)
+        flagged = _field(byte, lane, 5, 1)
+        param = _field(byte, lane, 6, 1)
+        entries = _field(byte, lane, 8, 8)
+        nnz = _field(byte, lane, 16, 8)
+        index = _field(byte, lane, 24, 8)
+        numel = tl.load(meta + 2 * row)
+        blocks = (numel + BLOCK - 1) // BLOCK
+        low = nnz * 0
+        low = tl.where(kind == BITMAP, (numel + 7) // 8, low)
+        low = tl.where(kind == GAPS8, nnz, low)
+        low = tl.where(kind == BLOCK16, blocks * 4 + 2 * nnz, low)
+        high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
+        least = tl.where(kind == DENSE, numel, 0)
+        most_kind = BLOCK16
+        if SINGLE:
+            most_kind = SHARED
+            high = tl.where(kind == RICE, index, high)
+            param = tl.where(kind == RICE, 0, param)
+        bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > most_kind) | (value > INT2)
+        bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
+        body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
+        flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
+        bad = bad | (((flagged == 0) & body_bad) | ((flagged != 0) & flag_bad))
+        nnz = tl.where(bad, 0, nnz)
+        index = tl.where(bad, 0, index)
+        nbytes = index + _value_nbytes(nnz, value)
+        bad = bad | (at + HEADER + nbytes > end) | (broken != 0)
+        bad = bad & (absent == 0)
+        gone = bad | (absent != 0)
+        broken = tl.where(bad, 1, broken)
+        nnz = tl.where(gone, 0, nnz)
+        index = tl.where(gone, 0, index)
+        nbytes = tl.where(gone, 0, nbytes)
+        kind = tl.where(gone, 0, kind)
+        state = tl.where((flagged != 0) & (bad == 0), POISONED, ADDED)
+        state = tl.where(absent != 0, POISONED, state)
+        tl.store(here + BODY, at + HEADER)
+        tl.store(here + KIND, kind)
+        tl.store(here + VALUE, value)
+        tl.store(here + COUNT, nnz)
+        tl.store(here + INDEX, index)
+        tl.store(here + STATE, state.to(tl.int64))
+        tl.store(here + WANTED, tl.where(gone, 0, wanted1))
+        tl.store(here + WANTED + 1, tl.where(gone, 0, wanted2))
+        tl.store(here + FOUND, nnz * 0)
+        tl.store(here + FOUND + 1, nnz * 0)
+        tl.store(here + WRONG, tl.where(bad, BAD_HEADER, 0).to(tl.int64))
+        tl.store(here + CHECKS, checks)
+        tl.store(here + SCANS, scans)
+        tl.store(here + SUMS, sums)
+        tl.store(here + PLACE, places)
+        checks += (tl.maximum((nbytes + 3) // 4, nnz) + CHUNK - 1) // CHUNK
+        by_block = (kind == BITMAP) | (kind == BLOCK16)
+        scans += tl.where(by_block, blocks, tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, 0))
+        sums += tl.maximum((nnz + CHUNK - 1) // CHUNK, 1)
+        places += tl.where((kind == DENSE) | (kind == SHARED), 0, nnz)
+        at = tl.where(gone, end, at + HEADER + nbytes)
+        row += 1
+    last = rows + count * ROW
+    tl.store(last + CHECKS, checks)
+    tl.store(last + SCANS, scans)
+    tl.store(last + SUMS, sums)
+    tl.store(last + PLACE, places)
+    if at != end:  # the message goes on behind its payloads
+        tl.store(last - ROW + WRONG, tl.full((), BAD_HEADER, tl.int64))
+
+
+@triton.jit
+def _doubtful(body, values_at, rank, nnz, VALUE: tl.constexpr):
+    """What is wrong with values, or (0) nothing."""
+    kept = rank < nnz
+    if VALUE == FP32:
+        bad = (_load_bytes(body, values_at + rank * 4 + 2, kept, 2) & 0x7F80) == 0x7F80
+        return tl.where(bad, BAD_VALUE, 0)
+    if VALUE == BF16:
+        bad = (_load_bytes(body, values_at + rank * 2, kept, 2) & 0x7F80) == 0x7F80
+        return tl.where(bad, BAD_VALUE, 0)
+    if VALUE == FP16:
+        bad = (_load_bytes(body, values_at + rank * 2, kept, 2) & 0x7C00) == 0x7C00
+        return tl.where(bad, BAD_VALUE, 0)
+    groups = (nnz + GROUP - 1) // GROUP
+    scales = _load_bytes(body, values_at + rank * 4, rank < groups, 4)
+    if VALUE == INT8:
+        scale = scales.to(tl.float32, bitcast=True)
+        fine = (scale >= 0) & (scale * 127.0 <= FLOAT32_MAX)
+        code = _load_bytes(body, values_at + groups * 4 + rank, kept, 1)
+        wrong = tl.where(kept & (code == 128), BAD_VALUE, 0)
+    else:
+        low = (scales << 16).to(tl.float32, bitcast=True)
+        high = (scales & -65536).to(tl.float32, bitcast=True)
+        fine = (low >= 0) & (high >= low) & (high <= FLOAT32_MAX)
+        WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+        total = nnz * WIDTH
+        used = total % 8
+        last = (rank == 0) & (rank < used)  # of blocks alone: the interpreter takes no other masks
+        byte = _load_bytes(body, values_at + groups * 4 + total // 8 + rank, last, 1)
+        wrong = tl.where(last & ((byte >> used.to(tl.int32)) != 0), BAD_VALUE, 0)
+    return tl.maximum(wrong, tl.where((rank < groups) & (fine == 0), BAD_SCALE, 0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def check(buffer, rows, count):
+    """Checksums of the bodies, and whether every value is one that an encoder writes."""
+    unit = tl.program_id(0).to(tl.int64)
+    rows += tl.program_id(1).to(tl.int64) * (count + 1) * ROW
+    row = _row_of(rows, count, unit, CHECKS)
+    if row < count:
+        here = rows + row * ROW
+        body = buffer + tl.load(here + BODY)
+        nnz = tl.load(here + COUNT)
+        values_at = tl.load(here + INDEX)
+        value = tl.load(here + VALUE)
+        nbytes = values_at + _value_nbytes(nnz, value)
+        word = (unit - tl.load(here + CHECKS)) * CHUNK + tl.arange(0, CHUNK)
+        content = tl.zeros((CHUNK,), tl.int64)
+        for i in tl.static_range(4):
+            at = word * 4 + i
+            content += tl.load(body + at, mask=at < nbytes, other=0).to(tl.int64) << (8 * i)
+        tl.atomic_add(here + FOUND, tl.sum(content, 0) & 0xFFFFFFFF)
+        tl.atomic_add(here + FOUND + 1, tl.sum(content * (9 + word), 0) & 0xFFFFFFFF)
+        wrong = tl.zeros((CHUNK,), tl.int32)
+        for kind in tl.static_range(6):
+            if value == kind:
+                wrong = _doubtful(body, values_at, word, nnz, kind)
+        tl.atomic_max(here + WRONG, tl.max(wrong, 0).to(tl.int64))
+
+
+@triton.jit
+def _bitmap_words(index, word, numel):
+    """Words of a bitmap, uint32, and whether one has bits outside the tensor."""
+    size = (numel + 7) // 8
+    content = tl.zeros(word.shape, tl.int32)
+    for i in tl.static_range(4):
+        at = word * 4 + i
+        content = content | (tl.load(index + at, mask=at < size, other=0).to(tl.int32) << (8 * i))
+    outside = tl.maximum(tl.minimum(word * 32 + 32 - numel, 32), 0)
+    allowed = tl.where(outside < 32, (tl.full(content.shape, 0xFFFFFFFF, tl.int64) >> outside), 0)
+    stray = (content.to(tl.uint32, bitcast=True).to(tl.int64) & ~allowed) != 0
+    inside = (content.to(tl.int64) & allowed).to(tl.int32).to(tl.uint32, bitcast=True)
+    return inside, tl.max(stray.to(tl.int32), 0)
+
+
+@triton.jit
+def _steps(index, nbytes, chunk):
+    """Of a chunk of ``gaps8``: how far each byte goes, and whether it ends at an entry."""
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    byte = tl.load(index + at, mask=at < nbytes, other=0).to(tl.int64)
+    ends = (at < nbytes) & (byte != 255)
+    return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["count", "units"])
+def scan(buffer, rows, meta, counts, count, units):
+    """``counts``, int64 [messages, 2, units]: entries of a unit of positions, what its bytes step over."""
+    unit = tl.program_id(0).to(tl.int64)
+    message = tl.program_id(1).to(tl.int64)
+    rows += message * (count + 1) * ROW
+    counts += message * 2 * units
+    row = _row_of(rows, count, unit, SCANS)
+    if row < count:
+        here = rows + row * ROW
+        index = buffer + tl.load(here + BODY)
+        part = unit - tl.load(here + SCANS)
+        kind = tl.load(here + KIND)
+        if kind == BITMAP:
+            word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+            content, stray = _bitmap_words(index, word, tl.load(meta + 2 * row))
+            tl.atomic_max(here + WRONG, tl.where(stray > 0, BAD_POSITION, 0).to(tl.int64))
+            tl.store(counts + unit, tl.sum(_bits_set(content), 0).to(tl.int64))
+        if kind == GAPS8:
+            nbytes = tl.load(here + INDEX)
+            steps, ends = _steps(index, nbytes, part)
+            tl.store(counts + unit, tl.sum(ends, 0))
+            tl.store(counts + units + unit, tl.sum(steps, 0))
+            if part == 0:
+                last = tl.load(index + nbytes - 1, mask=nbytes > 0, other=0)
+                wrong = tl.where((nbytes > 0) & (last == 255), BAD_COUNT, 0)
+                tl.atomic_max(here + WRONG, wrong.to(tl.int64))
+
+
+@triton.jit
+def _place_block16(index, positions, here, block, numel, nnz):
+    lanes = tl.arange(0, STEP)
+    blocks = (numel + BLOCK - 1) // BLOCK
+    before = tl.zeros((STEP,), tl.int64)
+    total = tl.zeros((STEP,), tl.int64)
+    largest = tl.zeros((STEP,), tl.int64)
+    first = blocks * 0
+    while first < blocks:
+        at = first + lanes
+        count = _as_position(_load_bytes(index, at * 4, at < blocks, 4))
+        before += tl.where(at < block, count, 0)
+        total += count
+        largest = tl.maximum(largest, count)
+        first += STEP
+    wrong = tl.where((tl.sum(total, 0) != nnz) | (tl.max(largest, 0) > BLOCK), BAD_COUNT, 0)
+    tl.atomic_max(here + WRONG, wrong.to(tl.int64))
+    if wrong == 0:
+        start = tl.sum(before, 0)
+        count = _as_position(_load_bytes(index, block * 4, block < blocks, 4))
+        offsets = index + blocks * 4 + start * 2
+        done = count * 0
+        worst = tl.zeros((STEP,), tl.int32)
+        while done < count:
+            at = done + lanes
+            mine = at < count
+            offset = _load_bytes(offsets, at * 2, mine, 2)
+            before_it = _load_bytes(offsets, at * 2 - 2, mine & (at > 0), 2)
+            position = block * BLOCK + offset
+            worst = tl.maximum(worst, tl.where(mine & (position >= numel), BAD_POSITION, 0))
+            worst = tl.maximum(worst, tl.where(mine & (at > 0) & (offset <= before_it), BAD_ORDER, 0))
+            tl.store(positions + start + at, position.to(tl.int32), mask=mine)
+            done += STEP
+        tl.atomic_max(here + WRONG, tl.max(worst, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count", "units", "room"])
+def place(buffer, rows, meta, counts, positions, count, units, room):
+    """``positions``, int32 [messages, room]: where the kept entries of every payload are."""
+    unit = tl.program_id(0).to(tl.int64)
+    message = tl.program_id(1).to(tl.int64)
+    rows += message * (count + 1) * ROW
+    counts += message * 2 * units
+    row = _row_of(rows, count, unit, SCANS)
+    if row < count:
+        here = rows + row * ROW
+        first = tl.load(here + SCANS)
+        mine = tl.load(here + ROW + SCANS) - first
+        part = unit - first
+        nnz = tl.load(here + COUNT)
+        numel = tl.load(meta + 2 * row)
+        kind = tl.load(here + KIND)
+        index = buffer + tl.load(here + BODY)
+        positions += message * room + tl.load(here + PLACE)
+        if kind == BLOCK16:
+            _place_block16(index, positions, here, part, numel, nnz)
+        else:
+            before, _same, total = _counts_before(counts + first, mine, part, part)
+            wrong = tl.where(total != nnz, BAD_COUNT, 0)
+            if kind == BITMAP:
+                word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+                content, _stray = _bitmap_words(index, word, numel)
+                set_bits = _bits_set(content)
+                rank = before + (tl.cumsum(set_bits, 0) - set_bits).to(tl.int64)
+                most = tl.max(set_bits, 0)
+                bit = 0
+                while bit < most:
+                    low = _lowest(content)
+                    position = word * 32 + _bits_set(low - 1)
+                    tl.store(positions + rank, position.to(tl.int32), mask=(content != 0) & (rank < nnz))
+                    content = content ^ low
+                    rank += 1
+                    bit += 1
+            else:
+                passed, _same, _all = _counts_before(counts + units + first, mine, part, part)
+                steps, ends = _steps(index, tl.load(here + INDEX), part)
+                entry = passed + tl.cumsum(steps, 0) - 1
+                number = before + tl.cumsum(ends, 0) - 1
+                kept = ends != 0
+                outside = tl.max((kept & (entry >= numel)).to(tl.int32), 0) > 0
+                wrong = tl.where((wrong == 0) & outside, BAD_POSITION, wrong)
+                tl.store(positions + number, entry.to(tl.int32), mask=kept & (number < nnz))
+            tl.atomic_max(here + WRONG, wrong.to(tl.int64))
+
+
+@triton.jit
+def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
+    """fp32 values of the ranks given."""
+    if VALUE == FP32:
+        return _load_bytes(body, values_at + rank * 4, kept, 4).to(tl.float32, bitcast=True)
+    if VALUE == BF16:
+        return (_load_bytes(body, values_at + rank * 2, kept, 2) << 16).to(tl.float32, bitcast=True)
+    if VALUE == FP16:
+        bits = _load_bytes(body, values_at + rank * 2, kept, 2).to(tl.int16)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    scales = _load_bytes(body, values_at + rank // GROUP * 4, kept, 4)
+    codes_at = values_at + (nnz + GROUP - 1) // GROUP * 4
+    if VALUE == INT8:
+        code = _load_bytes(body, codes_at + rank, kept, 1)
+        code = tl.where(code >= 128, code - 256, code)
+        return code.to(tl.float32) * scales.to(tl.float32, bitcast=True)
+    WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+    LEVELS: tl.constexpr = 8 if VALUE == INT4 else 2
+    byte = _load_bytes(body, codes_at + (rank * WIDTH) // 8, kept, 1)
+    code = (byte >> ((rank * WIDTH) % 8).to(tl.int32)) & (2 * LEVELS - 1)
+    start, step = _levels_of(scales, VALUE)
+    value = start + (code % LEVELS).to(tl.float32) * step
+    return tl.where(code >= LEVELS, -value, value)
+
+
+@triton.jit(do_not_specialize=["message", "count", "room"])
+def add(
+    buffer, rows, mask_rows, meta, positions, outs, errors, scale, message, count, room, SCALED: tl.constexpr
+):  # fmt: skip
+    """``outs[position] += value`` for the payloads of one message with which nothing is wrong.
+
+    The outputs are fp32, and begin as many entries behind ``outs`` as ``meta`` says. ``mask_rows`` has the
+    payloads that the positions come from.
+    """
+    unit = tl.program_id(0).to(tl.int64)
+    first_row = tl.full((), 0, tl.int64) + message
+    rows += first_row * (count + 1) * ROW
+    mask_rows += first_row * (count + 1) * ROW
+    row = _row_of(rows, count, unit, SUMS)
+    if row < count:
+        here = rows + row * ROW
+        mask = mask_rows + row * ROW
+        chunk = unit - tl.load(here + SUMS)
+        error = tl.maximum(_error_of(here), _error_of(mask))
+        if chunk == 0:
+            tl.atomic_max(errors + message, error.to(tl.int32))
+        if error == 0:
+            out = outs + tl.load(meta + 2 * row + 1)
+            lanes = tl.arange(0, CHUNK)
+            if tl.load(here + STATE) == POISONED:
+                numel = tl.load(meta + 2 * row)
+                nothing = tl.full((CHUNK,), float("nan"), tl.float32)
+                done = numel * 0
+                while done < numel:
+                    tl.store(out + done + lanes, nothing, mask=done + lanes < numel)
+                    done += CHUNK
+            else:
+                nnz = tl.load(here + COUNT)
+                body = buffer + tl.load(here + BODY)
+                values_at = tl.load(here + INDEX)
+                value = tl.load(here + VALUE)
+                rank = chunk * CHUNK + lanes
+                kept = rank < nnz
+                at = rank
+                if tl.load(mask + KIND) != DENSE:
+                    at = _places(positions + first_row * room + tl.load(mask + PLACE), rank, kept, False)
+                read = tl.zeros((CHUNK,), tl.float32)
+                for kind in tl.static_range(6):
+                    if value == kind:
+                        read = _values(body, values_at, rank, nnz, kept, kind)
+                if SCALED:
+                    read *= scale
+                # A position occurs once in a payload: no atomics, one order of summation.
+                tl.store(out + at, tl.load(out + at, mask=kept, other=0.0) + read, mask=kept)
+
+
+@triton.jit
+def _of_one(row, positions, errors, nnz):
+    """Error of a single payload, which the host is told, and where the entries of this program are."""
+    error = _error_of(row)
+    if tl.program_id(0) == 0:
+        tl.atomic_max(errors, error.to(tl.int32))
+    rank = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    at = rank
+    if tl.load(row + KIND) != DENSE:
+        at = _places(positions, rank, rank < nnz, False)
+    return error, at, rank < nnz
+
+
+@triton.jit(do_not_specialize=["nnz"], do_not_specialize_on_alignment=["mask"])
+def mark(row, positions, mask, errors, nnz):
+    """``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
+    error, at, kept = _of_one(row, positions, errors, nnz)
+    if error == 0:
+        tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=kept)
+
+
+@triton.jit(do_not_specialize=["nnz"])
+def overflow_at(source, row, positions, state, errors, nnz, GRAD: tl.constexpr):
+    """Flag (in ``state``) what is to be sent if one of its entries overflows, or if its positions are bad."""
+    error, at, kept = _of_one(row, positions, errors, nnz)
+    if error == 0:
+        _flag_unless(state, tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW)
+    else:
+        _flag_unless(state, kept & (kept == 0))
+
+
+# ---- frames -------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["parts", "fingerprint"])
+def begin_frame(counts, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
+    """Where each payload goes, and the frame's first words; ``counts`` are the payloads' figures."""
+    lanes = tl.arange(0, STEP)
+    total = tl.full((), 0, tl.int64)
+    first = 0
+    while first < parts:
+        at = first + lanes
+        nbytes = tl.load(counts + at * 4, mask=at < parts, other=0)
+        tl.store(offsets + at, total + tl.cumsum(nbytes, 0) - nbytes, mask=at < parts)
+        total += tl.sum(nbytes, 0)
+        first += STEP
+    tl.store(words, total)
+    tl.store(words + 1, fingerprint.to(tl.int64))
+    lacking = total * 0
+    if ANSWERS:
+        lacking = tl.load(incomplete)
+    tl.store(words + 2, lacking)
+    tl.store(words + 3, total * 0)
+
+
+@triton.jit(do_not_specialize=["parts", "room"], do_not_specialize_on_alignment=["source"])
+def fill_frame(source, places, counts, offsets, frame, parts, room):
+    """Copy payloads into a frame, as far as there is ``room``.
+
+    ``places``, int64 [parts + 1, 2]: where a payload begins in ``source``, and its first unit of work.
+    """
+    unit = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, _LOOK)
+    part = tl.zeros((_LOOK,), tl.int32)
+    first = 0
+    while first < parts:
+        at = first + lanes
+        begins = tl.load(places + at * 2 + 1, mask=at < parts, other=unit + 1)
+        part += (begins <= unit).to(tl.int32)
+        first += _LOOK
+    mine = tl.sum(part, 0) - 1
+    within = (unit - tl.load(places + mine * 2 + 1)) * COPIED + tl.arange(0, COPIED)
+    nbytes = tl.load(counts + mine * 4)
+    target = tl.load(offsets + mine) + within
+    there = (within < nbytes) & (target < room)
+    byte = tl.load(source + tl.load(places + mine * 2) + within, mask=there, other=0)
+    tl.store(frame + PREFIX + target, byte, mask=there)
