@@ -116,7 +116,7 @@ def content_of(
 def write(path: Path, content: State) -> None:
     """Write tensors, numbers and texts to a file, complete or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")  # one rank writes it; the next time over what a kill left
     content = {"format": FORMAT, "version": __version__, **content}
     tensors, digest = _sums(content)
     try:

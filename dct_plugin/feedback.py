@@ -191,6 +191,10 @@ class Residual(_Transaction[Tensor]):
         """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
         self.current.mul_(factor)
 
+    def add(self, values: Tensor) -> None:
+        """Owe so much more (``[numel]``)."""
+        self.current.add_(values)
+
     def saved(self) -> Saved:
         """A copy for a checkpoint (CPU)."""
         return self.current.detach().to("cpu", copy=True)
@@ -257,6 +261,10 @@ class PackedResidual(_Transaction[PackedTensor]):
     def rescale(self, factor: float) -> None:
         """See :meth:`Residual.rescale`; but for powers of two it is rounded."""
         self._newest.write(self.show(self._rooms, "pass").mul_(factor), self._seed)
+
+    def add(self, values: Tensor) -> None:
+        """See :meth:`Residual.add`; the sum is rounded."""
+        self._newest.write(self.show(self._rooms, "pass").add_(values), self._seed)
 
     def saved(self) -> Saved:
         """A copy for a checkpoint (CPU), in its own type."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.thresholds import Threshold
 
-from .host import reducer_files, startup
+from .host import lost_peers, reducer_files, startup
 from .host.nonfinite import PoisonedSteps
 from .host.replicas import Replicas
 from .host.reporting import Reporting
@@ -106,6 +106,7 @@ class DCTState:
         self._worker: ReductionWorker | None = None
         self._stream: ReductionStream | None = None
         self._pending: list[ReductionHandle] = []
+        self._handed_over: list[_HandedOver] = []
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """The reducer, made when the first bucket tells the device."""
@@ -218,6 +219,8 @@ class DCTState:
             elif device.type == "cuda":
                 self._stream = ReductionStream(device)
             made.deferred = True  # until the end of the backward pass
+            steps = self.steps
+            lost_peers.watch(lambda: steps.step)
             self._agreed = True
         self._end_step()
         self.steps.begin()
@@ -241,11 +244,28 @@ class DCTState:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        handed_over, self._handed_over = self._handed_over, []
         self._wait()
         self._backward_done = self._local is None  # or the optimizer counts steps
         # With a scaler, or where steps may be skipped, it is known only later what becomes of this one.
         if self.scaler is None and not self._poisoned.skips:
             self._end_step()
+        # Behind DDP's own callback, which has been queued since.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._take_back(handed_over))
+
+    def hand_over(self, name: str, parameter: Tensor, view: Tensor) -> None:
+        """``view`` will hold the reduced gradient of ``parameter``."""
+        gradient = parameter.grad
+        version = 0 if gradient is None else gradient._version
+        self._handed_over.append(_HandedOver(name, parameter, view, gradient, version))
+
+    def _take_back(self, handed_over: list[_HandedOver]) -> None:
+        """Under ``find_unused_parameters`` DDP leaves the gradient of a parameter that no rank used in the
+        step as it was: what was to arrive there is still owed.
+        """
+        dropped = [(each.name, each.view) for each in handed_over if each.dropped()]
+        if self._reducer is not None and dropped:
+            self._reducer.take_back(dropped)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Decide what becomes of the step that ``optimizer`` is about to make."""
@@ -329,6 +349,23 @@ class DCTState:
         return state is not None
 
 
+class _HandedOver(NamedTuple):
+    """A gradient in DDP's bucket, and what the parameter's own was before DDP copies it there."""
+
+    name: str
+    parameter: Tensor
+    view: Tensor
+    before: Tensor | None
+    version: int
+
+    def dropped(self) -> bool:
+        """Whether DDP, which has finished, did not copy it."""
+        if self.before is None:
+            return self.parameter.grad is None
+        untouched = self.parameter.grad is self.before and self.before._version == self.version
+        return untouched and self.before.data_ptr() != self.view.data_ptr()  # gradient_as_bucket_view
+
+
 class Owed:
     """What a :class:`DCTState` owes to the model, for ``torch.distributed.checkpoint``.
 
@@ -394,8 +431,11 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
         future.set_result(buffer)
         return future
     views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
-    names = [state.name_of(parameter) for parameter in bucket.parameters()]
-    entries = list(zip(names, views, strict=True))
+    entries = []
+    for parameter, view in zip(bucket.parameters(), views, strict=True):
+        name = state.name_of(parameter)
+        state.hand_over(name, parameter, view)
+        entries.append((name, view))
     state.reduce(
         lambda: reducer.all_reduce(entries, scale=1.0 / reducer.world_size),
         lambda: future.set_result(buffer),

@@ -7,16 +7,13 @@ publishes the verdict, so that the store sees O(ranks) requests.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from ..errors import DesyncError
+from .roll_call import in_time
 
 #: Seconds to wait for the other ranks. Ranks come here from the host's own start-up barriers, so seconds are
 #: the rule.
@@ -24,8 +21,6 @@ TIME_LIMIT = 120.0
 #: Seconds in which a rank that is about to fail lets the others read why: rank 0 may be the one serving the
 #: store.
 _FAREWELL = 10.0
-#: Seconds in which ranks whose connections broke tell each other that they live.
-_ROLL_CALL = 3.0
 #: What may be the matter with a rank that says nothing.
 HINT = "dct-plugin is not installed or not active there (is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?)"
 
@@ -77,11 +72,22 @@ class Agreement:
                 did not answer within the limit. Names the ranks, the facts and their values.
         """
         own = {"facts": json.loads(json.dumps(dict(facts)))}
-        self._say(own)
         # Rank 0 gives up after the limit, too, and says so: leave it the time to.
-        verdict = self._judge() if self.rank == 0 else self._await_verdict(self.limit + _FAREWELL)
-        if verdict is not None:
-            self._farewell(verdict["present"])
+        patience = self.limit + _FAREWELL
+
+        def agree() -> dict[str, Any]:
+            self._say(own)
+            return self._judge() if self.rank == 0 else self._await_verdict(patience)
+
+        verdict = in_time(agree, patience + _FAREWELL)
+        if verdict is None:
+            raise DesyncError(
+                f"rank {self.rank}: the ranks cannot agree at start-up, the key-value store does not answer: "
+                "rank 0, which serves it unless the launcher does, has ended or is stopped; see its own "
+                "output"
+            )
+        if verdict["fault"]:
+            in_time(lambda: self._farewell(verdict["present"]), 2 * _FAREWELL)
             raise DesyncError(f"rank {self.rank}: {verdict['fault']}")
 
     def fail(self, error: BaseException) -> None:
@@ -92,7 +98,7 @@ class Agreement:
         try:
             self._say({"error": f"{type(error).__name__}: {error}"})
             verdict = self._judge() if self.rank == 0 else self._await_verdict(_FAREWELL)
-            if verdict is not None:
+            if verdict["fault"]:
                 self._farewell(verdict["present"])
         except Exception:  # the store is gone as well: the others will notice
             return
@@ -113,8 +119,8 @@ class Agreement:
         key = self._key(name)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _judge(self) -> dict[str, Any] | None:
-        """Rank 0: collect the statements, publish the verdict, return it if it is a failure."""
+    def _judge(self) -> dict[str, Any]:
+        """Rank 0: collect the statements, publish the verdict, return it."""
         heard: dict[int, Any] = {}
         until = time.monotonic() + self.limit
         for pause in _pauses():
@@ -133,9 +139,9 @@ class Agreement:
             "present": sum("absent" not in statement for statement in heard.values()),
         }
         self._store.set(self._key("verdict"), json.dumps(verdict))
-        return verdict if fault else None
+        return verdict
 
-    def _await_verdict(self, limit: float) -> dict[str, Any] | None:
+    def _await_verdict(self, limit: float) -> dict[str, Any]:
         until = time.monotonic() + limit
         first = None
         for pause in _pauses():
@@ -143,7 +149,7 @@ class Agreement:
                 break
             verdict = self._read("verdict")
             if verdict is not None:
-                return verdict if verdict["fault"] else None
+                return dict(verdict)
             first = first or self._read(0)
             if first is not None and "absent" in first:
                 return {"fault": describe({0: first}, 1, self.limit, self.hint), "present": 1}
@@ -168,36 +174,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.5 * pause, 0.25)
-
-
-def absent_after_failure(ranks: Sequence[int], own: int) -> list[int]:
-    """Those of ``ranks`` that do not notice within a few seconds that a collective failed: whoever lost a
-    connection to a dead rank comes here, too. Empty if nobody can tell. Never raises.
-
-    Args:
-        ranks: That took part, by their numbers in the whole job.
-        own: This one.
-    """
-    heard = {own}
-
-    def listen() -> None:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"dct_plugin/alive/{own}", "1")
-        until = time.monotonic() + _ROLL_CALL
-        while len(heard) < len(ranks) and time.monotonic() < until:
-            heard.update(r for r in ranks if r not in heard and store.check([f"dct_plugin/alive/{r}"]))
-            time.sleep(0.05)
-        answered.set()
-
-    answered = threading.Event()
-    # In a thread: whoever serves the store may be the one that is gone.
-    threading.Thread(target=_quietly, args=(listen,), daemon=True).start()
-    return sorted(set(ranks) - heard) if answered.wait(_ROLL_CALL + 2.0) else []
-
-
-def _quietly(function: Callable[[], None]) -> None:
-    with contextlib.suppress(Exception):
-        function()
 
 
 def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str = HINT) -> str:

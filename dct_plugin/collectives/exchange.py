@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DesyncError
-from .agreement import absent_after_failure
+from . import roll_call
 
 logger = logging.getLogger("dct_plugin.collectives")
 
@@ -155,8 +155,9 @@ class Exchange:
         """The sizes of ``(size, fingerprint)`` from every rank; errors as of :meth:`all_to_all`."""
         failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
         if failed:
+            at = "" if self.step is None else f" in step {self.step}"
             raise DesyncError(
-                f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange; "
+                f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange{at}; "
                 "see their own error output"
             )
         strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
@@ -227,22 +228,9 @@ class Exchange:
         except Exception:  # the transport is gone as well: the others will see that
             return
 
-    @contextmanager
-    def _transport(self, what: str) -> Iterator[None]:
+    def _transport(self, what: str) -> AbstractContextManager[None]:
         """Around the transport's own work: what it raises names addresses at best, not ranks."""
-        try:
-            yield
-        except RuntimeError as error:
-            own = self._global[self.rank]
-            absent = absent_after_failure(self._global, own)
-            at = "" if self.step is None else f" in step {self.step}"
-            lost = (
-                f"rank(s) {absent} gave no sign of life since: dead, stopped or stuck; see their own output"
-                if absent
-                else "the other ranks report the same; see their own output"
-            )
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DesyncError(f"rank {own}: the {what}{at} failed: {lost} ({first})") from error
+        return roll_call.transport(what, self.group, self.step)
 
     def _announce(
         self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None = None

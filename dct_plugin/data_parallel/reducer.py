@@ -284,6 +284,13 @@ class GradientReducer(Member):
 
     # -- steps ---
 
+    def take_back(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """No rank used what :meth:`all_reduce` left in these tensors: it is owed again."""
+        for name, tensor in entries:
+            stream = self.streams.get(name)
+            if stream is not None and stream.residual is not None:
+                stream.residual.add(as_flat(tensor))
+
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
     ) -> None:

@@ -18,7 +18,7 @@ from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
 
 from ..autoload import asks_for_backend, configuration_of
-from ..host import startup
+from ..host import lost_peers, startup
 from ..host.deepspeed_keys import unread
 from ..host.nonfinite import PoisonedSteps
 from ..host.patches import Patches
@@ -331,6 +331,8 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
             logger.warning("dct: nothing to do: %s", why)
         return None
     attachment.install(engine)
+    steps = attachment.steps
+    lost_peers.watch(lambda: steps.step)
     engine.__dict__[ATTRIBUTE] = attachment
     if rank == 0:
         settings = config.data_parallel

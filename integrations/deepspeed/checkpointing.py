@@ -13,9 +13,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
+from dct_plugin.collectives import roll_call
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.local import LocalUpdates
 
@@ -105,9 +107,14 @@ def install(
             )
             given.update(client_state={**client_state, CLIENT_KEY: identity})
             given.pop("self")
+            named = given.get("save_latest", True) and not engine.checkpoint_engine.is_decoupled()
+            if named:
+                given["save_latest"] = False
             with local.anchored() if local is not None else nullcontext():
                 done = original(**given)
             mark.unlink(missing_ok=True)
+            if named:
+                _name_latest(Path(given["save_dir"]), tag)
             return done
 
         return save_checkpoint
@@ -153,6 +160,19 @@ def install(
     patches.wrap(engine, "save_checkpoint", make_save)
     patches.wrap(engine, "load_checkpoint", make_load)
     return load
+
+
+def _name_latest(folder: Path, tag: str) -> None:
+    """Make ``tag`` the checkpoint to go on from; a collective.
+
+    DeepSpeed's rank 0 writes it once its own files are there, perhaps not those of others, and in place;
+    a kill in between leaves it empty.
+    """
+    if dist.get_rank() == 0:
+        (folder / "latest.new").write_text(tag)
+        (folder / "latest.new").replace(folder / "latest")
+    with roll_call.transport("barrier behind a checkpoint"):
+        dist.barrier()
 
 
 def _folder(engine: Any, load_dir: Any, tag: Any) -> str:

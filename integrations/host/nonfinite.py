@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.collectives import roll_call
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.kernels.reference import has_overflow
 
@@ -53,7 +54,8 @@ class PoisonedSteps:
         if self._agree:
             device = next((gradient.device for _, gradient in named), speaker.device)
             speaker = speaker.to(device)
-            dist.all_reduce(speaker, dist.ReduceOp.MIN)
+            with roll_call.transport("agreement on a step that is not finite", step=step):
+                dist.all_reduce(speaker, dist.ReduceOp.MIN)
         if int(speaker) == nobody:
             return False
         self._count += 1

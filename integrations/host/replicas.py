@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.collectives import roll_call
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DesyncError
 
@@ -62,7 +63,8 @@ class Replicas:
             return
         own = torch.stack([checksum(weight) for _, weight in named])
         bounds = torch.cat([own, -own])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
+        with roll_call.transport("comparison of parameters", self._group, step):
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
         high, low = bounds.chunk(2)
         differing = (high != -low).nonzero().view(-1).tolist()
         if not differing:

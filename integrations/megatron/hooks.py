@@ -15,6 +15,7 @@ from typing import Any
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError, DCTError
 
+from ..host import lost_peers
 from .options import hook_states
 from .session import Active, Session
 
@@ -71,6 +72,7 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
         session.close()
         raise
     _session = session
+    lost_peers.watch(lambda: session.step)
     return list(session.active)
 
 

@@ -223,7 +223,7 @@ def test_overflow_leaves_the_residual_bitwise_alone(
     backend: Backend, bad: float, grad_dtype: torch.dtype, where: int
 ) -> None:
     grad = torch.randn(10_000, generator=torch.Generator().manual_seed(2)).to(grad_dtype)
-    grad[where] = bad  # 2**126 becomes inf in fp16
+    grad[where] = torch.tensor(bad).to(grad_dtype)  # 2**126 becomes inf in fp16
     residual = torch.randn(10_000, generator=torch.Generator().manual_seed(3))
     for tau in (0.0, 1.0, math.inf):
         for threads in (1, 3):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Share of the time that each part gets.
+#: Share of the time that each part gets; what it does not need is left to those behind it.
 SHARES = {"payloads": 0.5, "states": 0.2, "configurations": 0.15, "scripts": 0.15}
 COUNTS = {"payloads": 1_000_000, "states": 100_000, "configurations": 100_000, "scripts": 100_000}
 _SANITIZED = "DCT_FUZZ_SANITIZED"
@@ -40,8 +40,9 @@ def main() -> int:
     parser.add_argument("--only", choices=SHARES, help="one part alone")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"seed": arguments.seed}
-    for part in [arguments.only] if arguments.only else list(SHARES):
-        seconds = arguments.seconds * (1.0 if arguments.only else SHARES[part])
+    parts, until = [arguments.only] if arguments.only else list(SHARES), time.monotonic() + arguments.seconds
+    for at, part in enumerate(parts):
+        seconds = (until - time.monotonic()) * SHARES[part] / sum(SHARES[other] for other in parts[at:])
         if part == "payloads" and _SANITIZED not in os.environ:
             report |= _under_sanitizers(seconds, arguments.scale, arguments.seed)
             continue

@@ -4,9 +4,10 @@
 
 For every host and number of ranks: one run without interruption, and runs of which a random rank gets SIGKILL
 (or SIGSTOP, and SIGKILL later) at random moments, start-up and saving included; each time all ranks go on
-from the last checkpoint. Ranks are forked from this process, which has imported the host and nothing more.
-Ends with a line of JSON; exits with 1 when the parameters differ, between the ranks or from the
-uninterrupted run, or when a rank outlives the others' end by more than a minute.
+from the last checkpoint. Every third run is on a link of limited rate, where users may make namespaces.
+Ranks are forked from this process, which has imported the host and nothing more. Ends with a line of JSON;
+exits with 1 when the parameters differ, between the ranks or from the uninterrupted run, when a rank outlives
+the others' end by more than a minute, or when memory grows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +37,9 @@ from support import soak_worker
 
 #: In this order: megatron-core's stand-ins for CUDA stay in the process that ranks are forked from.
 HOSTS = ("ddp", "zero0", "zero1", "zero2", "megatron")
-_LIMITED = "DCT_SOAK_LIMITED"
+_NETWORK = "DCT_SOAK_NETWORK"
+#: MiB between the first quarter of the steps and the last.
+GROWTH = 8.0
 _context = multiprocessing.get_context("fork")
 Processes = list[Any]
 
@@ -47,17 +51,20 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=(2, 4))
     parser.add_argument("--steps", type=int, default=60, help="of every run")
     parser.add_argument("--kills", type=int, default=20, help="of every host and number of ranks")
-    parser.add_argument("--rate", help="of the link between the ranks, such as 100mbit (namespaces, tc)")
+    parser.add_argument(
+        "--rate", default="20mbit", help="of the limited link (namespaces, tc); none: no limit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.rate and _LIMITED not in os.environ:
-        _again_on_a_limited_link(arguments.rate)
+    if arguments.rate != "none" and _NETWORK not in os.environ and not rate_fault(arguments.rate):
+        _again_in_a_network_of_its_own()
+    limit = Limit(arguments.rate if _NETWORK in os.environ else None)
     until, generator = time.monotonic() + arguments.seconds, random.Random(arguments.seed)
-    report: dict[str, Any] = {"rate": arguments.rate, "seed": arguments.seed, "cycles": 0, "runs": []}
+    report: dict[str, Any] = {"rate": limit.rate, "seed": arguments.seed, "cycles": 0, "runs": []}
     cases = [(host, ranks) for host in HOSTS if host in arguments.hosts for ranks in arguments.ranks]
     for host, ranks in cases:
         share = (until - time.monotonic()) / (len(cases) - len(report["runs"]))
-        found = soak(host, ranks, arguments.steps, arguments.kills, share, generator)
+        found = soak(host, ranks, arguments.steps, arguments.kills, share, limit, generator)
         report["runs"].append(found)
         report["cycles"] += found["kills"]
         print(json.dumps(found), flush=True)
@@ -65,19 +72,32 @@ def main() -> int:
     return 0
 
 
-def _again_on_a_limited_link(rate: str) -> None:
-    """This program in a network of its own, whose one interface is limited."""
-    if fault := rate_fault(rate):
-        raise SystemExit(f"--rate {fault}")
-    link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 200ms"
+def _again_in_a_network_of_its_own() -> None:
+    """This program, with a loopback interface that nothing else uses."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    os.environ.update({_LIMITED: rate, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"})
-    command = ["unshare", *user, "--net", "sh", "-c", f'{link} && exec "$@"', "sh"]
+    os.environ.update({_NETWORK: "1", "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"})
+    command = ["unshare", *user, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     os.execvp("unshare", [*command, sys.executable, *sys.argv])
 
 
+class Limit:
+    """The loopback's rate, limited or not; None: it cannot be."""
+
+    def __init__(self, rate: str | None) -> None:
+        self.rate = rate
+        self.on = False
+
+    def switch(self, on: bool) -> bool:
+        """Whether the limit is in force from now on."""
+        if self.rate is not None and on != self.on:
+            shape = f"tbf rate {self.rate} burst 256kb latency 200ms" if on else "pfifo"
+            subprocess.run(f"tc qdisc replace dev lo root {shape}".split(), check=True)
+            self.on = on
+        return self.on
+
+
 def soak(
-    host: str, ranks: int, steps: int, kills: int, seconds: float, generator: random.Random
+    host: str, ranks: int, steps: int, kills: int, seconds: float, limit: Limit, generator: random.Random
 ) -> dict[str, Any]:
     """One host with so many ranks: the reference, and then runs that are killed for so many seconds."""
     soak_worker.prepare(host)
@@ -85,14 +105,16 @@ def soak(
     with tempfile.TemporaryDirectory() as place:
         reference, folder = Path(place, "whole"), Path(place, "killed")
         began = time.monotonic()
+        limit.switch(False)
         reference.mkdir()
         whole = finish(start(host, ranks, reference, steps), reference)
         length = time.monotonic() - began
         assert whole is not None
-        done = runs = resumed = 0
+        done = limited = runs = resumed = 0
         until = time.monotonic() + seconds
         while done < kills and time.monotonic() < until:
             folder.mkdir()
+            slow = limit.switch(runs % 3 == 2)
             results = None
             while results is None:
                 resumed += (folder / "latest").exists()
@@ -100,14 +122,17 @@ def soak(
                 if done < kills and time.monotonic() < until:
                     # Moments of start-up, too; and several of them in one run.
                     time.sleep(generator.uniform(0.0, 0.6) * length)
-                    done += interrupt(processes, generator)
+                    hit = interrupt(processes, generator)
+                    done, limited = done + hit, limited + hit * slow
                 results = finish(processes, folder)
             runs += 1
             check(host, ranks, [*whole, *results])
             shutil.rmtree(folder)
     growth = max(last - first for first, last in (result["memory"] for result in whole))
+    if growth > GROWTH:
+        raise SystemExit(f"{host} on {ranks} ranks: memory grew by {growth:.1f} MiB: {whole}")
     return {
-        "host": host, "ranks": ranks, "kills": done, "runs": runs, "resumed": resumed,
+        "host": host, "ranks": ranks, "kills": done, "limited": limited, "runs": runs, "resumed": resumed,
         "growth_mib": round(growth, 1), "equal": True, "seconds": round(time.monotonic() - began),
     }  # fmt: skip
 
@@ -133,10 +158,12 @@ def check(host: str, ranks: int, results: list[dict[str, Any]]) -> None:
             raise SystemExit(f"{host} on {ranks} ranks: parameters differ: {results}")
 
 
-def start(host: str, ranks: int, folder: Path, steps: int) -> Processes:
+def start(host: str, ranks: int, folder: Path, steps: int, **more: Any) -> Processes:
+    """The ranks; ``more`` is added to their environment."""
     (folder / "alive").unlink(missing_ok=True)
-    common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": ranks}
-    common |= {"MASTER_PORT": free_port(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1}
+    common: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "DS_ACCELERATOR": "cpu"}
+    common |= {"OMP_NUM_THREADS": 1, **more}
     processes = [
         _context.Process(target=_rank, args=(rank, common, host, folder, steps)) for rank in range(ranks)
     ]
@@ -152,7 +179,11 @@ def _rank(rank: int, environment: dict[str, Any], host: str, folder: Path, steps
     for number, kind in ((1, "out"), (2, "err")):
         target = os.open(folder / f"rank{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(target, number)
-    soak_worker.run(host, folder, steps)
+    try:
+        soak_worker.run(host, folder, steps)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
+        os._exit(1)
     if rank == 0:
         (folder / "modules").write_text("\n".join(sys.modules))
     os._exit(0)  # ranks that take down their connections while others still use them can abort them

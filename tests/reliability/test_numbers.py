@@ -49,6 +49,19 @@ def _sums(rank: int, world_size: int, kind: str, exchange: str) -> dict[str, Any
     return {"put in": put_in, "arrived": arrived, "left": left}
 
 
+def left_of(name: str, numel: int, left: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """What all ranks owe of a tensor, in their own streams and in those of owners: fp64 [numel]."""
+    total = torch.zeros(numel, dtype=torch.float64)
+    for streams in left:
+        for stream, residual in streams.items():
+            if stream == name:
+                total += residual.double()
+            elif stream.startswith(f"{name}["):
+                start, stop = map(int, stream[len(name) + 1 : -1].split(":"))
+                total[start:stop] += residual.double()
+    return total
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
 @pytest.mark.parametrize("kind", ["normal", "zero", "denormal", "huge"])
@@ -58,14 +71,7 @@ def test_what_was_put_in_arrives_or_is_left(kind: str, exchange: str) -> None:
         owed = sum(result["put in"][name] for result in results)
         for result in results:
             assert torch.equal(result["arrived"][name], results[0]["arrived"][name])
-        left = torch.zeros(numel, dtype=torch.float64)
-        for result in results:
-            for stream, residual in result["left"].items():
-                if stream == name:
-                    left += residual.double()
-                elif stream.startswith(f"{name}["):
-                    start, stop = map(int, stream[len(name) + 1 : -1].split(":"))
-                    left[start:stop] += residual.double()
+        left = left_of(name, numel, [result["left"] for result in results])
         if numel:
             error = (owed - results[0]["arrived"][name] - left).abs().max()
             assert error <= 1e-5 * owed.abs().max() + 1e-40
@@ -82,24 +88,28 @@ class _Branches(nn.Module):
         return y + self.rare(x) if rare else y
 
 
-def _changes_under_way(rank: int, world_size: int) -> dict[str, Any]:
-    """A layer that rank 1 uses every other step, one that is frozen at first and in the end, an empty
-    parameter, and one or three passes in a step: what was put in, what arrived, what is left.
+def _changes_under_way(rank: int, world_size: int, keys: dict[str, Any], views: bool) -> dict[str, Any]:
+    """A layer that rank 1 uses every other step, or no rank in the second half, one that is frozen at first
+    and in the end, an empty parameter, and one or three passes in a step: what was put in, what arrived, what
+    is left.
     """
     torch.manual_seed(0)
     model = _Branches()
-    section = {"data_parallel": {"sparsity": 0.95, "min_numel": 100}}
+    section = {"data_parallel": {"sparsity": 0.95, "min_numel": 100, **keys}}
     state = DCTState(section, named_parameters=model.named_parameters())
     put_in = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
     arrived = {name: tensor.clone() for name, tensor in put_in.items()}
     for phase, frozen in enumerate((True, False, True)):
         model.late.requires_grad_(not frozen)
-        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp = DistributedDataParallel(
+            model, find_unused_parameters=True, gradient_as_bucket_view=views and phase != 1
+        )
         ddp.register_comm_hook(state, dct_hook)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for step in range(6):
             rare, passes = rank == 0 or step % 2 == 0, 1 if step < 3 else 3
-            model.zero_grad()
+            rare &= step < 4  # from then on DDP drops what would arrive there
+            model.zero_grad(set_to_none=phase != 1)
             for micro in range(passes):
                 seed = 1000 * rank + 100 * phase + 10 * step + micro
                 x = torch.randn(8, 50, generator=torch.Generator().manual_seed(seed))
@@ -117,15 +127,14 @@ def _changes_under_way(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_changes_under_way_in_ddp() -> None:
-    results = run(2, _changes_under_way)
+@pytest.mark.parametrize(("keys", "views"), [({}, False), ({"exchange": "two_phase"}, True)])
+def test_what_changes_under_way_in_ddp(keys: dict[str, Any], views: bool) -> None:
+    results = run(2, _changes_under_way, keys, views)
     assert any(results[0]["left"]["late.weight"] != 0.0)
     for name, arrived in results[0]["arrived"].items():
         assert torch.equal(arrived, results[1]["arrived"][name])
         owed = sum(result["put in"][name] for result in results)
-        for result in results:
-            if name in result["left"]:
-                owed -= result["left"][name].double().view(arrived.shape)
+        owed -= left_of(name, arrived.numel(), [result["left"] for result in results]).view(arrived.shape)
         torch.testing.assert_close(arrived, owed, rtol=0, atol=1e-6)
 
 

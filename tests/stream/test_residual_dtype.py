@@ -101,6 +101,21 @@ def test_rollback_and_loss_scale_are_bitwise(dtype: str) -> None:
     assert torch.equal(kept(plain), before * 0.25)
 
 
+@SMALL
+def test_what_was_not_used_is_owed_again(dtype: str) -> None:
+    stream = compressor(dtype, transactional=True)
+    stream.compress(gradients(1)[0])
+    stream.end_step()
+    before = kept(stream)
+    stream.compress(torch.zeros(NUMEL))
+    left = kept(stream)
+    assert stream.residual is not None
+    stream.residual.add(before - left)
+    assert float((kept(stream) - before).abs().max()) <= float(before.abs().max()) / 32
+    stream.end_step(skipped=True)
+    assert torch.equal(kept(stream), before)
+
+
 def files(folder: Path, dtype: str, ranks: int = 2) -> list[Compressor]:
     streams = []
     for rank in range(ranks):

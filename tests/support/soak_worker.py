@@ -10,6 +10,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_plugin.config import DCTConfig
+
+from .failing_rank import Loss
 
 SECTION = {"data_parallel": {"sparsity": 0.95, "min_numel": 100, "warmup_steps": 2, "verify_every": 5}}
 #: Model, first step, what makes a step and what saves under a tag.
@@ -45,7 +48,7 @@ def prepare(host: str) -> None:
         megatron_cpu.patch_megatron()
 
 
-def deepspeed_run(stage: int, folder: Path) -> Run:
+def deepspeed_run(stage: int, folder: Path, limit: timedelta | None) -> Run:
     import deepspeed
 
     config = {
@@ -56,7 +59,7 @@ def deepspeed_run(stage: int, folder: Path) -> Run:
         "dct": SECTION,
     }
     model = network()
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(**({"timeout": limit} if limit else {}))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if (folder / "latest").exists():
         assert engine.load_checkpoint(str(folder))[0] is not None
@@ -200,15 +203,17 @@ def name(tag: str, folder: Path) -> None:
 
 def run(host: str, folder: Path, steps: int) -> None:
     """Train as one rank until ``steps`` have been made."""
+    loss = Loss(folder)
     if host == "ddp":
         made = ddp_run(folder)
     elif host == "megatron":
         made = megatron_run(folder)
     else:
-        made = deepspeed_run(int(host.removeprefix("zero")), folder)
+        made = deepspeed_run(int(host.removeprefix("zero")), folder, loss.limit)
     model, first, step, save = made
     memory: list[float] = []
     for number in range(first, steps):
+        loss.step = number
         step(number)
         (folder / "alive").touch()
         if number % 3 == 2:

@@ -1,0 +1,145 @@
+"""Who is gone: ranks whose collective failed tell each other through the key-value store that they live.
+
+The transport names an address at best. Whoever lost a connection to a dead rank, or waited for it in vain,
+comes here, and who does not is the one. A rank of a ring that still waits for its neighbour does not come: of
+those on its own machine a rank can see that they live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import DCTError, DesyncError
+
+#: Seconds in which ranks whose connections broke tell each other that they live.
+_ROLL_CALL = 3.0
+_LOST = "dct_plugin/lost"
+
+
+def introduce() -> None:
+    """Say which process this rank is; again for every default process group."""
+    with contextlib.suppress(Exception):  # a job without a store finds out later, or never
+        _store().set(
+            _process_key(dist.get_rank()), json.dumps([_machine(), os.getpid(), _begin(os.getpid())])
+        )
+
+
+@contextlib.contextmanager
+def transport(what: str, group: dist.ProcessGroup | None = None, step: int | None = None) -> Iterator[None]:
+    """Around a collective: what the transport raises becomes an error that names ranks.
+
+    Args:
+        what: The collective, in words.
+        group: Whose collective it is; None for that of all ranks.
+        step: Optimizer steps so far, where there are any.
+
+    Raises:
+        DesyncError: With the ranks that are gone.
+    """
+    try:
+        yield
+    except DCTError:
+        raise
+    except RuntimeError as error:
+        raise DesyncError(after_failure(what, error, group, step)) from error
+
+
+def after_failure(
+    what: str, error: BaseException, group: dist.ProcessGroup | None = None, step: int | None = None
+) -> str:
+    """One line on a collective that failed with ``error``, as for :func:`transport`; takes seconds, and never
+    raises.
+    """
+    own = dist.get_rank()
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    at = "" if step is None else f" in step {step}"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # After a time limit who lives need not be well: all come here by themselves, but for those that are not.
+    lost = in_time(lambda: _lost(ranks, own, vouch="imed out" not in first), _ROLL_CALL + 2.0)
+    if lost is None:
+        who = (
+            "nobody can be asked, the key-value store does not answer: rank 0, which serves it unless the "
+            "launcher does, has ended or is stopped; see its own output"
+        )
+    elif lost:
+        who = f"rank(s) {lost} gave no sign of life since: dead, stopped or stuck; see their own output"
+    else:
+        who = "the other ranks report the same; see their own output"
+    return f"rank {own}: the {what}{at} failed: {who} ({first})"
+
+
+def in_time(function: Callable[[], Any], seconds: float) -> Any:
+    """The result of ``function``, which asks the store; None if that fails, or takes longer."""
+    answers: list[Any] = []
+    ended = threading.Event()
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(function())
+        ended.set()
+
+    # In a thread: whoever serves the store may be the one that is gone, or stopped.
+    threading.Thread(target=call, daemon=True).start()
+    ended.wait(seconds)
+    return answers[0] if answers else None
+
+
+def _lost(ranks: Sequence[int], own: int, vouch: bool) -> list[int]:
+    store, heard = _store(), {own}
+    store.set(_alive_key(own), "1")
+    for rank in set(ranks) - heard if vouch else ():
+        if store.check([_process_key(rank)]) and _lives(*json.loads(store.get(_process_key(rank)))):
+            store.set(_alive_key(rank), "1")
+    until = time.monotonic() + _ROLL_CALL
+    while time.monotonic() < until:
+        # Members of this group may wait for one that waits for a rank of another: they are told.
+        if store.check([_LOST]):
+            return sorted(json.loads(store.get(_LOST)))
+        heard.update(r for r in ranks if r not in heard and store.check([_alive_key(r)]))
+        time.sleep(0.05)
+    if absent := sorted(set(ranks) - heard):
+        store.set(_LOST, json.dumps(absent))
+    return absent
+
+
+def _lives(machine: str, process: int, begin: str) -> bool:
+    """Whether a process is on this machine, and neither gone nor stopped."""
+    return machine == _machine() and begin != "" and _begin(process) == begin
+
+
+def _machine() -> str:
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
+
+
+def _begin(process: int) -> str:
+    """When a process was started, which tells it from a later one of the same number; empty if it is gone or
+    stopped, or the system does not tell.
+    """
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "TtZX" else fields[18]
+
+
+def _alive_key(rank: int) -> str:
+    return f"dct_plugin/alive/{rank}"
+
+
+def _process_key(rank: int) -> str:
+    return f"dct_plugin/process/{rank}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
