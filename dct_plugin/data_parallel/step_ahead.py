@@ -39,9 +39,11 @@ INTERVAL = 10
 SAMPLES = 256
 MEMORY = 0.8
 
-#: Learning rates by which an entry is displaced at most, if the optimizer divides by a second moment. Row
-#: and column means underestimate the moment of an entry that is large where its row and column are not, and
-#: an owner's displacement is the number of ranks times the mean's: single entries ended runs.
+#: Steps' worth of gradients that an entry of a residual is believed to hold at most, if the optimizer divides
+#: by a second moment: with an exact one, k gradients are k root mean squares at most, and the square root of
+#: k roots of a sum (Cauchy and Schwarz). Row and column means underestimate the moment of an entry that is
+#: large where its row and column are not, and an owner's displacement is the number of ranks times the
+#: mean's: single entries ended runs.
 LIMIT = 50.0
 
 
@@ -106,6 +108,10 @@ class Moments:
         rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt()
         torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
         return out.add_(eps)
+
+    def limit(self, decay: float | None) -> float:
+        """How many root mean squares a residual is believed to be, see :data:`LIMIT`."""
+        return LIMIT if decay is not None else math.sqrt(min(LIMIT, self.steps + self.missed))
 
     def means(self) -> Tensor:
         """Row and column means one behind the other, fp32, a copy."""
@@ -245,7 +251,7 @@ def displaced(
     rooms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``weight - the optimizer's step with coefficient * residual`` into ``out``; bitwise ``weight`` where
-    the residual is zero. With a second moment no entry moves by more than :data:`LIMIT` times the
+    the residual is zero. With a second moment no entry moves by more than :meth:`Moments.limit` times the
     coefficient and the learning rate.
 
     Args:
@@ -268,7 +274,8 @@ def displaced(
     if unit.preconditioned:
         assert moments is not None
         moments.denominator(step, decay=unit.decay, eps=unit.eps / gradient_unit)
-        torch.div(residual, step, out=step).clamp_(-LIMIT, LIMIT).mul_(-unit.lr * coefficient)
+        most = moments.limit(unit.decay)
+        torch.div(residual, step, out=step).clamp_(-most, most).mul_(-unit.lr * coefficient)
     else:
         torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
     if exact or rooms is None:

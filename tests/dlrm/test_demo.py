@@ -42,6 +42,22 @@ def test_configuration_without_options() -> None:
     assert config["dct"] == {"data_parallel": {"sparsity": 0.99}}
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "ahead"),
+    [
+        ({"type": "AdamW"}, True),
+        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, True),
+        ({"type": "SGD"}, False),
+    ],
+)
+def test_optimizers_with_momentum_look_ahead(tmp_path: Path, optimizer: Any, ahead: bool) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": optimizer}))
+    chosen = {"error_feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
+    config = deepspeed_config(PRESET, file, ranks=2, **NONE_GIVEN)
+    assert config["dct"]["data_parallel"] == {"sparsity": 0.99, **(chosen if ahead else {})}
+
+
 def test_options_override_the_file_and_nothing_else_does(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     content = {

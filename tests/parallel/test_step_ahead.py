@@ -162,7 +162,8 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
     moments.add(gradient.view(-1) * loss_scale)
     for unit, expected in (
         (StepUnit(0.1, True, 0.9, 0.5), 0.1 * residual / (gradient.abs().view(-1) + 0.5)),
-        (StepUnit(0.1, True, None, 0.0), 0.1 * residual / gradient.abs().view(-1)),
+        # One gradient moves a weight by one learning rate at most.
+        (StepUnit(0.1, True, None, 0.0), 0.1 * (residual / gradient.abs().view(-1)).clamp(-1, 1)),
         (StepUnit(0.1), 0.1 * residual),
     ):
         other = Moments((6, 8), weight.device)
@@ -201,6 +202,21 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
         assert found[1, 1] == pytest.approx(-LIMIT * 0.1 * coefficient)
         assert found[0, 0] == pytest.approx(-3.0 * 0.1 * coefficient, rel=1e-3)
         assert int(found.count_nonzero()) == 2
+
+
+def test_a_sum_of_squares_grows_with_the_residual() -> None:
+    """Adagrad: k gradients of one size move a weight by sqrt(k) learning rates."""
+    gradient = torch.full((4, 5), 2.0)
+    moments, weight = Moments((4, 5), gradient.device), torch.zeros(4, 5)
+    unit = StepUnit(0.1, True, None, 0.0)
+    for step in range(1, 80):
+        moments.add(gradient.view(-1))
+        moments.end_step(skipped=False, decay=None)
+        out = torch.empty_like(weight)
+        whole = displaced(weight, step * gradient.view(-1), moments, unit, coefficient=1.0, out=out)
+        assert float(whole.abs().max()) == pytest.approx(0.1 * min(step, LIMIT) ** 0.5, rel=1e-4)
+        lump = displaced(weight, 1e6 * gradient.view(-1), moments, unit, coefficient=1.0, out=out)
+        assert float(lump.abs().max()) == pytest.approx(0.1 * min(step, LIMIT) ** 0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

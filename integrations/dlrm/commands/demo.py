@@ -55,6 +55,9 @@ LEARNING_RATES = {"adagrad": 0.02, "adam": 1e-3, "adamw": 1e-3, "sgd": 0.1}
 
 #: Optimizers of which DeepSpeed would take its fused form, which it compiles first; the rest come from torch.
 _DEEPSPEED_OWN = {"adam", "adamw"}
+_WITH_MOMENTUM = {"adam", "adamw", "nadam"}
+#: Of ``dct.data_parallel``, with optimizers that have momentum, where the configuration does not choose.
+AHEAD = {"error_feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
 
 
 def demo(
@@ -251,6 +254,12 @@ def _on_links(
         return []
 
 
+def _remembers(optimizer: dict[str, Any]) -> bool:
+    """Whether gradients work on in later steps, so that late ones cost quality (docs/quality.md)."""
+    kind = str(optimizer.get("type")).lower()
+    return kind in _WITH_MOMENTUM or bool(optimizer.get("params", {}).get("momentum"))
+
+
 def deepspeed_config(
     preset: Preset,
     file: Path | None,
@@ -299,6 +308,8 @@ def deepspeed_config(
     content[MODEL_SECTION] = copy.deepcopy(MODEL)
 
     dct = DCTConfig.parse(content.get("dct", {})).updated({"enabled": True})
+    if _remembers(section) and "data_parallel" not in content.get("dct", {}):
+        dct = dct.updated({"data_parallel": AHEAD})
     if sparsity is not None:
         dct = dct.updated({"data_parallel": {"sparsity": sparsity}})
     content["dct"] = dct.model_dump(mode="json", exclude_defaults=True)
