@@ -72,6 +72,7 @@ class _Sums:
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
     hidden_ms: float = 0.0
+    waited_ms: float = 0.0
 
     def count(self, record: Record) -> None:
         for name in _ADDED:
@@ -97,7 +98,7 @@ class _Sums:
 
 
 #: What the sums take from a record as it is.
-_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms")
+_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms")
 _ADDED = ("dense_bytes", "sent_bytes", "numel", "nnz", "refreshes", *_TIMES)
 
 
@@ -128,6 +129,7 @@ class ClassSummary:
     exchange_ms: float
     decode_ms: float
     hidden_ms: float
+    waited_ms: float
 
     @property
     def total_ms(self) -> float:
@@ -172,6 +174,7 @@ class Record:
         refreshes: Thresholds that were measured anew.
         select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
         hidden_ms: How many of them passed beside the backward pass, which did not wait for them.
+        waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
         tensors: Tensors in the message.
     """
 
@@ -188,6 +191,7 @@ class Record:
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
     hidden_ms: float = 0.0
+    waited_ms: float = 0.0
     tensors: int = 1
 
     @contextmanager
@@ -298,7 +302,9 @@ class Metrics:
             parts.append(f"{count} threshold refresh{'' if count == '1' else 'es'} per tensor")
         parts.append(
             f"{total.total_ms:.1f} ms per step in select {total.select_ms:.1f} / "
-            f"encode {total.encode_ms:.1f} / exchange {total.exchange_ms:.1f} / decode {total.decode_ms:.1f}"
+            f"encode {total.encode_ms:.1f} / exchange {total.exchange_ms:.1f}"
+            + (f" ({total.waited_ms:.1f} waiting for other ranks)" if total.waited_ms >= 0.05 else "")
+            + f" / decode {total.decode_ms:.1f}"
             + (f" ({total.hidden_ms:.1f} of them hidden)" if total.hidden_ms else "")
         )
         return "dct: " + ", ".join(parts)

@@ -11,6 +11,7 @@ each other's wrong tensors, and a failed rank can tell the others before it stop
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from . import roll_call
 logger = logging.getLogger("dct_plugin.collectives")
 
 _FAILED = -1
-_PREFIX = 16  # bytes: size and fingerprint
+_PREFIX = 24  # bytes: size, fingerprint and time since the exchange before
 #: Bytes of a message that travel with its size: room that every receiver has ready, so the same on all ranks.
 HEAD_BYTES = 1 << 18
 
@@ -70,6 +71,10 @@ class Exchange:
         """Named in the message about a lost peer."""
         self._head_bytes = HEAD_BYTES if self._wire.type == "cpu" else 0
         self._expected: dict[int, tuple[Tensor, Any]] = {}
+        self.waited_ms = 0.0
+        """Milliseconds so far in which this rank's message was ready and another's was not."""
+        self._left = 0
+        """When the last exchange was over, nanoseconds of this rank's clock; 0 before the first."""
         # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
@@ -102,6 +107,7 @@ class Exchange:
                 received.append(torch.empty(size, dtype=torch.uint8, device=self._wire))
                 received[r][:at] = head
         self._transfer([m[at:] for m in messages], [part[at:] for part in received], "messages")
+        self._left = time.perf_counter_ns()
         return self._arrived(received, own)
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -236,7 +242,9 @@ class Exchange:
         self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None = None
     ) -> tuple[list[list[int]], list[Tensor]]:
         """Size and fingerprint of the message from every rank, and its first bytes (none but on gloo)."""
-        rows = [[size, fingerprint] for size in sizes]
+        entered = time.perf_counter_ns()
+        busy = entered - self._left if self._left else 0
+        rows = [[size, fingerprint, busy] for size in sizes]
         table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._wire.type == "cuda")
         if not self._head_bytes:
             table = table.to(self._wire, non_blocking=True)
@@ -245,7 +253,8 @@ class Exchange:
                 dist.all_to_all_single(answer, table, group=self.group)
                 answer = answer.cpu()
             self.sent_bytes += _PREFIX * (self.world_size - 1)
-            return answer.tolist(), [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
+            heads = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
+            return self._compared(answer.tolist(), entered), heads
         sent = list(table.view(torch.uint8))
         if messages is not None:
             first = {
@@ -264,4 +273,14 @@ class Exchange:
                 work.wait()
         received = [sent[r] if r == self.rank else expected[r][0] for r in range(self.world_size)]
         rows = [head[:_PREFIX].view(torch.int64).tolist() for head in received]
-        return rows, [head[_PREFIX:] for head in received]
+        return self._compared(rows, entered), [head[_PREFIX:] for head in received]
+
+    def _compared(self, rows: Sequence[Sequence[int]], entered: int) -> list[list[int]]:
+        """Size and fingerprint of the rows. Ranks leave an exchange together, so that of what they did since
+        then the longest is what all wait for; their clocks need not agree.
+        """
+        self._left = time.perf_counter_ns()
+        busy = [row[2] for row in rows]
+        if all(busy):
+            self.waited_ms += min(max(busy) - busy[self.rank], self._left - entered) / 1e6
+        return [list(row[:2]) for row in rows]

@@ -179,11 +179,13 @@ class Member:
         """The record of an exchange as a whole: size messages, the time of exchange and decoding, and as time
         of selection whatever no other figure holds.
         """
-        whole = Record(cls, sent_bytes=-self.exchange.sent_bytes, tensors=0)
+        exchange = self.exchange
+        whole = Record(cls, sent_bytes=-exchange.sent_bytes, waited_ms=-exchange.waited_ms, tensors=0)
         self.exchange.step = self.step
         began = time.perf_counter()
         yield whole
-        whole.sent_bytes += self.exchange.sent_bytes
+        whole.sent_bytes += exchange.sent_bytes
+        whole.waited_ms += exchange.waited_ms
         whole.select_ms += 1e3 * (time.perf_counter() - began) - whole.exchange_ms - whole.decode_ms
         if self.metrics is not None:
             self.metrics.record(whole)

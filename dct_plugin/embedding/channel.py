@@ -257,6 +257,7 @@ class _Report:
     def __post_init__(self) -> None:
         self.numel = sum(self.sizes[r] for r in self.crossing.peers)
         self._before = self.crossing.exchange.sent_bytes
+        self._waited = self.crossing.exchange.waited_ms
         self._times = [time.perf_counter()]
 
     def lap(self, received: Sequence[Tensor] = ()) -> None:
@@ -304,6 +305,7 @@ class _Report:
                 encode_ms=encode_ms,
                 exchange_ms=exchange_ms,
                 decode_ms=decode_ms,
+                waited_ms=self.crossing.exchange.waited_ms - self._waited,
                 **common,
             )
         )

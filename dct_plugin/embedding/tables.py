@@ -187,7 +187,7 @@ class ShardedTables(nn.Module):
 
     def _exchange_requests(self, request: Request, exchange: Exchange) -> list[Answer]:
         """What every rank asks for."""
-        before, began = exchange.sent_bytes, time.perf_counter()
+        before, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
         messages = [message.to(exchange.device) for message in request.messages]
         bounds = [MOST_BYTES] * self.world_size
         received = exchange.all_to_all(messages, self._fingerprint, bounds=bounds)
@@ -209,6 +209,7 @@ class ShardedTables(nn.Module):
                     select_ms=request.distinct_ms,
                     encode_ms=request.encode_ms,
                     exchange_ms=1e3 * (crossed - began),
+                    waited_ms=exchange.waited_ms - waited,
                     decode_ms=1e3 * (time.perf_counter() - crossed),
                 )
             )

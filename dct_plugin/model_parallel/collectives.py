@@ -152,7 +152,7 @@ class CompressedCollectives:
     def _recorded(self, cls: str, parts: list[Tensor], encoded: Encoded) -> Iterator[None]:
         """Around the exchange of ``parts``."""
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
-        before = self.exchange.sent_bytes
+        before, waited = self.exchange.sent_bytes, self.exchange.waited_ms
         record = encoded.record(
             cls, dense_bytes=sum(part.numel() * part.element_size() for part in others), sent_bytes=0
         )
@@ -162,6 +162,7 @@ class CompressedCollectives:
         record.nnz = round(record.nnz * len(others) / max(len(encoded.stats), 1))
         record.numel = sum(part.numel() for part in others)
         record.sent_bytes = self.exchange.sent_bytes - before
+        record.waited_ms = self.exchange.waited_ms - waited
         if self.metrics is not None:
             self.metrics.record(record)
 

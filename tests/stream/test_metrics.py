@@ -19,7 +19,7 @@ from dct_plugin.metrics import Event, InterfaceCounter, Metrics, Record, format_
 
 FIELDS = {
     "step", "steps", "class", "dense_bytes", "sent_bytes", "ratio", "density_target", "density", "tau",
-    "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms",
+    "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms",
     "rank", "world_size", "time",
 }  # fmt: skip
 
