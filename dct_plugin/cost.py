@@ -38,6 +38,17 @@ __all__ = [
     "pipeline",
 ]
 
+_Method = Literal["none", "threshold", "topk", "randomk", "quantise", "lowrank", "learned", "transform"]
+#: Classes of activation compression whose coding takes time.
+CODED: tuple[_Method, ...] = ("threshold", "topk", "randomk", "quantise", "lowrank", "learned", "transform")
+#: What one of them does to a tensor and its gradient, coded and decoded.
+_CODING = {
+    "crossing": "tensor, whatever its size, for {}",
+    "entry": "entry, for {}",
+    "number": "number that {} sends of it, one way",
+    "product": "multiplication in a matrix product of {}",
+}
+
 #: What a machine is described by; each is seconds for one of what it counts.
 COEFFICIENTS: Mapping[str, str] = {
     "flop": "floating-point operation of a matrix product",
@@ -52,7 +63,7 @@ COEFFICIENTS: Mapping[str, str] = {
     "kept": "kept entry that is written, or read and added",
     "powersgd": "entry, for a low-rank product whatever its rank",
     "powersgd_rank": "entry and rank of a low-rank product",
-    "code": "activation entry that is coded or decoded",
+    **{f"{method}_{count}": what.format(method) for method in CODED for count, what in _CODING.items()},
 }
 
 #: DDP's buckets, bytes: the first one, and the others.
@@ -234,14 +245,16 @@ class Activation:
         bits: Of a number on the wire.
         density: Share of the entries that ``threshold``, ``topk`` and ``randomk`` send.
         rank: Of ``lowrank`` and ``learned``.
+        rate: Bits per entry of ``transform``.
         group: Numbers below 16 bits that share a scale, but for ``threshold`` and ``topk``.
     """
 
-    method: Literal["none", "threshold", "topk", "randomk", "quantise", "lowrank", "learned"]
+    method: _Method
     bits: int = 16
     density: float = 1.0
     rank: int = 0
     group: int = 128
+    rate: float = 0.0
 
     def crossing(self, model: Transformer) -> tuple[float, float]:
         """Bits per entry of the boundary's tensor, forward and backward, positions and scales included."""
@@ -249,17 +262,36 @@ class Activation:
         if self.method in ("threshold", "topk"):
             values = self.density * _scaled(self.bits)
             return values + self.density * positions(self.density), values
+        if self.method == "transform":
+            # Means and scales, and directions in a tenth of the steps.
+            beside = 16.0 * (1.0 + self.directions) + 0.825 * model.hidden * self.directions
+            return (self.rate + beside / model.tokens,) * 2
         if self.method in ("lowrank", "learned"):
             code = number * self.rank / model.hidden
             return code + (8.0 * self.rank / model.tokens if self.method == "lowrank" else 0.0), code
         return (number * self.density,) * 2
 
     @property
-    def passes(self) -> float:
-        """How often an entry is gone over to code and decode it, both ways together."""
+    def directions(self) -> float:
+        """How many ``transform`` keeps, for each of the hidden size."""
+        return min(1.0, 0.375 * self.rate)
+
+    def coding(self, rows: int, hidden: int, messages: int = 1) -> dict[str, float]:
+        """What a machine does to code and decode [rows, hidden] and its gradient.
+
+        ``messages``: of a step.
+        """
+        entries = float(rows * hidden)
         if self.method == "none":
-            return 0.0 if self.bits == 32 else 2.0
-        return 4.0
+            return {} if self.bits == 32 else {"cast": 2.0 * entries}
+        density, products = self.density, 0.0
+        if self.method in ("lowrank", "learned"):
+            density, products = self.rank / hidden, 6.0 * self.rank * entries
+        elif self.method == "transform":
+            density, products = self.directions, (4.0 * self.directions + 2.0 / messages) * hidden * entries
+        numbers = density * entries
+        counts = {"crossing": 1.0, "entry": entries, "number": numbers, "product": products}
+        return {f"{self.method}_{name}": count for name, count in counts.items()}
 
 
 def positions(density: float) -> float:
@@ -289,6 +321,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     **{f"quantise {bits}": Activation("quantise", bits) for bits in (8, 4, 2)},
     "lowrank 8, 4 bits": Activation("lowrank", 4, rank=8),
     "learned 8, 4 bits": Activation("learned", 4, rank=8),
+    "transform 1.42 bits": Activation("transform", rate=1.42),
 }
 
 
@@ -416,7 +449,10 @@ def pipeline(
     ways = [entries * bits / 8 for bits in method.crossing(model)]
     return Estimate(
         compute=turns * machine.seconds(work, here) + machine.seconds({"parameter": parameter}, here),
-        codec=crossings * machine.seconds({"byte": sum(ways), "round": 2.0, "code": method.passes * entries}),
+        codec=crossings
+        * machine.seconds(
+            {"byte": sum(ways), "round": 2.0, **method.coding(model.tokens, model.hidden, micro_batches)}
+        ),
         exchange=crossings * sum(link.seconds(sent) for sent in ways),
         sent=micro_batches * max(ways),
     )
@@ -449,7 +485,28 @@ MEASURED = Machine(
         "kept": 7.252e-09,
         "powersgd": 2.253e-09,
         "powersgd_rank": 1.148e-09,
-        "code": 1.467e-09,
+        "threshold_crossing": 0.0001616,
+        "threshold_entry": 3.458e-10,
+        "threshold_number": 1.461e-08,
+        "topk_crossing": 0.0001353,
+        "topk_entry": 1.617e-09,
+        "topk_number": 1.585e-08,
+        "randomk_crossing": 0.0001808,
+        "randomk_entry": 2.299e-10,
+        "randomk_number": 2.726e-08,
+        "quantise_crossing": 0.0002472,
+        "quantise_entry": 6.657e-09,
+        "lowrank_crossing": 0.0004635,
+        "lowrank_entry": 3.301e-09,
+        "lowrank_number": 1.706e-09,
+        "lowrank_product": 1.322e-11,
+        "learned_crossing": 0.0004391,
+        "learned_entry": 3.982e-09,
+        "learned_number": 1.064e-09,
+        "learned_product": 6.357e-12,
+        "transform_crossing": 0.001072,
+        "transform_number": 7.895e-09,
+        "transform_product": 2.441e-11,
     },
     "2026-11-22: 2 ranks, no limit: 1 x 128, batch 4 x 64; 4 x 128, batch 8 x 32; 2 x 256, batch 8 x 128; "
     "1 x 512, batch 16 x 64; 2 x 256, batch 4 x 64; 2 x 512, batch 4 x 64",

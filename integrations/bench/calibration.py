@@ -13,19 +13,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dct_plugin.codecs.message import MessageWriter
-from dct_plugin.codecs.values import ValueDtype
+from dct_plugin.config import PipelineConfig
 from dct_plugin.cost import (
+    CODED,
     COEFFICIENTS,
     GRADIENTS,
+    Activation,
     Link,
     Machine,
     Transformer,
     data_parallel,
     reduction,
 )
-from dct_plugin.kernels import get_backend
-from dct_plugin.stream import encode_all
+from dct_plugin.model_parallel import ActivationStream, FixedMessages
 
 from ..links.interleave import interleaved, warmed
 from ..links.namespaces import Links, bits_per_second, rate_name
@@ -44,6 +44,13 @@ COMPARED = (Transformer(2, 256, 4, 64), Transformer(2, 512, 4, 64))
 #: What the fit has not seen: shapes, numbers of ranks, rates of the links.
 HELD_OUT = (Transformer(3, 384, 6, 96),)
 HELD_OUT_RANKS, HELD_OUT_RATES = (2, 4), (None, "1gbit", "100mbit")
+#: Of activations: rows and hidden size, share of the entries that is sent or rank.
+CODED_AT = tuple(
+    (rows, hidden, density, rank)
+    for rows, hidden in ((256, 128), (1024, 96), (640, 384), (512, 512), (2048, 160))
+    for density, rank in ((0.05, 8), (0.1, 16), (0.25, 32))
+)
+HELD_OUT_CODED = ((768, 448, 0.15, 20), (1536, 192, 0.08, 24), (384, 256, 0.2, 12))
 
 
 @dataclass(frozen=True)
@@ -140,23 +147,28 @@ def calibrate(folder: Path, follow: Callable[[str], None]) -> tuple[Machine, lis
     found = list(measure(2, shapes, (None,), folder, follow))
     cores = os.cpu_count() or 1
     fitted_on = f"{date.today()}: 2 ranks, no limit: " + "; ".join(words(shape) for shape, _ in shapes)
-    coefficients = {**fitted(found), "code": seconds_per_code()}
+    coefficients = {**fitted(found), **fitted_coding([coded(*each) for each in activations(CODED_AT)])}
     return Machine(f"{platform.machine()}, {cores} cores", cores, coefficients, fitted_on), found
 
 
 def fitted(found: Sequence[Measured]) -> dict[str, float]:
     """Coefficients, none negative, that make the relative errors of all steps smallest in the square."""
-    from scipy.optimize import nnls
-
-    names = [name for name in COEFFICIENTS if name != "code"]
-    rows, weights = [], []
+    rows = []
     for each in found:
         for method, seconds in each.seconds.items():
             counts = each.shape.counts()
             if method != "ideal":
                 counts |= reduction(each.shape, GRADIENTS[method], each.ranks)[0]
-            rows.append([counts.get(name, 0.0) for name in names])
-            weights.append(1.0 / seconds)
+            rows.append((counts, seconds))
+    return _fitted([name for name in COEFFICIENTS if name.partition("_")[0] not in CODED], rows)
+
+
+def _fitted(names: Sequence[str], found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Coefficients of counts, none negative, for the seconds that they took."""
+    from scipy.optimize import nnls
+
+    rows = [[counts.get(name, 0.0) for name in names] for counts, _ in found]
+    weights = [1.0 / seconds for _, seconds in found]
     table = np.array(rows) * np.array(weights)[:, None]
     scale = table.max(axis=0)  # counts differ by ten orders of magnitude
     scale[scale == 0.0] = 1.0
@@ -164,18 +176,71 @@ def fitted(found: Sequence[Measured]) -> dict[str, float]:
     return dict(zip(names, (solution / scale).tolist(), strict=True))
 
 
-def seconds_per_code(numel: int = 1 << 18, rounds: int = 20) -> float:
-    """Of an activation entry that is coded or decoded once: int8 of all entries, there and back."""
-    kernels = get_backend(torch.device("cpu"), "auto")
-    x, out = torch.randn(numel, generator=torch.Generator().manual_seed(0)), torch.zeros(numel)
-    writer, taken = MessageWriter(x.device), []
-    for _ in range(rounds):
+@dataclass(frozen=True)
+class Coded:
+    """A class of activations at [rows, hidden]: seconds to code and decode a tensor and its gradient."""
+
+    method: Activation
+    rows: int
+    hidden: int
+    seconds: float
+
+
+def activations(
+    at: Sequence[tuple[int, int, float, int]],
+) -> Iterator[tuple[Activation, int, int]]:
+    """Every class at every one of some shapes and strengths."""
+    for name in CODED:
+        for rows, hidden, density, rank in at:
+            if name == "transform":
+                yield Activation(name, rate=8 * density), rows, hidden
+            elif name in ("lowrank", "learned"):
+                yield Activation(name, 4, rank=rank), rows, hidden
+            elif name == "quantise":
+                yield Activation(name, 4), rows, hidden
+            else:
+                yield Activation(name, 16, density), rows, hidden
+
+
+def coded(method: Activation, rows: int, hidden: int, *, rounds: int = 20) -> Coded:
+    """Measure one, on one thread, without a network: the least of some rounds."""
+    section = PipelineConfig.of(
+        method=method.method,
+        bits=method.bits,
+        sparsity=1.0 - method.density,
+        rank=max(1, method.rank),
+        rate=method.rate or 1.0,
+    )
+    sender, receiver = (FixedMessages(ActivationStream(section, name="x", rank=rank)) for rank in range(2))
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(rows, hidden, generator=generator) for _ in range(2))
+    arrived, back, taken = torch.empty_like(x), torch.empty_like(x), []
+    # glibc keeps blocks up to the largest one that was freed; in a process that trains that is a large one.
+    torch.empty(31 << 18)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for number in range(rounds + 9):
         began = time.perf_counter()
-        writer.clear()
-        encode_all(kernels, x, writer, ValueDtype.INT8)
-        kernels.decode_add(writer.message, out)
+        message, kept, _ = sender.encode(x, number)
+        received = receiver.decode(message, arrived)
+        answer, _ = receiver.encode_gradient(gradient, received, exact=True)
+        sender.decode_gradient(answer, {number: kept}, back)
+        for end in (sender, receiver):
+            end.stream.end_step()
         taken.append(time.perf_counter() - began)
-    return sorted(taken)[rounds // 2] / (2 * numel)
+    torch.set_num_threads(threads)
+    return Coded(method, rows, hidden, min(taken[9:]))
+
+
+def fitted_coding(found: Sequence[Coded]) -> dict[str, float]:
+    """Coefficients of all classes' coding."""
+    coefficients: dict[str, float] = {}
+    for name in CODED:
+        own = [(one.method.coding(one.rows, one.hidden), one.seconds) for one in found]
+        rows = [(counts, seconds) for counts, seconds in own if f"{name}_entry" in counts]
+        if rows:
+            coefficients |= _fitted([key for key in COEFFICIENTS if key.startswith(f"{name}_")], rows)
+    return coefficients
 
 
 def check(machine: Machine, found: Sequence[Measured]) -> list[Checked]:

@@ -158,11 +158,21 @@ def check(
     rate: _Rate = None,
     out: Annotated[Path, typer.Option(help="Folder for figures.")] = Path("out/cost"),
 ) -> None:
-    """Measure a shape, numbers of ranks and links that the model was not fitted on, and compare."""
+    """Measure shapes, numbers of ranks, links and coding that the model was not fitted on, and compare."""
     from rich.console import Console
     from rich.table import Table
 
-    from .calibration import HELD_OUT, Measured, check, measure, name_of, words
+    from .calibration import (
+        HELD_OUT,
+        HELD_OUT_CODED,
+        Measured,
+        activations,
+        check,
+        coded,
+        measure,
+        name_of,
+        words,
+    )
 
     here, console = _machine(machine), Console()
     rates = [None if one == UNLIMITED else one for one in _rates(rate, (UNLIMITED, "1gbit", "100mbit"))]
@@ -176,6 +186,13 @@ def check(
         figures = f"{1e3 * each.measured:.0f}", f"{1e3 * each.estimated:.0f}", f"{each.error:+.0%}"
         table.add_row(words(each.shape), str(each.ranks), name_of(each.rate), each.method, *figures)
     console.print(table)
+    coding = Table("activations", "rows x hidden", "measured, ms", "model, ms", "error")
+    for way, rows, hidden in activations(HELD_OUT_CODED):
+        seconds = coded(way, rows, hidden).seconds
+        estimated = here.seconds(way.coding(rows, hidden))
+        figures = f"{1e3 * seconds:.2f}", f"{1e3 * estimated:.2f}", f"{estimated / seconds - 1.0:+.0%}"
+        coding.add_row(way.method, f"{rows} x {hidden}", *figures)
+    console.print(coding)
     errors = [abs(each.error) for each in checked]
     console.print(f"Off by {statistics.median(errors):.0%} (median), {max(errors):.0%} (worst).")
     out.mkdir(parents=True, exist_ok=True)
