@@ -29,6 +29,8 @@ PP, TP = "PP 2", "TP 2"
 def classes() -> dict[str, dict[str, Any]]:
     """Options of ``dct.model_parallel.pipeline`` by the name of their row."""
     int4 = {"value_dtype": "int4", "gradient_value_dtype": "int4"}
+    low = {"method": "lowrank", "rank": 20, "bits": 4, "group_size": 256}
+    transform = {"method": "transform", "rate": 1.42}
     taught = {"learning_rate": 4e-3}
     return {
         "threshold 0.9": {"method": "threshold", "sparsity": 0.9},
@@ -42,8 +44,14 @@ def classes() -> dict[str, dict[str, Any]]:
         "quantise 2 bits, rotated": {"method": "quantise", "bits": 2, "rotate": True},
         "quantise 1 bit, rotated": {"method": "quantise", "bits": 1, "rotate": True},
         "lowrank 16, 4 bits": {"method": "lowrank", "rank": 16, "bits": 4},
-        "lowrank 20, 4 bits": {"method": "lowrank", "rank": 20, "bits": 4, "group_size": 256},
+        "lowrank 20, 4 bits": low,
+        "lowrank 20, 4 bits, forward": {**low, "gradient_method": "none"},
+        "lowrank 20, 4 bits, backward": {**low, "method": "none", "gradient_method": "lowrank"},
+        "lowrank 20, 4 bits, apart": {**low, "gradient_method": "lowrank"},
         "lowrank 26, 3 bits": {"method": "lowrank", "rank": 26, "bits": 3, "group_size": 256},
+        "transform 1.42 bits": transform,
+        "transform 1.42 bits, forward": {**transform, "gradient_method": "none"},
+        "transform 1.42 bits, backward": {**transform, "method": "none", "gradient_method": "transform"},
         "learned 16, 4 bits": {"method": "learned", "rank": 16, "bits": 4, **taught},
         "learned 22, 4 bits": {"method": "learned", "rank": 22, "bits": 4, "group_size": 256, **taught},
         "learned 28, 3 bits": {"method": "learned", "rank": 28, "bits": 3, "group_size": 256, **taught},

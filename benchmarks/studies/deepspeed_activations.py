@@ -38,6 +38,7 @@ PIPELINE: dict[str, dict[str, Any] | None] = {
     },
     "sparsity 0.99": {"sparsity": 0.99},
     "quantise, 4 bits": {"method": "quantise", "bits": 4, "gradient_bits": 4},
+    "transform, 1.42 bits": {"method": "transform"},
 }
 EXPERTS: dict[str, dict[str, Any] | None] = {
     "dense": None,

@@ -71,6 +71,9 @@ def settings() -> dict[str, dict[str, Any]]:
             )
             for every in (10, 25, 50)
         },
+        "Accordion, 25 steps, step-ahead, 10 + 20 steps": data_parallel(
+            0.99, adaptive="accordion", adaptive_sparsity=0.9, adaptive_interval=25, **ahead, **start
+        ),
         "hybrid": data_parallel(0.9, best),
         "hybrid 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, best, **ahead, **start),
         "hybrid 0.99, step-ahead, 20 + 40 steps": data_parallel(0.99, best, **ahead, **longer),

@@ -18,14 +18,14 @@ from ..errors import PayloadError
 from .splitmix import shift_right, splitmix64
 
 #: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
-_BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352}
+_BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
 
 
 class Quantiser(NamedTuple):
     """Settings: what encoder and decoder have to know of each other.
 
     Attributes:
-        bits: of a value: 8, 4, 3, 2 or 1; 16 is bf16 without scales.
+        bits: of a value, 1 to 8; 16 is bf16 without scales.
         group: Values that share a scale of bf16, a power of two of at least 8.
         rotate: Mix the values of each group by a Hadamard transform (TAH-Quant, arXiv 2506.01352).
 
@@ -128,11 +128,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [n], n a multiple of 8, each below ``2**bits``, as uint8 [n * bits / 8], lowest bits first."""
     if bits == 8:
         return codes
-    if bits == 3:
-        word = torch.zeros(codes.numel() // 8, dtype=torch.int32, device=codes.device)
-        for place, column in enumerate(codes.view(-1, 8).to(torch.int32).unbind(dim=1)):
-            word |= column << (3 * place)
-        return torch.stack([word >> shift for shift in (0, 8, 16)], dim=1).to(torch.uint8).view(-1)
+    if 8 % bits:
+        word = torch.zeros(codes.numel() // 8, dtype=torch.int64, device=codes.device)
+        for place, column in enumerate(codes.view(-1, 8).to(torch.int64).unbind(dim=1)):
+            word |= column << (bits * place)
+        return torch.stack([word >> (8 * byte) & 255 for byte in range(bits)], dim=1).to(torch.uint8).view(-1)
     columns = codes.view(-1, 8 // bits).unbind(dim=1)
     packed = columns[0].clone()
     for place, column in enumerate(columns[1:], start=1):
@@ -144,11 +144,13 @@ def unpack(data: Tensor, bits: int) -> Tensor:
     """Inverse of :func:`pack`."""
     if bits == 8:
         return data
-    if bits == 3:
-        low, middle, high = data.view(-1, 3).to(torch.int32).unbind(dim=1)
-        word = low | middle << 8 | high << 16
-        return torch.stack([(word >> (3 * place)) & 7 for place in range(8)], dim=1).to(torch.uint8).view(-1)
     mask = 2**bits - 1
+    if 8 % bits:
+        word = torch.zeros(data.numel() // bits, dtype=torch.int64, device=data.device)
+        for byte, column in enumerate(data.view(-1, bits).to(torch.int64).unbind(dim=1)):
+            word |= column << (8 * byte)
+        places = [(word >> (bits * place)) & mask for place in range(8)]
+        return torch.stack(places, dim=1).to(torch.uint8).view(-1)
     return torch.stack([(data >> (bits * place)) & mask for place in range(8 // bits)], dim=1).view(-1)
 
 

@@ -397,7 +397,9 @@ class DataParallelConfig(Section):
         return self.server_density
 
 
-Method = Literal["threshold", "topk", "randomk", "quantise", "bound", "lowrank", "learned", "none"]
+Method = Literal[
+    "threshold", "topk", "randomk", "quantise", "bound", "lowrank", "learned", "transform", "none"
+]
 #: Classes that need a sparsity; at 0 they leave everything as it is.
 _SPARSE = ("threshold", "topk", "randomk")
 _KeptType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
@@ -414,15 +416,17 @@ class ActivationConfig(Section):
         default="threshold",
         description="What crosses: entries that reach a threshold, the largest of each tensor (topk), random "
         "ones (randomk), all in few bits (quantise), all within a bound (bound), a projection to a low rank "
-        "(lowrank), the code of a linear auto-encoder trained with the model (learned), or all (none: the "
-        "host's own transfer).",
+        "(lowrank), the code of a linear auto-encoder trained with the model (learned), coordinates in the "
+        "principal directions in as many bits as each earns (transform), or all (none: the host's own "
+        "transfer).",
     )
     gradient_method: Literal[
-        "same", "threshold", "topk", "randomk", "quantise", "bound", "lowrank", "none"
+        "same", "threshold", "topk", "randomk", "quantise", "bound", "lowrank", "transform", "none"
     ] = Field(
         default="same",
         description="How gradients come back: same answers at the forward message's positions, in its "
-        "subspace or in its code (quantise, bound: the same way); any other compresses them by themselves.",
+        "subspace or in its code (quantise, bound, transform: the same way, by themselves); any other "
+        "compresses them by themselves.",
     )
     sparsity: float = Field(
         default=0.0,
@@ -499,6 +503,18 @@ class ActivationConfig(Section):
         le=65536,
         description="With gradient_method lowrank: the rank of gradients; null takes rank.",
     )
+    rate: float = Field(
+        default=1.42, gt=0, le=8, description="With transform: bits per entry, on average over directions."
+    )
+    gradient_rate: float | None = Field(
+        default=None, gt=0, le=8, description="The same for gradients; null takes rate."
+    )
+    basis_interval: int = Field(
+        default=10,
+        ge=1,
+        description="With transform: most steps from one set of directions to the next, which crosses with "
+        "the messages of a step; a quarter of the steps so far, where that is less.",
+    )
     learning_rate: float = Field(
         default=1e-3, gt=0, description="With learned: Adam's, for encoder and decoder."
     )
@@ -569,6 +585,8 @@ class ActivationConfig(Section):
             return f"dense{own}"
         elif self.method == "bound":
             what = f"error {self.error_bound:g}"
+        elif self.method == "transform":
+            what = f"{self.rate:g} bits per entry"
         else:
             what = f"{self.bits} bits" + (f", rank {self.rank}" if self.method != "quantise" else "")
         return (what if self.method == "threshold" else f"{self.method}, {what}") + own
@@ -581,6 +599,7 @@ class ActivationConfig(Section):
             "bits": self.gradient_bits,
             "stochastic": self.gradient_stochastic,
             "rank": self.gradient_rank,
+            "rate": self.gradient_rate,
             "error_bound": self.gradient_error_bound,
         }
         given = {key: value for key, value in given.items() if value is not None}

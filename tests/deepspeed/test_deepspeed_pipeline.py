@@ -26,6 +26,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "quantise": {"method": "quantise", "bits": 4},
     "lowrank": {"method": "lowrank", "rank": 4},
     "learned": {"method": "learned", "rank": 4},
+    "transform": {"method": "transform"},
 }
 READY = CONFIGS / "deepspeed_pipeline_dct.json"
 

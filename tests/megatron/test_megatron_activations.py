@@ -22,6 +22,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "randomk": {"method": "randomk", "sparsity": 0.5, "bits": 4, "stochastic": True},
     "quantise": {"method": "quantise", "bits": 4, "gradient_bits": 3, "rotate": True, "stochastic": True},
     "lowrank": {"method": "lowrank", "rank": 16, "bits": 4},
+    "transform": {"method": "transform", "rate": 0.5},
     "learned": {"method": "learned", "rank": 16, "bits": 8, "learning_rate": 3e-3},
 }
 OFF = {"enabled": False}

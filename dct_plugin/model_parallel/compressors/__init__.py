@@ -17,6 +17,7 @@ from .quantise import Quantised
 from .randomk import RandomK
 from .threshold import Thresholded
 from .topk import TopK
+from .transform import Transformed
 
 __all__ = ["COMPRESSORS", "ActivationCompressor", "AnsweringCompressor", "Site", "Written", "create"]
 
@@ -29,6 +30,7 @@ COMPRESSORS: Mapping[str, type[ActivationCompressor]] = {
     "bound": Bounded,
     "lowrank": LowRank,
     "learned": Learned,
+    "transform": Transformed,
     "none": Whole,
 }
 

@@ -15,7 +15,7 @@ from ...stream import Encoded
 from .compressor import AnsweringCompressor, Written, add, rows_of, size_of_rows
 
 #: The basis is rounded to this many bits, with a scale for as many entries.
-_BASIS = Quantiser(bits=8, group=64)
+BASIS = Quantiser(bits=8, group=64)
 
 
 class _Factors(NamedTuple):
@@ -40,14 +40,14 @@ class LowRank(AnsweringCompressor):
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         sizes = self._sizes(shape)
-        return self.quantiser().nbytes(sizes.codes) + _BASIS.nbytes(sizes.basis)
+        return self.quantiser().nbytes(sizes.codes) + BASIS.nbytes(sizes.basis)
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         began = time.perf_counter()
         messages, kept = [], []
         for part in parts:
             rows = rows_of(part)
-            stored = _BASIS.encode(self._basis(rows))
+            stored = BASIS.encode(self._basis(rows))
             basis = self._read(stored, part.shape)
             seed = self.seed(part) if self.config.stochastic else None
             messages.append(torch.cat([stored, self.quantiser().encode((rows @ basis).t(), seed)]))
@@ -57,7 +57,7 @@ class LowRank(AnsweringCompressor):
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
         sizes = self._sizes(out.shape)
         basis = self._read(message, out.shape)
-        codes = self.quantiser().decode(message[_BASIS.nbytes(sizes.basis) :], sizes.codes)
+        codes = self.quantiser().decode(message[BASIS.nbytes(sizes.basis) :], sizes.codes)
         add(out, _columns(codes, out.shape, basis) @ basis.t())
         return basis
 
@@ -106,7 +106,7 @@ class LowRank(AnsweringCompressor):
     def _read(self, message: Tensor, shape: torch.Size) -> Tensor:
         """The basis at the start of a message, as both ends use it."""
         size = self._sizes(shape).basis
-        return _BASIS.decode(message, size).view(shape[-1], size // max(shape[-1], 1))
+        return BASIS.decode(message, size).view(shape[-1], size // max(shape[-1], 1))
 
 
 def _columns(codes: Tensor, shape: torch.Size, basis: Tensor) -> Tensor:
