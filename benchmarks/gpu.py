@@ -28,12 +28,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import Compressor
-from dct_plugin.codecs import MessageWriter, Payload, ValueDtype, payload_bound, read_messages
-from dct_plugin.kernels import get_backend
+from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.frames import frame_bytes
+from dct_plugin.codecs.stats import read_figures
+from dct_plugin.kernels import Framing, get_backend
 from dct_plugin.kernels.reference import ReferenceBackend
 
 AIM = 0.7  # of the copy bandwidth, on the bytes that selection has to move
@@ -121,6 +124,17 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
     once = payload_nbytes + 8 * opened.nnz
     add("decode and add", lambda: kernels.decode_add(opened, target), once)
     add("sum of 2 messages", lambda: kernels.sum_messages([payload, payload], [target], 0.5), 2 * once)
+    if isinstance(kernels, Framing):
+        writer = MessageWriter(torch.device("cuda"))
+        writer.reserve(payload_nbytes).copy_(payload)
+        counts = torch.tensor([payload_nbytes, 0, 0, 0], device="cuda")
+        writer.advance(Stats.on_device(counts))
+        room = frame_bytes([payload_nbytes])
+        frames = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
+        halves, bounds = frames.split(room), [(0, room), (room, 2 * room)]
+        add("write a frame", lambda: kernels.write_frame(writer, halves[0], 0), 2 * payload_nbytes)
+        kernels.write_frame(writer, halves[1], 0)
+        add("sum of 2 frames", lambda: kernels.sum_frames(frames, bounds, [target], 0.5), 2 * once)
     return bandwidth, rows
 
 
@@ -165,20 +179,34 @@ class Job:
 
 
 class BackToSender:
-    """Compresses every gradient into one message, and puts what it holds in their place."""
+    """Compresses every gradient into one message, and puts what it holds in their place, in a frame as a
+    reduction does.
+    """
 
     def __init__(self, model: nn.Module, sparsity: float) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.numel() >= 4096]
         self.streams = [Compressor(sparsity=sparsity, name=str(i)) for i in range(len(self.parameters))]
         self.kernels, self.writer = get_backend("cuda"), MessageWriter(torch.device("cuda"))
+        self.size = 0  # of the last message
 
     def __call__(self) -> None:
         self.writer.clear()
         grads = [parameter.grad.view(-1) for parameter in self.parameters if parameter.grad is not None]
         pairs = list(zip(self.streams, grads, strict=True))
         encoded = [s.encode(g, [(0, g.numel(), self.writer)], clear=True) for s, g in pairs]
-        (message,) = read_messages([self.writer])
-        self.kernels.sum_messages([message], grads, 1.0)
+        stats = [part for each in encoded for part in each.stats]
+        if self.size and isinstance(self.kernels, Framing):
+            frame = torch.empty(frame_bytes([self.size]), dtype=torch.uint8, device="cuda")
+            self.kernels.write_frame(self.writer, frame, 0)
+            wrong, missing = self.kernels.sum_frames(frame, [(0, frame.numel())], grads, 1.0)
+            _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
+            if late:
+                for grad in grads:
+                    grad.zero_()
+        if not self.size or late or not isinstance(self.kernels, Framing):
+            (message,) = read_messages([self.writer])
+            self.kernels.sum_messages([message], grads, 1.0)
+        self.size = sum(part.nbytes for part in stats)
         for stream, each in zip(self.streams, encoded, strict=True):
             stream.observe(each)
             stream.end_step()
@@ -226,12 +254,14 @@ def _rank(rank: int, folder: str, batch: int, sparsity: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     rows = []
-    for what in ("dense", "dct"):
+    for what in ("dense fp32", "dense bf16", "dct"):
         job = Job(batch)
         wrapped = DistributedDataParallel(job.model, device_ids=[0])
         if what == "dct":
             section = {"data_parallel": {"sparsity": sparsity}}
             wrapped.register_comm_hook(DCTState(section), dct_hook)
+        elif what == "dense bf16":
+            wrapped.register_comm_hook(None, bf16_compress_hook)
         row = timed_steps(lambda j=job, w=wrapped: j.step(w), warm=5, steps=5)
         rows.append({"what": f"{what}, two processes over gloo", **row})
         del job, wrapped
