@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,13 @@ from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
+from ..kernels.embedding import get_device_codec, say_once
 from ..kernels.embedding_format import EmbeddingKernels, Encoded, FloatArray, IntArray, Outgoing
 from ..stream import as_flat, encode_all, encode_at, wire_dtype
 from .error_bounded import decode_bounded, encode_bounded
+
+if TYPE_CHECKING:
+    from ..kernels.triton_embedding import TritonEmbeddingKernels
 
 __all__ = ["Block", "Mask", "Message", "VectorMessages"]
 
@@ -101,6 +105,7 @@ class VectorMessages:
         self.bit_cost = _SLOWEST
         self._backend = backend
         self._host = host
+        self._codecs: dict[torch.device, TritonEmbeddingKernels | None] = {}
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """An exchange of so many bytes took so long; the fastest of the last ones tells of the link."""
@@ -123,7 +128,7 @@ class VectorMessages:
             assert bounds is not None
             kind = _BOUNDED | (_MASKED if self._returned(blocks[r]) else 0)
             lengths = np.array(blocks[r].rows, dtype=np.int64) * self.dim
-            parts.append(Outgoing(_on_host(flats[r]), lengths, bounds, send=r != own, kind=kind))
+            parts.append(Outgoing(self._to_code(flats[r]), lengths, bounds, send=r != own, kind=kind))
         decoded = any(blocks[r].mask is not None for r in bounded)
         coded = dict(zip(bounded, self._bounded(parts, decoded), strict=True))
         messages = []
@@ -158,12 +163,12 @@ class VectorMessages:
         slices = list(out.split(counts))
         masks: list[Mask | None] = [None] * len(rows)
         coded: list[int] = []
-        lengths = []
+        lengths, kinds = [], _kinds(messages)
         for source, (message, part) in enumerate(zip(messages, slices, strict=True)):
             if source == own:
                 part.copy_(vectors.view(-1))
             elif part.numel():
-                payload, kind = self._opened(message, source)
+                payload, kind = self._opened(message, kinds[source], source)
                 if kind & _BOUNDED:
                     coded.append(source)
                     lengths.append(np.array(rows[source], dtype=np.int64) * self.dim)
@@ -203,7 +208,7 @@ class VectorMessages:
             flat = as_flat(part)
             if quantised:
                 entries = self.entries(mask, part.shape, part.device)
-                x = _on_host(flat if entries is None else flat[entries.view(-1)])
+                x = self._to_code(flat if entries is None else flat[entries.view(-1)])
                 lengths = self._gradient_lengths(rows[source], entries)
                 outgoing.append(Outgoing(x, lengths, np.zeros(len(lengths)), kind=_BOUNDED))
                 bounded.append(source)
@@ -212,14 +217,7 @@ class VectorMessages:
                 messages[source], nnz = self._plain_gradient(flat, part.shape, mask)
                 kept += nnz
         if outgoing:
-            relative = self.config.gradient_bound or 0.0
-            squares = self._host().mean_squares(outgoing)
-            with np.errstate(over="ignore", invalid="ignore"):
-                outgoing = [
-                    part._replace(bounds=relative * np.sqrt(square))
-                    for part, square in zip(outgoing, squares, strict=True)
-                ]
-            for source, encoded in zip(bounded, self._bounded(outgoing, False), strict=True):
+            for source, encoded in zip(bounded, self._bounded_gradients(outgoing), strict=True):
                 assert encoded.message is not None
                 messages[source] = encoded.message.to(parts[source].device)
         return messages, kept
@@ -247,6 +245,7 @@ class VectorMessages:
         slices = list(out.split(counts))
         coded: list[int] = []
         lengths, targets, entries_of = [], [], []
+        kinds = _kinds(messages)
         for source, (message, part, mask) in enumerate(zip(messages, slices, masks, strict=True)):
             shape = torch.Size((len(part) // self.dim, self.dim))
             if source == own:
@@ -255,7 +254,7 @@ class VectorMessages:
                 continue
             if not part.numel():
                 continue
-            payload, kind = self._opened(message, source)
+            payload, kind = self._opened(message, kinds[source], source)
             if kind & _BOUNDED:
                 entries = self.entries(mask, shape, out.device)
                 coded.append(source)
@@ -282,6 +281,9 @@ class VectorMessages:
     def _bounded(self, parts: Sequence[Outgoing], decoded: bool) -> list[Encoded]:
         if not parts:
             return []
+        codec = self._codec(parts[0].x.device)
+        if codec is not None:
+            return codec.encode(parts, decoded=decoded)
         kernels = self._host()
         return encode_bounded(
             parts,
@@ -293,12 +295,49 @@ class VectorMessages:
             repeats=not self.config.deduplicate,
         )
 
+    def _bounded_gradients(self, parts: Sequence[Outgoing]) -> list[Encoded]:
+        """With bounds relative to the root mean square of every segment."""
+        relative = self.config.gradient_bound or 0.0
+        codec = self._codec(parts[0].x.device)
+        if codec is not None:
+            squares = codec.mean_squares(parts)
+            return codec.encode(parts, bounds=[relative * square.sqrt() for square in squares])
+        with np.errstate(over="ignore", invalid="ignore"):
+            bounds = [relative * np.sqrt(square) for square in self._host().mean_squares(parts)]
+        return self._bounded(
+            [part._replace(bounds=each) for part, each in zip(parts, bounds, strict=True)], False
+        )
+
+    def _codec(self, device: torch.device) -> TritonEmbeddingKernels | None:
+        """What codes tensors where they are; None: the host does."""
+        if device not in self._codecs:
+            self._codecs[device] = get_device_codec(self._backend(device), self.config.entropy)
+        return self._codecs[device]
+
+    def _to_code(self, flat: Tensor) -> Tensor:
+        """fp32, where it is coded."""
+        return flat.to(torch.float32) if self._codec(flat.device) is not None else _on_host(flat)
+
     def _read_coded(
         self, what: str, payloads: dict[int, Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
     ) -> None:
         """Decode payloads, by rank, into ``outs``, fp32 on any device."""
         if not payloads:
             return
+        codec = self._codec(outs[0].device)
+        if codec is not None:
+            found = codec.decode(list(payloads.values()), lengths, outs)
+            for source, opened in zip(payloads, found, strict=True):
+                if opened is not None and opened.fault is not None:
+                    with self._blame(what, source):
+                        raise PayloadError(opened.fault)
+            left = [at for at, opened in enumerate(found) if opened is None]
+            if not left:
+                return
+            say_once("a rank sends Rice codes or deflated ones, which the host reads")
+            sources = list(payloads)
+            payloads = {sources[at]: payloads[sources[at]] for at in left}
+            lengths, outs = [lengths[at] for at in left], [outs[at] for at in left]
         hosts = [out if out.device.type == "cpu" else torch.empty(len(out)) for out in outs]
         faults = decode_bounded([p.cpu() for p in payloads.values()], lengths, hosts, self._host())
         for source, fault in zip(payloads, faults, strict=True):
@@ -387,8 +426,7 @@ class VectorMessages:
         kept = np.concatenate([[0], np.cumsum(entries.sum(dim=1).cpu().numpy())])
         return np.asarray(kept[ends] - kept[ends - counts], dtype=np.int64)
 
-    def _opened(self, message: Tensor, source: int) -> tuple[Tensor, int]:
-        kind = int(message[-1]) if message.numel() else -1
+    def _opened(self, message: Tensor, kind: int, source: int) -> tuple[Tensor, int]:
         if not 0 <= kind <= _BOUNDED | _MASKED:
             what = "no message" if kind < 0 else f"a message of unknown kind {kind}"
             raise PayloadError(f"{self.name}: {what} from rank {source} of the group")
@@ -400,6 +438,13 @@ class VectorMessages:
             yield
         except PayloadError as error:
             raise PayloadError(f"{self.name}: {what} from rank {source} of the group: {error}") from error
+
+
+def _kinds(messages: Sequence[Tensor]) -> list[int]:
+    """The last bytes of messages, read at once; -1 where there is none."""
+    last = [message[-1:] for message in messages if message.numel()]
+    read = iter(torch.cat(last).tolist() if last else ())
+    return [next(read) if message.numel() else -1 for message in messages]
 
 
 def _masked(block: Block) -> Tensor:

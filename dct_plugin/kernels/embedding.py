@@ -1,15 +1,18 @@
 """The hot loops of the embedding exchange: all messages of a step, to or from all peers, in one call.
 
-They work on the host; what is on an accelerator is copied there first. :func:`get_embedding_kernels` gives
-the compiled ones (csrc/dct_embedding.c) or, without a compiler, those of
-:mod:`~dct_plugin.kernels.embedding_reference`, which define the results.
+They work on the host; what is on an accelerator is copied there first, except for packed codes on CUDA
+(:func:`get_device_codec`). :func:`get_embedding_kernels` gives the compiled ones (csrc/dct_embedding.c) or,
+without a compiler, those of :mod:`~dct_plugin.kernels.embedding_reference`, which define the results.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64, c_void_p
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +35,12 @@ from .embedding_format import (
 )
 from .embedding_reference import ReferenceEmbeddingKernels
 
-__all__ = ["CompiledEmbeddingKernels", "get_embedding_kernels"]
+if TYPE_CHECKING:
+    from .triton_embedding import TritonEmbeddingKernels
+
+__all__ = ["CompiledEmbeddingKernels", "get_device_codec", "get_embedding_kernels", "say_once"]
+
+logger = logging.getLogger("dct_plugin.kernels")
 
 
 class _Outgoing(ctypes.Structure):
@@ -226,3 +234,24 @@ def get_embedding_kernels(backend: Backend) -> EmbeddingKernels:
         except OSError:
             pass
     return ReferenceEmbeddingKernels()
+
+
+def get_device_codec(backend: Backend, entropy: str) -> TritonEmbeddingKernels | None:
+    """What writes and reads error-bounded codes on the device of a backend; None: the host does.
+
+    ``entropy`` is that of the configuration: ``auto`` is packed there. Rice codes and deflate are serial.
+    """
+    if backend.name != "triton":
+        return None
+    if entropy in ("rice", "deflate"):
+        say_once(f"dct.embedding.entropy = '{entropy}': a serial code, which the host writes and reads")
+        return None
+    from .triton_embedding import TritonEmbeddingKernels
+
+    return TritonEmbeddingKernels()
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log why something is done on the host."""
+    logger.warning("%s; vectors and gradients are copied there, 'packed' needs no copy", text)

@@ -39,8 +39,8 @@ from .embedding_format import (
 
 _ESCAPED_BITS = 16
 #: Step widths are this much below twice the bound, for the rounding of the quotient.
-_SLACK = 1.0 - 2.0**-12
-_SMALLEST_STEP = 2.0**-100
+SLACK = 1.0 - 2.0**-12
+SMALLEST_STEP = 2.0**-100
 
 BitTokens = tuple[npt.NDArray[np.uint64], IntArray]  # codes, and bits of each
 
@@ -48,9 +48,9 @@ BitTokens = tuple[npt.NDArray[np.uint64], IntArray]  # codes, and bits of each
 def half_steps(bounds: FloatArray) -> FloatArray:
     """Half step widths for bounds: the largest bf16 number safely below each; 0: too small to work with."""
     with np.errstate(over="ignore", invalid="ignore"):
-        target = (bounds * _SLACK).astype(np.float32)
+        target = (bounds * SLACK).astype(np.float32)
     half = (target.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
-    return np.where(half >= _SMALLEST_STEP, half, 0.0)
+    return np.where(half >= SMALLEST_STEP, half, 0.0)
 
 
 class ReferenceEmbeddingKernels:

@@ -143,7 +143,7 @@ class TritonBackend:
                 clear=clear,
             )
         dense = args.dense and args.encoding in (None, IndexEncoding.DENSE)
-        with _on(grad.device):
+        with launched_on(grad.device):
             stats = (self._compress_all if dense else self._compress_selected)(grad, residual, args, out)
         if clear:
             grad.zero_()
@@ -221,7 +221,7 @@ class TritonBackend:
         self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
     ) -> Stats:
         mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
-        with _on(source.device):
+        with launched_on(source.device):
             state = self._state(source.device)
             numel, nnz, grad_code = mask.numel, mask.nnz, _GRAD_CODE[source.dtype]
             if mask.nonfinite:
@@ -293,7 +293,7 @@ class TritonBackend:
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel, verify=False)
         opened = self._open_one(payload)
-        with _on(payload.data.device):
+        with launched_on(payload.data.device):
             mask = torch.zeros(numel, dtype=torch.uint8, device=payload.data.device)
             reading.mark[_programs(payload.nnz, _CHUNK)](
                 opened.rows, opened.positions, mask, self._error(mask.device), payload.nnz
@@ -353,7 +353,7 @@ class TritonBackend:
         totals = [out if out.dtype == torch.float32 else next(beside) for out in outs]
         base = next((total for total in totals if total.numel()), totals[0])
         begins = [(t.data_ptr() - base.data_ptr()) // 4 if t.numel() else 0 for t in totals]
-        meta = _upload([[t.numel(), begin] for t, begin in zip(totals, begins, strict=True)], where)
+        meta = upload([[t.numel(), begin] for t, begin in zip(totals, begins, strict=True)], where)
         early = scales_first(count, scale)
         for message in range(count):
             self._add(opened, opened, meta, base, wrong, message, scale if early else 1.0)
@@ -391,14 +391,14 @@ class TritonBackend:
         longest, entries = max(end - begin for begin, end in bounds), sum(numels)
         at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
         room = min(3 * longest, entries)  # with a bit or more for the position
-        meta = _upload([[numel, 0] for numel in numels], where)
+        meta = upload([[numel, 0] for numel in numels], where)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.zeros(several, dtype=torch.int64, device=where)
         sums = -(-at_most // _CHUNK) + count
         units = sum(-(-numel // _BLOCK) for numel in numels) + longest // _CHUNK + count
-        with _on(where):
+        with launched_on(where):
             reading.open_messages[(several,)](
-                *(buffer, buffer.view(torch.int64) if framed else None, _upload(bounds, where), meta),
+                *(buffer, buffer.view(torch.int64) if framed else None, upload(bounds, where), meta),
                 *(rows, missing, count),
                 FRAMED=framed,
                 SINGLE=single,
@@ -412,7 +412,7 @@ class TritonBackend:
         return _Opened(buffer, rows, positions, missing, sums)
 
     def _add_one(self, opened: _Opened, mask: _Opened, out: Tensor) -> None:
-        meta = _upload([[out.numel(), 0]], out.device)
+        meta = upload([[out.numel(), 0]], out.device)
         self._add(opened, mask, meta, out, self._error(out.device), 0, 1.0)
 
     def _add(
@@ -426,7 +426,7 @@ class TritonBackend:
         scale: float,
     ) -> None:
         """Add a message's payloads to fp32 outputs; ``meta``: their entries, where they begin behind base."""
-        with _on(base.device):
+        with launched_on(base.device):
             reading.add[(opened.sums,)](
                 *(opened.buffer, opened.rows, mask.rows, meta, mask.positions, base),
                 *(wrong, scale, message, len(meta), mask.positions.shape[-1]),
@@ -445,9 +445,9 @@ class TritonBackend:
         counts = torch.stack([stats.device_counts for _, _, stats in parts]) if parts else empty
         sizes = (-(-room // _COPIED) for _, room, _ in parts)
         *firsts, units = itertools.accumulate(sizes, initial=0)
-        places = _upload([[part[0], first] for part, first in zip(parts, firsts, strict=True)], out.device)
+        places = upload([[part[0], first] for part, first in zip(parts, firsts, strict=True)], out.device)
         offsets = torch.empty(len(parts), dtype=torch.int64, device=out.device)
-        with _on(out.device):
+        with launched_on(out.device):
             reading.begin_frame[(1,)](
                 *(counts, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
                 ANSWERS=incomplete is not None,
@@ -488,7 +488,7 @@ class TritonBackend:
         self, grad: Tensor, residual: Tensor | None, samples: int, seed: int, *, everything: bool
     ) -> Tensor:
         """Bits of ``|grad + residual|``, int32 [samples]; -1 for what is not finite."""
-        with _on(grad.device):
+        with launched_on(grad.device):
             magnitudes = torch.empty(samples, dtype=torch.int32, device=grad.device)
             device.sample[_programs(samples, _CHUNK)](
                 *(_readable(grad), residual, magnitudes, grad.numel(), samples, signed(seed)),
@@ -504,7 +504,7 @@ class TritonBackend:
             tau = torch.empty((), dtype=torch.float32, device=magnitudes.device)
             (share,) = struct.unpack("<q", struct.pack("<d", keep_fraction))
             size = 1 << max(10, (samples - 1).bit_length())
-            with _on(magnitudes.device):
+            with launched_on(magnitudes.device):
                 device.kth_largest[(1,)](
                     magnitudes, tau, share, samples, k, SIZE=size, num_warps=min(32, size // 256)
                 )
@@ -521,7 +521,7 @@ class TritonBackend:
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         check_pack(values, out, exponents)
         grouped = exponents is not None
-        with _on(values.device):
+        with launched_on(values.device):
             device.pack[_programs(values.numel(), _CHUNK)](
                 *(values, _readable(out), exponents, values.numel(), signed(seed, 32)),
                 GROUPED=grouped,
@@ -530,7 +530,7 @@ class TritonBackend:
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         check_pack(out, packed, exponents)
-        with _on(out.device):
+        with launched_on(out.device):
             device.unpack[_programs(out.numel(), _CHUNK)](
                 _readable(packed), exponents, out, out.numel(), GROUPED=exponents is not None
             )
@@ -558,13 +558,13 @@ class TritonBackend:
         return error
 
 
-def _upload(table: Any, where: torch.device) -> Tensor:
-    """int64 tensor of numbers that the host has, without waiting."""
+def upload(table: Any, where: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Tensor of numbers that the host has, without waiting."""
     if where.type != "cuda":
-        return torch.tensor(table, dtype=torch.int64, device=where)
-    return torch.tensor(table, dtype=torch.int64, pin_memory=True).to(where, non_blocking=True)
+        return torch.tensor(table, dtype=dtype, device=where)
+    return torch.tensor(table, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
 
 
-def _on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
+def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
     return torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()

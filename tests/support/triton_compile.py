@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels import triton_kernels, triton_messages
+from dct_plugin.kernels import triton_embedding_kernels, triton_kernels, triton_messages
 
 _POINTERS = {
     **dict.fromkeys(("grad", "source", "residual", "left", "tau", "tau_ptr"), "*fp32"),
@@ -19,7 +19,9 @@ _POINTERS = {
     **dict.fromkeys(("state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "frame"), "*u8"),
-    "outs": "*fp32",
+    **dict.fromkeys(("outs", "x", "decoded"), "*fp32"),
+    **dict.fromkeys(("segments", "parts", "plans", "sizes", "status"), "*i64"),
+    **dict.fromkeys(("largest", "halves", "checks", "advances", "powers"), "*i32"),
     "tau_value": "fp32",
     "scale": "fp32",
     "share": "i64",
@@ -28,8 +30,8 @@ _POINTERS = {
 #: Where a name means something else.
 _OTHERWISE = {
     "open_messages": {"words": "*i64"},
-    "begin_frame": {"words": "*i64", "fingerprint": "i64"},
-    "fill_frame": {"source": "*u8"},
+    "begin_frame": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
+    "fill_frame": {"source": "*u8", "parts": "i32"},
     "add": {"message": "i32"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
@@ -66,6 +68,14 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "add": [{"SCALED": True}],
     "mark": [{}],
     "overflow_at": [{"GRAD": 0}],
+    "extremes": [{}],
+    "plan_codes": [{}],
+    "write_codes": [{"DECODED": True}],
+    "checksum": [{}],
+    "seal_codes": [{}],
+    "open_codes": [{}],
+    "judge": [{}],
+    "read_codes": [{}],
     "begin_frame": [{"ANSWERS": True}],
     "fill_frame": [{}],
 }
@@ -73,7 +83,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    kernel = getattr(triton_messages, name, None) or getattr(triton_kernels, name)
+    modules = (triton_messages, triton_embedding_kernels, triton_kernels)
+    kernel = next(vars(module)[name] for module in modules if name in vars(module))
     types = _POINTERS | ({"seed": "i32"} if name == "pack" else {}) | _OTHERWISE.get(name, {})
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i32")

@@ -1,0 +1,155 @@
+"""Error-bounded codes in Triton kernels, run by the interpreter: the host's bytes, values and refusals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.host_reads import HostReads
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is for Linux only")
+
+from dct_plugin.config import EmbeddingChannelConfig
+from dct_plugin.embedding.messages import Block, VectorMessages
+from dct_plugin.errors import PayloadError
+from dct_plugin.kernels import embedding, get_backend
+from dct_plugin.kernels.embedding_format import Outgoing
+from dct_plugin.kernels.embedding_reference import ReferenceEmbeddingKernels
+from dct_plugin.kernels.triton_backend import TritonBackend
+from dct_plugin.kernels.triton_embedding import TritonEmbeddingKernels
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
+)
+HOST, DEVICE = ReferenceEmbeddingKernels(), TritonEmbeddingKernels()
+
+segments = st.lists(
+    st.tuples(st.integers(0, 60), st.floats(1e-30, 1e4), st.floats(1e-12, 1e6), st.floats(0, 1)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def outgoing(shape: list[tuple[int, float, float, float]], seed: int, **more: Any) -> Outgoing:
+    """Segments of so many entries, with a bound, a scale and a share of zeros; some entries are ties."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for count, bound, scale, zeros in shape:
+        x = torch.randn(count, generator=generator) * scale
+        x[torch.rand(count, generator=generator) < zeros] = 0.0
+        half = torch.randint(-9, 9, (count,), generator=generator).to(torch.float32) * bound
+        parts.append(torch.where(torch.rand(count, generator=generator) < 0.2, half, x))
+    lengths = np.array([s[0] for s in shape], dtype=np.int64)
+    return Outgoing(torch.cat(parts), lengths, np.array([s[1] for s in shape]), **more)
+
+
+def alike(parts: list[Outgoing]) -> list[Tensor]:
+    """The messages, which are the host's, and decode to the same values."""
+    with HostReads() as reads:
+        coded = DEVICE.encode(parts, decoded=True)
+    assert [read for read in reads.places if not read.endswith(":tolist")] == ["codecs/stats.py:cpu"]
+    messages, lengths, outs, values = [], [], [], []
+    for part, mine, other in zip(parts, coded, HOST.encode(parts, 0, decoded=True), strict=True):
+        assert mine.finite == other.finite
+        assert (mine.decoded is None) == (other.decoded is None)
+        assert mine.decoded is None or torch.equal(mine.decoded, other.decoded)
+        assert (mine.message is None) == (other.message is None)
+        if mine.message is not None:
+            assert torch.equal(mine.message, other.message)
+            messages.append(mine.message[:-1])
+            lengths.append(part.lengths)
+            outs.append(torch.zeros(part.x.numel()))
+            values.append(mine.decoded)
+    assert all(
+        opened is not None and opened.fault is None for opened in DEVICE.decode(messages, lengths, outs)
+    )
+    for out, value in zip(outs, values, strict=True):
+        assert bool(out.isnan().all()) if value is None else torch.equal(out, value)
+    return messages
+
+
+@given(first=segments, second=segments, seed=st.integers(0, 1 << 30))
+@settings(max_examples=4, deadline=None)
+def test_the_bytes_of_the_host(first: Any, second: Any, seed: int) -> None:
+    alike([outgoing(first, seed, kind=1), outgoing(second, seed + 1, kind=3)])
+
+
+def test_several_programs_raw_entries_and_what_is_not_finite() -> None:
+    parts = [
+        outgoing([(2100, 0.01, 1.0, 0.3), (0, 1.0, 1.0, 0.0), (40, 1e-9, 1.0, 0.0)], 1, kind=1),
+        outgoing([(70, 0.1, 1.0, 0.0)], 2, send=False),
+        outgoing([(33, 0.1, 1.0, 0.0)], 3),
+        outgoing([(50, 0.0, 1.0, 1.0), (20, 0.1, 0.0, 1.0)], 4),
+    ]
+    parts[2].x[7] = float("nan")
+    parts[3].x.zero_()
+    assert len(alike(parts)) == 3
+
+
+def test_whatever_is_damaged_is_refused() -> None:
+    part = outgoing([(50, 0.1, 1.0, 0.0), (9, 1e-9, 1.0, 0.0), (6, 1.0, 1e-6, 0.0)], 1)
+    (payload,) = alike([part])
+    damaged = [payload[:size].clone() for size in (0, 19, 20, 22, len(payload) - 1)]
+    for at in (0, 2, 3, 5, 8, 13, 17, 20, 24, 40, len(payload) - 1):
+        damaged.append(payload.clone())
+        damaged[-1][at] ^= 0x41
+    unknown, trailing = payload.clone(), torch.cat([payload, payload[:3]])
+    unknown[20] = 40  # under a checksum that is right
+    for each in (unknown, trailing):
+        data = bytearray(each.numpy().tobytes())
+        data[12:16] = (len(data) - 20).to_bytes(4, "little")
+        data[16:20] = zlib.crc32(bytes(data[20:]), zlib.crc32(bytes(data[:16]))).to_bytes(4, "little")
+        damaged.append(torch.frombuffer(data, dtype=torch.uint8))
+    outs = [torch.empty(65) for _ in damaged]
+    found = DEVICE.decode(damaged, [part.lengths] * len(damaged), outs)
+    faults = [None if opened is None else opened.fault for opened in found]
+    expected = HOST.decode(damaged, [part.lengths] * len(damaged), outs)
+    assert faults == [opened.fault for opened in expected]
+    assert None not in faults
+
+
+def test_a_channel_s_messages(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a channel on the host, in both directions; Rice codes of a peer are read there."""
+    triton, plain = TritonBackend(), get_backend("cpu", "reference")
+
+    def channel(backend: Any, entropy: str) -> VectorMessages:
+        config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1, "entropy": entropy})
+        return VectorMessages(config, dim=4, name="t", backend=lambda _: backend, host=lambda: HOST)
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [[3, 2], [4, 1]]
+    blocks = [
+        Block(torch.randn(5, 4, generator=generator), each, None, np.array([0.05, 0.1])) for each in rows
+    ]
+    gradients = [torch.randn(5, 4, generator=generator) for _ in rows]
+    host, device = channel(plain, "packed"), channel(triton, "auto")
+    results = []
+    for messages in (host, device):
+        sent, own = messages.encode(blocks, 0)
+        answers, kept = messages.encode_gradients(gradients, 0, rows, [None, None], quantised=True)
+        got, _ = messages.decode([sent[0].data, sent[1].data], 0, own, rows)
+        back = messages.decode_gradients(answers, 0, gradients[0], rows, [None, None])
+        results.append((sent[1].data, answers[1], own, got, back, torch.tensor(kept)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    embedding.say_once.cache_clear()
+    rice, own = channel(plain, "rice").encode(blocks, 0)
+    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
+        got, _ = device.decode([message.data for message in rice], 0, own, rows)
+        assert torch.equal(got, results[0][3])
+        assert torch.equal(channel(triton, "rice").encode(blocks, 0)[0][1].data, rice[1].data)
+    assert [record.getMessage().split(":")[0].split(";")[0] for record in caplog.records] == [
+        "a rank sends Rice codes or deflated ones, which the host reads",
+        "dct.embedding.entropy = 'rice'",
+    ]
+    damaged = results[1][0].clone()
+    damaged[30] ^= 1
+    with pytest.raises(PayloadError, match=r"t: message from rank 1 of the group: error-bounded payload has"):
+        device.decode([rice[0].data, damaged], 0, own, rows)

@@ -1,0 +1,63 @@
+"""Error-bounded codes on a GPU: the host's bytes and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from dct_plugin.config import EmbeddingChannelConfig
+from dct_plugin.embedding.messages import Block, VectorMessages
+from dct_plugin.kernels import get_backend
+from dct_plugin.kernels.embedding import get_embedding_kernels
+from dct_plugin.kernels.embedding_format import Outgoing
+from dct_plugin.kernels.triton_embedding import TritonEmbeddingKernels
+
+HOST, DEVICE = get_embedding_kernels(get_backend("cpu")), TritonEmbeddingKernels()
+
+
+def outgoing(lengths: list[int], bounds: list[float], seed: int) -> Outgoing:
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed))
+    return Outgoing(x, np.array(lengths, dtype=np.int64), np.array(bounds), kind=1)
+
+
+def test_codes_of_all_ranks() -> None:
+    parts = [
+        outgoing([100_000, 0, 7, 30_000], [0.01, 1.0, 1e-9, 10.0], 1),
+        outgoing([70_001], [0.1], 2),
+        outgoing([300, 5], [0.1, 0.1], 3),
+    ]
+    parts[2].x[17] = float("inf")
+    on_device = [part._replace(x=part.x.cuda()) for part in parts]
+    coded = DEVICE.encode(on_device, decoded=True)
+    for mine, other in zip(coded, HOST.encode(parts, 0, decoded=True), strict=True):
+        assert torch.equal(mine.message.cpu(), other.message)
+        assert mine.finite == other.finite
+        assert mine.decoded is None or torch.equal(mine.decoded.cpu(), other.decoded)
+    outs = [torch.empty(part.x.numel(), device="cuda") for part in parts]
+    payloads = [each.message[:-1] for each in coded]
+    payloads[1] = payloads[1].clone()
+    payloads[1][1000] ^= 1
+    found = DEVICE.decode(payloads, [part.lengths for part in parts], outs)
+    assert [each.fault is None for each in found] == [True, False, True]
+    assert torch.equal(outs[0], coded[0].decoded)
+    assert bool(outs[2].isnan().all())
+
+
+@pytest.mark.parametrize("entropy", ["auto", "rice"])
+def test_a_channel_s_messages(entropy: str) -> None:
+    config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1, "entropy": entropy})
+    messages = VectorMessages(config, dim=16, name="t", backend=get_backend, host=lambda: HOST)
+    rows = [[300, 200], [400, 100]]
+    x = [torch.randn(500, 16, device="cuda") for _ in rows]
+    bounds = np.array([0.05, 0.1])
+    blocks = [Block(each, count, None, bounds) for each, count in zip(x, rows, strict=True)]
+    sent, own = messages.encode(blocks, 0)
+    got, _ = messages.decode([message.data for message in sent], 0, own, rows)
+    assert got.is_cuda
+    assert float((got[500:] - x[1]).abs().max()) <= 0.1
+    answers, _ = messages.encode_gradients(x, 0, rows, [None, None], quantised=True)
+    back = messages.decode_gradients(answers, 0, x[0], rows, [None, None])
+    assert float((back[500:] - x[1]).abs().max()) <= 0.11
