@@ -142,8 +142,8 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
 
 
 def bounded(repeats: int) -> list[Row]:
-    """Error-bounded codes of 26 tables' vectors for 7 peers, on the device and by way of the host: whole calls,
-    waits included.
+    """Error-bounded codes of 26 tables' vectors for 7 peers, on the device and by way of the host: whole
+    calls, waits included.
     """
     host, device = get_embedding_kernels(get_backend("cpu")), get_device_codec(get_backend("cuda"), "auto")
     lengths = np.full(26, 2048 * 16 // 8, dtype=np.int64)

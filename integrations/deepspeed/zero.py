@@ -29,6 +29,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 from .buckets import Averaging, CommBuffer, Piece, pieces
+from .overlap import Overlap
 from .stage0 import is_expert
 
 
@@ -63,6 +64,7 @@ class PartitionHooks:
         # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
         self.average = bool(getattr(optimizer, "gradient_average", True))
         self._bucket: Tensor | None = None
+        self._overlap: Overlap | None = None
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
     @property
@@ -88,6 +90,9 @@ class PartitionHooks:
     def install(self, patches: Patches) -> None:
         """Patch the optimizer instance."""
         optimizer = self.optimizer
+        self._overlap = Overlap.of(optimizer, self.reducer)
+        if self._overlap is not None:
+            self._overlap.install(patches)
         average, scatter = optimizer.average_tensor, optimizer.allreduce_and_scatter
         predivide, reduce = optimizer.gradient_reduction_w_predivide, optimizer.allreduce_bucket
         # One bucket for all owners instead of one per owner: then everything comes through
@@ -159,17 +164,23 @@ class PartitionHooks:
         tensor = self._bucket
         assert tensor is not None
         found = self._parameters(dtype)
-        buffer = CommBuffer(tensor, dtype)
-        layout = self._pieces_of(found)
-        self._to_owners(buffer.flat, layout, found, reducer)
-        for owners, part, *accumulators in bucket:
-            if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
-                start = part.storage_offset() - tensor.storage_offset()
-                result = buffer.flat.narrow(0, start, part.numel())
-                if accumulators and accumulators[0] is not None:
-                    accumulators[0].add_(result.to(accumulators[0].dtype))
-                if result.data_ptr() != part.data_ptr():
-                    part.copy_(result)
+        layout, first = self._pieces_of(found), tensor.storage_offset()
+
+        def work() -> None:
+            buffer = CommBuffer(tensor, dtype)
+            self._to_owners(buffer.flat, layout, found, reducer)
+            for owners, part, *accumulators in bucket:
+                if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
+                    result = buffer.flat.narrow(0, part.storage_offset() - first, part.numel())
+                    if accumulators and accumulators[0] is not None:
+                        accumulators[0].add_(result.to(accumulators[0].dtype))
+                    if result.data_ptr() != part.data_ptr():
+                        part.copy_(result)
+
+        if self._overlap is not None and reducer is self.reducer:
+            self._overlap.submit(work)
+        else:
+            work()
 
     def _all_reduce(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Contiguous bucket, the whole result to every rank; returns it in the communication type."""

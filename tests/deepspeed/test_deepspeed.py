@@ -113,6 +113,8 @@ LEARNING = [
 ]  # fmt: skip
 #: The others at 99 % sparsity: enough that the ranks stay in step.
 IN_STEP = [name for name in CASES if name not in LEARNING and not name.endswith(("accumulate", "overlap"))]
+#: Of these, with overlap_comm beside without.
+OVERLAPPED = ["zero1-bf16-scatter-contiguous", "zero2-fp32-scatter-contiguous"]
 FOUR = [
     "zero0-fp32", "zero0-bf16", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
     "zero2-bf16-scatter-contiguous", "zero2-fp32-scatter-contiguous-accumulate", "zero2-fp32",
@@ -169,6 +171,7 @@ def two(folder: Path) -> Results:
     plan = compared(list(CASES), EXACT, 3)
     plan += [run(name, SPARSE, 40, "sparse/") for name in LEARNING]
     plan += [run(name, SPARSE, 4, "sparse/") for name in IN_STEP]
+    plan += [run(f"{name}-overlap", SPARSE, 4, "sparse/") for name in OVERLAPPED]
     plan += [r for name in CHECKPOINTED for r in checkpointed(name, folder)]
     plain = str(folder / "plain")
     plan += [
@@ -241,6 +244,17 @@ def test_sparsity_0_is_deepspeed_on_two_ranks(two: Results, name: str) -> None:
         assert not rank[f"plain/{name}"]["attached"]
         assert rank[f"exact/{name}"]["streams"]
         same(rank[f"plain/{name}"], rank[f"exact/{name}"])
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_buckets_are_reduced_beside_the_backward_pass(two: Results, name: str) -> None:
+    """Losses, parameters and residuals bitwise as without overlap."""
+    for rank in two:
+        plain, overlapped = rank[f"sparse/{name}"], rank[f"sparse/{name}-overlap"]
+        same(plain, overlapped)
+        assert overlapped["residual"] == plain["residual"]
+        assert overlapped["sent"] == plain["sent"]
+        assert "dct gradients" in overlapped["threads"]
 
 
 @pytest.mark.parametrize("name", FOUR)
