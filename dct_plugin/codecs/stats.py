@@ -132,7 +132,7 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
             of it was added.
     """
     stats = list(stats)
-    if any(each.pending for each in stats):
+    if any(each._device_counts is not None for each in stats):
         read_figures(stats, ())
     return stats
 

@@ -269,12 +269,16 @@ class Attachment:
 
             return _take_model_step
 
+        gradients = self._hooks
+
         def make_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
             def destroy(*args: Any, **keywords: Any) -> Any:
                 for shows in (ahead, local):
                     if shows is not None:
                         shows.detach()
                 reporting.finish()
+                if isinstance(gradients, PartitionHooks):
+                    gradients.close()
                 patches.undo()
                 return original(*args, **keywords)
 

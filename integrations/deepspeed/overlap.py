@@ -32,7 +32,8 @@ class Overlap:
         self._optimizer, self._reducer, self._worker = optimizer, reducer, worker
         self._handles: list[ReductionHandle] = []
         self._unfiled: list[Callable[[], None]] = []
-        weakref.finalize(self, worker.stop)
+        self.close = weakref.finalize(self, worker.stop)
+        """Ends the thread; so does the end of this object."""
 
     @classmethod
     def of(cls, optimizer: Any, reducer: GradientReducer) -> Overlap | None:

@@ -151,6 +151,11 @@ class PartitionHooks:
         for method in average_tensor, allreduce_and_scatter, gradient_reduction_w_predivide, allreduce_bucket:
             patches.replace(optimizer, method.__name__, method)
 
+    def close(self) -> None:
+        """The engine is gone."""
+        if self._overlap is not None:
+            self._overlap.close()
+
     # -- the three collectives -------------------------------------------------------------------------------
 
     def _scatter(self, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer) -> None:

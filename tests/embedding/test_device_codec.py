@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bounded_cases import drawn, segments
 from support.host_reads import HostReads
 from torch import Tensor
 
@@ -30,25 +31,6 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
 )
 HOST, DEVICE = ReferenceEmbeddingKernels(), TritonEmbeddingKernels()
-
-segments = st.lists(
-    st.tuples(st.integers(0, 60), st.floats(1e-30, 1e4), st.floats(1e-12, 1e6), st.floats(0, 1)),
-    min_size=1,
-    max_size=5,
-)
-
-
-def outgoing(shape: list[tuple[int, float, float, float]], seed: int, **more: Any) -> Outgoing:
-    """Segments of so many entries, with a bound, a scale and a share of zeros; some entries are ties."""
-    generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for count, bound, scale, zeros in shape:
-        x = torch.randn(count, generator=generator) * scale
-        x[torch.rand(count, generator=generator) < zeros] = 0.0
-        half = torch.randint(-9, 9, (count,), generator=generator).to(torch.float32) * bound
-        parts.append(torch.where(torch.rand(count, generator=generator) < 0.2, half, x))
-    lengths = np.array([s[0] for s in shape], dtype=np.int64)
-    return Outgoing(torch.cat(parts), lengths, np.array([s[1] for s in shape]), **more)
 
 
 def alike(parts: list[Outgoing]) -> list[Tensor]:
@@ -79,15 +61,15 @@ def alike(parts: list[Outgoing]) -> list[Tensor]:
 @given(first=segments, second=segments, seed=st.integers(0, 1 << 30))
 @settings(max_examples=4, deadline=None)
 def test_the_bytes_of_the_host(first: Any, second: Any, seed: int) -> None:
-    alike([outgoing(first, seed, kind=1), outgoing(second, seed + 1, kind=3)])
+    alike([drawn(first, seed)._replace(kind=1), drawn(second, seed + 1)._replace(kind=3)])
 
 
 def test_several_programs_raw_entries_and_what_is_not_finite() -> None:
     parts = [
-        outgoing([(2100, 0.01, 1.0, 0.3), (0, 1.0, 1.0, 0.0), (40, 1e-9, 1.0, 0.0)], 1, kind=1),
-        outgoing([(70, 0.1, 1.0, 0.0)], 2, send=False),
-        outgoing([(33, 0.1, 1.0, 0.0)], 3),
-        outgoing([(50, 0.0, 1.0, 1.0), (20, 0.1, 0.0, 1.0)], 4),
+        drawn([(2100, 0.01, 1.0, 0.3), (0, 1.0, 1.0, 0.0), (40, 1e-9, 1.0, 0.0)], 1)._replace(kind=1),
+        drawn([(70, 0.1, 1.0, 0.0)], 2)._replace(send=False),
+        drawn([(33, 0.1, 1.0, 0.0)], 3),
+        drawn([(50, 0.0, 1.0, 1.0), (20, 0.1, 0.0, 1.0)], 4),
     ]
     parts[2].x[7] = float("nan")
     parts[3].x.zero_()
@@ -95,7 +77,7 @@ def test_several_programs_raw_entries_and_what_is_not_finite() -> None:
 
 
 def test_whatever_is_damaged_is_refused() -> None:
-    part = outgoing([(50, 0.1, 1.0, 0.0), (9, 1e-9, 1.0, 0.0), (6, 1.0, 1e-6, 0.0)], 1)
+    part = drawn([(50, 0.1, 1.0, 0.0), (9, 1e-9, 1.0, 0.0), (6, 1.0, 1e-6, 0.0)], 1)
     (payload,) = alike([part])
     damaged = [payload[:size].clone() for size in (0, 19, 20, 22, len(payload) - 1)]
     for at in (0, 2, 3, 5, 8, 13, 17, 20, 24, 40, len(payload) - 1):
