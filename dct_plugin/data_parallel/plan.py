@@ -93,11 +93,13 @@ class Plan:
     items: list[Item]
     sampled: list[str] = field(default_factory=list)
     """Streams whose residuals are compared afterwards, see :class:`.step_ahead.StepAhead`."""
+    framed: bool = False
+    """Whether messages travel in frames."""
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
         text = [self.kind, *(f"{item.name}:{item.tensor.numel()}:{item.shards}" for item in self.items)]
-        text += self.sampled
+        text += [*self.sampled, *(["in frames"] if self.framed else [])]
         low = zlib.crc32("\n".join(text).encode())
         high = zlib.adler32("\n".join(text).encode())
         self.fingerprint = (high << 31 ^ low) & (2**63 - 1)

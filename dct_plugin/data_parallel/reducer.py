@@ -458,7 +458,7 @@ class GradientReducer(Member):
                     item.left, item.entry_bytes = changes[item.name].left, changes[item.name].entry_bytes
             ahead = self._ahead
             sampled = ahead.sampled((i.name for i in items if not i.small), self.step) if ahead else []
-            return Plan(kind, items, sampled)
+            return Plan(kind, items, sampled, self._framed is not None)
 
     def _judge(self, plan: Plan) -> None:
         """Which of the plan's tensors are in a critical regime, where that is due."""
