@@ -23,7 +23,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-gpu test-onebit lint bench bench-gpu links soak fuzz wheel clean
+.PHONY: help setup demo test test-fast test-gpu test-oldest test-onebit lint bench bench-gpu links soak fuzz audit wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -65,6 +65,22 @@ $(ONEBIT)/.ready: $(TEST_READY) locks/onebit.lock
 test-onebit: $(ONEBIT)/.ready ## Run the tests of the slot of 1-bit optimizers with an older DeepSpeed
 	@DCT_ONEBIT_DEEPSPEED=$(abspath $(ONEBIT)) $(BIN)/python -m pytest tests/deepspeed/test_onebit.py
 
+# The lowest version of everything that pyproject.toml names, in an environment of its own: 6 GB, as torch is
+# the build with CUDA there.
+OLDEST := $(VENV)/oldest
+OLDEST_TEST = DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
+TORCH_EXTENSIONS_DIR=$(abspath $(OLDEST))/torch_extensions $(OLDEST)/bin/python -m pytest
+$(OLDEST)/.ready: pyproject.toml
+	$(call step,virtual environment,$(PYTHON) -m venv $(OLDEST))
+	$(call step,uv,$(OLDEST)/bin/python -m pip install uv)
+	$(call step,the oldest versions (several minutes),$(OLDEST)/bin/uv pip install --python $(OLDEST) --resolution lowest-direct -r pyproject.toml --extra test setuptools)
+	$(call step,dct-plugin,$(OLDEST)/bin/uv pip install --python $(OLDEST) --no-deps -e .)
+	@touch $@
+
+test-oldest: $(OLDEST)/.ready ## Run tests with the oldest torch, pydantic, DeepSpeed, Megatron allowed (6 GB on disk)
+	@$(OLDEST_TEST) -m 'not slow'
+	@$(OLDEST_TEST) tests/host/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py
+
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
 SOURCES := build/source
 .PHONY: $(SOURCES)
@@ -94,6 +110,11 @@ soak: $(TEST_READY) ## Kill training again and again; it must end bitwise as wit
 
 fuzz: $(TEST_READY) ## Mutated payloads, state files, configurations, scripts, under sanitizers (SECONDS=1800)
 	@$(BIN)/python tests/reliability/fuzz.py --seconds $(SECONDS)
+
+AUDIT := $(VENV)/audit
+audit: ## Look up what locks/ names in the database of known faults (needs pypi.org)
+	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes -r locks/dev.lock -r locks/demo.lock
 
 links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
 	@$(BIN)/dct bench links --out $(OUT)/links

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from .. import processes
 from ..errors import DCTError, DesyncError
 
 #: Seconds in which ranks whose connections broke tell each other that they live.
@@ -29,9 +27,7 @@ _LOST = "dct_plugin/lost"
 def introduce() -> None:
     """Say which process this rank is; again for every default process group."""
     with contextlib.suppress(Exception):  # a job without a store finds out later, or never
-        _store().set(
-            _process_key(dist.get_rank()), json.dumps([_machine(), os.getpid(), _begin(os.getpid())])
-        )
+        _store().set(_process_key(dist.get_rank()), processes.this())
 
 
 @contextlib.contextmanager
@@ -98,7 +94,7 @@ def _lost(ranks: Sequence[int], own: int, vouch: bool) -> list[int]:
     store, heard = _store(), {own}
     store.set(_alive_key(own), "1")
     for rank in set(ranks) - heard if vouch else ():
-        if store.check([_process_key(rank)]) and _lives(*json.loads(store.get(_process_key(rank)))):
+        if store.check([_process_key(rank)]) and processes.lives(store.get(_process_key(rank)).decode()):
             store.set(_alive_key(rank), "1")
     until = time.monotonic() + _ROLL_CALL
     while time.monotonic() < until:
@@ -110,27 +106,6 @@ def _lost(ranks: Sequence[int], own: int, vouch: bool) -> list[int]:
     if absent := sorted(set(ranks) - heard):
         store.set(_LOST, json.dumps(absent))
     return absent
-
-
-def _lives(machine: str, process: int, begin: str) -> bool:
-    """Whether a process is on this machine, and neither gone nor stopped."""
-    return machine == _machine() and begin != "" and _begin(process) == begin
-
-
-def _machine() -> str:
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.is_symlink() else ''}"
-
-
-def _begin(process: int) -> str:
-    """When a process was started, which tells it from a later one of the same number; empty if it is gone or
-    stopped, or the system does not tell.
-    """
-    try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "TtZX" else fields[18]
 
 
 def _alive_key(rank: int) -> str:

@@ -1,8 +1,9 @@
 """What a process says while it waits for another one's compilation, or compiles itself.
 
 DeepSpeed has torch compile an operator at the first start on a machine, for minutes and in silence. A process
-that is ended meanwhile leaves a lock file, on which all later ones wait for ever. Standard library only:
-``import torch`` loads this module in every process.
+that is ended meanwhile, or in the second in which every later start looks for something to compile, leaves a
+lock file, on which all others wait for ever: locks say whose they are, and those of processes that are gone
+are removed. Standard library only: ``import torch`` loads this module in every process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from dct_plugin import processes
 
 __all__ = ["MODULE", "advice", "locks", "watch"]
 
@@ -59,14 +62,19 @@ def watch(module: ModuleType) -> None:
 
     def waits(self: Any, *args: Any, **keywords: Any) -> Any:
         timer = _later(lambda: advice(self.lock_file_path))
+        waiting = threading.Event()
+        threading.Thread(target=_clear, args=(Path(self.lock_file_path), waiting), daemon=True).start()
         try:
             return wait(self, *args, **keywords)
         finally:
+            waiting.set()
             timer.cancel()
 
     def acquires(self: Any, *args: Any, **keywords: Any) -> Any:
         got = acquire(self, *args, **keywords)
         if got:
+            with contextlib.suppress(OSError):
+                Path(self.lock_file_path).write_text(processes.this())
             folder = os.path.dirname(str(self.lock_file_path))
             self._dct_timer = _later(
                 lambda: f"still compiling in {folder}, once on this machine; ended now it would leave a lock"
@@ -81,6 +89,20 @@ def watch(module: ModuleType) -> None:
 
     setattr(waits, _WRAPPED, True)
     baton.wait, baton.try_acquire, baton.release = waits, acquires, releases
+
+
+def _clear(lock: Path, ended: threading.Event) -> None:
+    """Remove the lock as soon as the process that holds it, of this machine, is gone."""
+    while not ended.wait(0.2):
+        with contextlib.suppress(OSError):
+            holder = lock.read_text()
+            if processes.gone(holder):
+                # Whoever is first takes it away; another process may have made a new one since.
+                taken = lock.with_name(f"lock.{os.getpid()}")
+                lock.rename(taken)
+                if taken.read_text() != holder:
+                    os.link(taken, lock)
+                taken.unlink()
 
 
 def _later(text: Callable[[], str]) -> threading.Timer:

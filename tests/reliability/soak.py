@@ -4,7 +4,7 @@
 
 For every host and number of ranks: one run without interruption, and runs of which a random rank gets SIGKILL
 (or SIGSTOP, and SIGKILL later) at random moments, start-up and saving included; each time all ranks go on
-from the last checkpoint. Every third run is on a link of limited rate, where users may make namespaces.
+from the last checkpoint, a third of the times on a link of limited rate where users may make namespaces.
 Ranks are forked from this process, which has imported the host and nothing more. Ends with a line of JSON;
 exits with 1 when the parameters differ, between the ranks or from the uninterrupted run, when a rank outlives
 the others' end by more than a minute, or when memory grows.
@@ -114,10 +114,10 @@ def soak(
         until = time.monotonic() + seconds
         while done < kills and time.monotonic() < until:
             folder.mkdir()
-            slow = limit.switch(runs % 3 == 2)
             results = None
             while results is None:
                 resumed += (folder / "latest").exists()
+                slow = limit.switch(generator.random() < 1 / 3)
                 processes = start(host, ranks, folder, steps)
                 if done < kills and time.monotonic() < until:
                     # Moments of start-up, too; and several of them in one run.

@@ -52,3 +52,23 @@ time.sleep(0.5)
     assert waiting.startswith("dct: waiting for another process to compile a part of DeepSpeed")
     assert waiting.endswith(f"rm {lock}")
     assert compiling.startswith(f"dct: still compiling in {lock.parent}")
+
+
+@pytest.mark.slow
+def test_the_lock_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    code = f"""
+import os, signal
+import torch.utils.cpp_extension
+from torch.utils.file_baton import FileBaton
+baton = FileBaton({str(lock)!r})
+if baton.try_acquire():
+    os.kill(os.getpid(), signal.SIGKILL)
+baton.wait()
+assert baton.try_acquire()
+baton.release()
+"""
+    for ends in (-9, 0):
+        assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == ends
+    assert list(lock.parent.iterdir()) == []

@@ -122,3 +122,12 @@ def test_a_lost_peer_is_named(tmp_path: Path, how: str, limit: float) -> None:
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
         assert "in step 3 failed" in rank["text"]
         assert "exchange of sizes" in rank["text"]
+
+
+def test_a_peer_lost_where_the_host_itself_communicates_is_named() -> None:
+    """In a barrier of the script, with the error that ends it; all points and hosts: ``lost_ranks.py``."""
+    script = Path(__file__).with_name("lost_ranks.py")
+    command = [sys.executable, script, "--hosts", "ddp", "--points", "barrier", "--hows", "kill"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kill"] == 1
