@@ -310,7 +310,20 @@ def known_fault(engine: Any, version: str) -> str:
             "engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): parameters "
             "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
         )
+    if not reduces_loose_gradients(engine.device) and not getattr(
+        engine.optimizer, "contiguous_gradients", True
+    ):
+        return (
+            f"DeepSpeed {version} reduces no gradients on CPU with zero_optimization.contiguous_gradients = "
+            "false: the ranks train apart, with or without dct. Set it to true"
+        )
     return ""
+
+
+def reduces_loose_gradients(device: torch.device) -> bool:
+    """Whether this DeepSpeed's ZeRO-1 and 2 reduce gradients that lie apart: on CPU older ones do not."""
+    stage = import_module("deepspeed.runtime.zero.stage_1_and_2")
+    return device.type != "cpu" or bool(stage.split_half_float_double([torch.zeros(1)]))
 
 
 def _unsupported(engine: Any, optimizer: Any) -> Iterator[str]:

@@ -230,6 +230,16 @@ def one(folder: Path, four: Results) -> Results:
     return launch(1, plan, folder / "one")
 
 
+def skip_what_deepspeed_cannot(name: str) -> None:
+    """Older ones leave gradients that lie apart to each rank, on CPU."""
+    import torch
+    from dct_plugin.integrations.deepspeed.support import reduces_loose_gradients
+
+    zero = CASES[name]["config"].get("zero_optimization", {})
+    if not zero.get("contiguous_gradients", True) and not reduces_loose_gradients(torch.device("cpu")):
+        pytest.skip("this DeepSpeed does not reduce gradients that lie apart")
+
+
 def same(plain: Run, exact: Run) -> None:
     assert exact["losses"] == plain["losses"]
     assert exact["norms"] == plain["norms"]
@@ -239,6 +249,7 @@ def same(plain: Run, exact: Run) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_sparsity_0_is_deepspeed_on_two_ranks(two: Results, name: str) -> None:
     """Losses, gradient norms and parameters, bitwise."""
+    skip_what_deepspeed_cannot(name)
     for rank in two:
         assert rank[f"exact/{name}"]["attached"]
         assert not rank[f"plain/{name}"]["attached"]
@@ -293,6 +304,7 @@ def test_ranks_in_step_and_loss_falling_at_99(two: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_STEP)
 def test_ranks_in_step_at_99(two: Results, name: str) -> None:
+    skip_what_deepspeed_cannot(name)
     found = in_step(two, f"sparse/{name}")
     assert found["sent"] < found["dense"]
 
