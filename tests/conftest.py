@@ -23,5 +23,12 @@ def _only_slow_tests_start_processes(request: pytest.FixtureRequest, monkeypatch
         def refuse(*_: Any, **__: Any) -> None:
             raise AssertionError("this test starts a process: mark it with @pytest.mark.slow")
 
-        monkeypatch.setattr(subprocess.Popen, "_execute_child", refuse)
+        execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+        def refuse_others(process: Any, command: Any, *rest: Any, **keywords: Any) -> None:
+            if command[0] != "fc-list":  # matplotlib's, when it is first imported on a machine
+                refuse()
+            execute(process, command, *rest, **keywords)
+
+        monkeypatch.setattr(subprocess.Popen, "_execute_child", refuse_others)
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
