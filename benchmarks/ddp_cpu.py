@@ -1,0 +1,84 @@
+"""Processor time of a step under torch DDP, by thread: what a method costs where cores are busy anyway.
+
+Two ranks on this machine train the model of ``dct bench links --workload ddp`` in turns of five steps. Unlike
+the time of a step, processor time hardly depends on what else the machine does. Linux only.
+
+    python benchmarks/ddp_cpu.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from dct_plugin.integrations.bench.ddp import Trained, methods_of
+from dct_plugin.integrations.bench.perceptron import batch, perceptron, width_of
+from rich.console import Console
+from rich.table import Table
+
+STEPS = 5
+METHODS = ("ideal", "fp32", "bf16", "DCT 0.99 bf16", "DCT 0.99 int8")
+TRAINING, TRANSPORT, REDUCING = "training", "transport", "reducing"
+
+
+def milliseconds() -> Counter[str]:
+    """Processor time of this process's threads so far, by what they do."""
+    total: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        name, spent = (task / "comm").read_text(), int((task / "schedstat").read_text().split()[0])
+        kind = TRANSPORT if "gloo" in name else TRAINING if task.name == str(os.getpid()) else REDUCING
+        total[kind] += spent / 1e6
+    return total
+
+
+def run(rank: int, arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{arguments.port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    width = width_of(arguments.parameters)
+    shared, unused = (Trained(perceptron(w), batch(w), 25) for w in (width, 8))
+    settings = ((0.99, "bf16"), (0.99, "int8"))
+    methods = {m.name: m for m in methods_of(shared, unused, settings) if m.name in METHODS}
+    found: dict[str, list[Counter[str]]] = {name: [] for name in METHODS}
+    for turn in range(arguments.turns + 2):
+        for name in METHODS:
+            with methods[name].around():
+                dist.barrier()
+                before = milliseconds()
+                for _ in range(STEPS):
+                    methods[name].step()
+                dist.barrier()
+                after = milliseconds()
+            if turn >= 2:  # thresholds and residuals have settled by then
+                found[name].append(Counter({kind: (after[kind] - before[kind]) / STEPS for kind in after}))
+    if rank == 0:
+        table = Table("", TRAINING, REDUCING, TRANSPORT, "all", "x ideal")
+        alone = statistics.median(turn.total() for turn in found["ideal"])
+        for name, turns in found.items():
+            parts = [statistics.median(t[kind] for t in turns) for kind in (TRAINING, REDUCING, TRANSPORT)]
+            whole = statistics.median(turn.total() for turn in turns)
+            table.add_row(name, *(f"{part:.1f}" for part in parts), f"{whole:.1f}", f"{whole / alone:.2f}x")
+        console = Console()
+        console.print("Processor milliseconds per step and rank, by thread, medians")
+        console.print(table)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=float, default=10.65, help="millions")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--port", type=int, default=29671)
+    mp.spawn(run, args=(parser.parse_args(),), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
