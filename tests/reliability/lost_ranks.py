@@ -42,8 +42,6 @@ NAMED = (
     r"rank {0} failed at start-up",
     r"cannot save residuals\n.*rank {0}: ",
 )
-
-
 STORE_GONE = (
     "the key-value store does not answer: rank 0, which serves it unless the launcher does, has ended"
 )
@@ -161,7 +159,7 @@ def lose(
         return "a process was left", took
     if late:
         return "not in time", took
-    if lost is None:
+    if not (folder / "lost").exists():
         return "failed before" if any(process.exitcode for process in others) else "not reached", took
     if not any(process.exitcode for process in others):
         return "went on", took  # with a little less memory
