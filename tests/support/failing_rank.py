@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 VARIABLE = "DCT_LOSS"
 POINTS = (
@@ -68,7 +69,7 @@ class Loss:
         if self._point == "forward":
             torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self._reached())
         elif self._point == "optimizer":
-            torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: self._reached())
+            register_optimizer_step_pre_hook(lambda *_: self._reached())
         elif self._point == "half a file":
             self._wrap(torch, "save", _write_half)
         else:
