@@ -170,10 +170,12 @@ class PartitionHooks:
         assert tensor is not None
         found = self._parameters(dtype)
         layout, first = self._pieces_of(found), tensor.storage_offset()
+        buffer = CommBuffer(tensor, dtype)
 
         def work() -> None:
-            buffer = CommBuffer(tensor, dtype)
             self._to_owners(buffer.flat, layout, found, reducer)
+
+        def after() -> None:
             for owners, part, *accumulators in bucket:
                 if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
                     result = buffer.flat.narrow(0, part.storage_offset() - first, part.numel())
@@ -183,9 +185,10 @@ class PartitionHooks:
                         part.copy_(result)
 
         if self._overlap is not None and reducer is self.reducer:
-            self._overlap.submit(work)
+            self._overlap.submit(work, after)
         else:
             work()
+            after()
 
     def _all_reduce(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Contiguous bucket, the whole result to every rank; returns it in the communication type."""
