@@ -121,6 +121,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ):
         plan.append(run(case, {"data_parallel": section}, 1, f"{name}/", expect_error=True))
     ready = json.loads(READY.read_text())
+    ready["dct"]["model_parallel"]["pipeline"]["warmup_steps"] = 1
     plan.append({"id": "ready", "config": ready, "steps": 3})
     return launch(4, plan, folder, worker=WORKER)
 
@@ -213,4 +214,4 @@ def test_the_ready_made_configuration(four: Results) -> None:
     found = four[0]["ready"]
     assert found["steps"] == 3
     assert found["classes"]["pipeline"]["sent"]
-    assert "2 pipeline stages; pipeline: sparsity 0.9" in found["log"][0]
+    assert "2 pipeline stages; pipeline: transform, 1.42 bits per entry" in found["log"][0]
