@@ -93,11 +93,15 @@ def in_time(function: Callable[[], Any], seconds: float) -> Any:
 def _lost(ranks: Sequence[int], own: int, vouch: bool) -> list[int]:
     store, heard = _store(), {own}
     store.set(_alive_key(own), "1")
-    for rank in set(ranks) - heard if vouch else ():
-        if store.check([_process_key(rank)]) and processes.lives(store.get(_process_key(rank)).decode()):
-            store.set(_alive_key(rank), "1")
-    until = time.monotonic() + _ROLL_CALL
-    while time.monotonic() < until:
+    began = time.monotonic()
+    while time.monotonic() < began + _ROLL_CALL:
+        # Not at once: who is dying closes its connections before it is gone.
+        if vouch and time.monotonic() > began + _ROLL_CALL / 2:
+            vouch = False
+            for rank in set(ranks) - heard:
+                key = _process_key(rank)
+                if store.check([key]) and processes.lives(store.get(key).decode()):
+                    store.set(_alive_key(rank), "1")
         # Members of this group may wait for one that waits for a rank of another: they are told.
         if store.check([_LOST]):
             return sorted(json.loads(store.get(_LOST)))

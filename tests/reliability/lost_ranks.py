@@ -106,6 +106,8 @@ def lose_on(
     slowest = 0.0
     with tempfile.TemporaryDirectory() as place:
         whole: dict[int, list[dict[str, Any]]] = {}
+        # Megatron gives its groups a limit of its own, in minutes.
+        hows = [how for how in hows if host != "megatron" or how != "stop"]
         cases = list(itertools.product(points, hows))
         generator.shuffle(cases)
         for number, (point, how) in enumerate(cases):
