@@ -14,7 +14,7 @@ import pytest
 STUB = [
     "dct_plugin", "dct_plugin._version", "dct_plugin.integrations", "dct_plugin.integrations.autoload",
     "dct_plugin.integrations.host", "dct_plugin.integrations.host.build_lock",
-    "dct_plugin.integrations.host.post_import",
+    "dct_plugin.integrations.host.post_import", "dct_plugin.processes",
 ]  # fmt: skip
 
 #: A package that fails, changes and is subclassed at will, as the installed DeepSpeed cannot: for the import
