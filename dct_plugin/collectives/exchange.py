@@ -77,6 +77,11 @@ class Exchange:
         """When the last exchange was over, nanoseconds of this rank's clock; 0 before the first."""
         # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        # Positions to receive from and to send to, each rank in another order.
+        self._peers = [
+            ((self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size)
+            for distance in range(1, self.world_size)
+        ]
 
     def all_to_all(
         self, messages: Sequence[Tensor], fingerprint: int = 0, *, bounds: Sequence[int] | None = None
@@ -142,9 +147,7 @@ class Exchange:
     def _transfer(self, messages: Sequence[Tensor], received: Sequence[Tensor], what: str) -> None:
         """Send ``messages[r]`` to rank ``r`` and fill ``received[r]`` from it, unless empty."""
         operations = []
-        for distance in range(1, self.world_size):
-            source = (self.rank - distance) % self.world_size
-            target = (self.rank + distance) % self.world_size
+        for source, target in self._peers:
             if received[source].numel():
                 operations.append(dist.P2POp(dist.irecv, received[source], self._global[source], self.group))
             if messages[target].numel():
@@ -222,8 +225,7 @@ class Exchange:
         """Have receivers for the first bytes of the next messages, on gloo."""
         if self._head_bytes and not self._expected:
             with self._transport("exchange of sizes"):
-                for distance in range(1, self.world_size):
-                    source = (self.rank - distance) % self.world_size
+                for source, _ in self._peers:
                     room = torch.empty(_PREFIX + self._head_bytes, dtype=torch.uint8)
                     self._expected[source] = room, dist.irecv(room, self._global[source], self.group)
 
@@ -265,8 +267,7 @@ class Exchange:
         expected, self._expected = self._expected, {}
         with self._transport("exchange of sizes"):
             under_way = [work for _, work in expected.values()]
-            for distance in range(1, self.world_size):
-                target = (self.rank + distance) % self.world_size
+            for _, target in self._peers:
                 under_way.append(dist.isend(sent[target], self._global[target], self.group))
                 self.sent_bytes += sent[target].numel()
             for work in under_way:
