@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import os
@@ -309,8 +310,7 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _missing(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """Seeds and settings that were not run yet."""
     done = {(row["seed"], row["setting"]) for row in rows}
-    wanted = [(seed, setting) for seed in args.seeds for setting in args.settings]
-    return [run for run in wanted if run not in done]
+    return [run for run in itertools.product(args.seeds, args.settings) if run not in done]
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -380,8 +380,8 @@ def run(
             environment["PYTHONHASHSEED"] = "0"
             command = [*launcher, f"--nproc-per-node={args.ranks}", sys.argv[0], *sys.argv[1:], "--worker"]
             subprocess.run([*command, "--results", str(args.results)], env=environment, check=True)
-        wanted = [(seed, setting) for seed in args.seeds for setting in args.settings]
-        print(table([row for row in _rows(args) if (row["seed"], row["setting"]) in wanted]))
+        rows = _rows(args)
+        print(table([row for row in rows if row["seed"] in args.seeds and row["setting"] in args.settings]))
 
 
 def main() -> None:
