@@ -72,6 +72,20 @@ def _rounded(x, half):
     return (((x.to(tl.float64) / step) + ROUNDER) - ROUNDER).to(tl.int64)
 
 
+@triton.jit
+def _lay_out(plan, there, raw, entries, width, word, raws, bits):
+    """Width, place and step width of segments behind so many raw entries and bits; both with theirs."""
+    raw_entries = tl.where(raw & there, entries, 0)
+    code_bits = tl.where(raw | (there == 0), 0, entries * width)
+    at = tl.where(
+        raw, raws + tl.cumsum(raw_entries, 0) - raw_entries, bits + tl.cumsum(code_bits, 0) - code_bits
+    )
+    tl.store(plan + WIDTH, tl.where(raw, 32, width), mask=there)
+    tl.store(plan + AT, at, mask=there)
+    tl.store(plan + HALF, word.to(tl.int64), mask=there)
+    return raws + tl.sum(raw_entries, 0), bits + tl.sum(code_bits, 0)
+
+
 @triton.jit(do_not_specialize=["count"])
 def extremes(x, segments, largest, status, count):
     """Bits of the largest entry of each segment and of the largest negated one, int32 [segments, 2]."""
@@ -127,16 +141,7 @@ def plan_codes(segments, parts, largest, halves, plans, sizes, buffer, words):
         place = start + HEADER + count + 2 * lane
         tl.store(buffer + place, (word & 0xFF).to(tl.uint8), mask=there)
         tl.store(buffer + place + 1, (word >> 8).to(tl.uint8), mask=there)
-        raw_entries = tl.where(raw & there, entries, 0)
-        code_bits = tl.where(raw | (there == 0), 0, entries * width)
-        at = tl.where(
-            raw, raws + tl.cumsum(raw_entries, 0) - raw_entries, bits + tl.cumsum(code_bits, 0) - code_bits
-        )
-        tl.store(plans + row * 4 + WIDTH, tl.where(raw, 32, width), mask=there)
-        tl.store(plans + row * 4 + AT, at, mask=there)
-        tl.store(plans + row * 4 + HALF, word.to(tl.int64), mask=there)
-        raws += tl.sum(raw_entries, 0)
-        bits += tl.sum(code_bits, 0)
+        raws, bits = _lay_out(plans + row * 4, there, raw, entries, width, word, raws, bits)
         done += STEP
     flagged = tl.load(size + STATUS) != 0
     body = tl.where(flagged, 0, 3 * count + 4 * raws + (bits + 7) // 8)
@@ -313,19 +318,8 @@ def open_codes(segments, parts, plans, sizes, buffer, words):
             odd = there & (number > 0) & ((method == RAW) != (word == 0))
             odd = odd | (there & (word >= 0x7F80))
             other = there & (method < RAW)
-            raw_entries = tl.where(there & (method == RAW), number, 0)
-            width = tl.where(there & (method > PACKED), method - PACKED, 0)
-            code_bits = number * width
-            at = tl.where(
-                method == RAW,
-                raws + tl.cumsum(raw_entries, 0) - raw_entries,
-                bits + tl.cumsum(code_bits, 0) - code_bits,
-            )
-            tl.store(plans + row * 4 + WIDTH, tl.where(method == RAW, 32, width), mask=there)
-            tl.store(plans + row * 4 + AT, at, mask=there)
-            tl.store(plans + row * 4 + HALF, word, mask=there)
-            raws += tl.sum(raw_entries, 0)
-            bits += tl.sum(code_bits, 0)
+            width = tl.where(method > PACKED, method - PACKED, 0)
+            raws, bits = _lay_out(plans + row * 4, there, method == RAW, number, width, word, raws, bits)
             odd_here = tl.where(tl.max(odd.to(tl.int32), 0) > 0, 9, 0)
             wrong = tl.where(tl.max(unknown.to(tl.int32), 0) > 0, 8, odd_here)
             shown = tl.where(wrong == 8, tl.max(tl.where(unknown, method, 0), 0), shown)
