@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dct_plugin.integrations.links.team import free_port
 from support.deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
 
 pytest.importorskip("deepspeed")
@@ -135,7 +135,7 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
         "--num_gpus",
         "2",
         "--master_port",
-        str(20000 + os.getpid() % 20000),
+        str(free_port()),
     ]
     done = execute([*command, str(WORKER), *job(tmp_path, dct=section())], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

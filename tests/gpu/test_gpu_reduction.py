@@ -90,9 +90,7 @@ class _OneRank:
     """A process group of this process alone."""
 
     def __enter__(self) -> None:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29511")
-        dist.init_process_group("nccl", rank=0, world_size=1)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()

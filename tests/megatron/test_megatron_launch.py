@@ -8,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from dct_plugin.integrations.links.team import free_port
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
 from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
@@ -238,7 +240,7 @@ def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_pa
         pytest.importorskip("deepspeed")
     report_to_file = "import os, sys; print(sys.argv[1:], file=open(os.environ['RANK'], 'w'))"
     write(tmp_path / "x.py", report_to_file)
-    environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}
     result = start(
         "-m", *command, "dct_plugin.megatron", "--dct-pipeline-sparsity", "0.9", "x.py", "-m", "1",
         cwd=tmp_path, **environment,
@@ -439,26 +441,24 @@ SCRIPT = """\
 
 def two_ranks(folder: Path, *configs: str) -> list[tuple[int, str, str]]:
     """Two processes of one job, each with its own configuration."""
-    port = 20000 + os.getpid() % 20000
-    processes = []
+    port = free_port()
+    ranks = []
     for rank, config in enumerate(configs):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DCT_CONFIG": config}
-        processes.append(
+        ranks.append(
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "dct_plugin.megatron", "x.py", "--lr", "0.5"],
                 cwd=folder, env={**os.environ, **own},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
-    results = []
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=200)
-        finally:
+    with ThreadPoolExecutor() as readers:
+        written = [readers.submit(process.communicate) for process in ranks]
+        wait(written, timeout=200)
+        for process in ranks:  # a rank still there waits for one that is gone, whose output says why
             process.kill()
-        results.append((process.returncode, out, err))
-    return results
+    return [(process.returncode, *text.result()) for process, text in zip(ranks, written, strict=True)]
 
 
 @pytest.fixture
