@@ -31,29 +31,39 @@ def classes() -> dict[str, dict[str, Any]]:
     int4 = {"value_dtype": "int4", "gradient_value_dtype": "int4"}
     low = {"method": "lowrank", "rank": 20, "bits": 4, "group_size": 256}
     transform = {"method": "transform", "rate": 1.42}
+    few = {"method": "threshold", "sparsity": 0.9, **int4}
+    coarse = {"method": "quantise", "bits": 2, "rotate": True}
+    int8 = {"value_dtype": "int8", "gradient_value_dtype": "int8"}
     taught = {"learning_rate": 4e-3}
     return {
         "threshold 0.9": {"method": "threshold", "sparsity": 0.9},
-        "threshold 0.9, int4": {"method": "threshold", "sparsity": 0.9, **int4},
-        "threshold 0.8, int4": {"method": "threshold", "sparsity": 0.8, **int4},
-        "topk 0.9": {"method": "topk", "sparsity": 0.9},
+        "threshold 0.9, int4": few,
+        "threshold 0.9, int4, forward": {**few, "gradient_method": "none"},
+        "threshold 0.9, int4, backward": {**few, "method": "none", "gradient_method": "threshold"},
+        "threshold 0.65, int8": {"method": "threshold", "sparsity": 0.65, **int8},
+        "topk 0.65, int8": {"method": "topk", "sparsity": 0.65, **int8},
         "topk 0.88, int4": {"method": "topk", "sparsity": 0.88, **int4},
         "randomk 0.5, 8 bits": {"method": "randomk", "sparsity": 0.5, "bits": 8},
         "randomk 0.82, 8 bits": {"method": "randomk", "sparsity": 0.82, "bits": 8},
         "quantise 4 bits": {"method": "quantise", "bits": 4},
-        "quantise 2 bits, rotated": {"method": "quantise", "bits": 2, "rotate": True},
+        "quantise 2 bits, rotated": coarse,
+        "quantise 2 bits, rotated, forward": {**coarse, "gradient_method": "none"},
+        "quantise 2 bits, rotated, backward": {**coarse, "method": "none", "gradient_method": "quantise"},
         "quantise 1 bit, rotated": {"method": "quantise", "bits": 1, "rotate": True},
         "lowrank 16, 4 bits": {"method": "lowrank", "rank": 16, "bits": 4},
         "lowrank 20, 4 bits": low,
         "lowrank 20, 4 bits, forward": {**low, "gradient_method": "none"},
         "lowrank 20, 4 bits, backward": {**low, "method": "none", "gradient_method": "lowrank"},
         "lowrank 20, 4 bits, apart": {**low, "gradient_method": "lowrank"},
+        "lowrank 28, 8 bits": {"method": "lowrank", "rank": 28, "bits": 8},
         "lowrank 26, 3 bits": {"method": "lowrank", "rank": 26, "bits": 3, "group_size": 256},
         "transform 1.42 bits": transform,
+        "transform 4 bits": {"method": "transform", "rate": 4.0},
         "transform 1.42 bits, forward": {**transform, "gradient_method": "none"},
         "transform 1.42 bits, backward": {**transform, "method": "none", "gradient_method": "transform"},
         "learned 16, 4 bits": {"method": "learned", "rank": 16, "bits": 4, **taught},
         "learned 22, 4 bits": {"method": "learned", "rank": 22, "bits": 4, "group_size": 256, **taught},
+        "learned 32, 8 bits": {"method": "learned", "rank": 32, "bits": 8, **taught},
         "learned 28, 3 bits": {"method": "learned", "rank": 28, "bits": 3, "group_size": 256, **taught},
     }  # fmt: skip
 

@@ -103,6 +103,7 @@ RESUMED = ["zero0-tied", "zero1-bf16"]
 def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("pipeline")
     plan = [r for name in CASES for r in (run(name, None, 2, "plain/"), run(name, EXACT, 2, "exact/"))]
+    plan.append(run("zero0-fp32", {**EXACT, "model_parallel": {"pipeline": {"method": "none"}}}, 2, "none/"))
     plan += [run(name, SPARSE, 3, "sparse/") for name in CASES]
     for name, pipeline in CLASSES.items():
         dct = {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": pipeline}}
@@ -136,6 +137,14 @@ def test_sparsity_0_is_deepspeed(four: Results, name: str) -> None:
         assert exact["losses"] == plain["losses"]
         assert exact["norm"] == plain["norm"]
         assert exact["hash"] == plain["hash"]
+
+
+def test_no_method_is_deepspeed(four: Results) -> None:
+    for rank in four:
+        plain, none = rank["plain/zero0-fp32"], rank["none/zero0-fp32"]
+        assert none["losses"] == plain["losses"]
+        assert none["hash"] == plain["hash"]
+        assert not {"pipeline", "pipeline_gradient"} & none["classes"].keys()
 
 
 @pytest.mark.parametrize("name", CASES)

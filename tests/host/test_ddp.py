@@ -175,11 +175,14 @@ def test_what_the_host_did_not_wait_for_is_hidden() -> None:
 
 
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
-    section = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
+    """Also where Accordion chooses between two such settings, and where residuals are averaged."""
+    exact = {"sparsity": 0.0, "value_dtype": "fp32"}
+    adaptive = {"adaptive": "accordion", "adaptive_sparsity": 0.0, "adaptive_interval": 2}
     plain = run(2, _learns, None, 4, 0.1)
-    with_hook = run(2, _learns, section, 4, 0.1)
-    assert torch.equal(plain[0]["parameters"], with_hook[0]["parameters"])
-    assert plain[1]["losses"] == with_hook[1]["losses"]
+    for more in ({}, adaptive, {"error_averaging_interval": 2}):
+        with_hook = run(2, _learns, {"data_parallel": {**exact, **more}}, 4, 0.1)
+        assert torch.equal(plain[0]["parameters"], with_hook[0]["parameters"])
+        assert plain[1]["losses"] == with_hook[1]["losses"]
 
 
 def test_it_trains_in_step_and_streams_follow_parameters() -> None:

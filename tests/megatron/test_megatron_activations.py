@@ -90,12 +90,19 @@ def test_pipelines(tmp_path: Path) -> None:
 def test_tensor_and_sequence_parallel() -> None:
     job = Job(tp=2, sequence_parallel=True, steps=10)
     stochastic = tensor(**CLASSES["quantise"], gather=True)
-    *found, recomputed, alone = run(
+    plain, none, nothing_left_out, *found, recomputed, alone = run(
         2,
+        replace(job, steps=3),
+        job.with_dct(tensor(method="none", gather=True), steps=3),
+        job.with_dct(tensor(method="topk", sparsity=0.0, gather=True), steps=3),
         *(job.with_dct(tensor(**section, gather=True)) for section in CLASSES.values()),
         job.with_dct(stochastic, recompute="full"),
         job.with_dct(tensor(**CLASSES["learned"]), sequence_parallel=False),
     )
+    for same in (none, nothing_left_out):
+        assert [o.parameters for o in same] == [o.parameters for o in plain]
+        assert losses(same) == losses(plain)
+        assert not any(outcome.classes for outcome in same)
     for outcomes in found:
         assert_learns(outcomes, 0.3)
         assert fewer(outcomes, "tensor") > 6

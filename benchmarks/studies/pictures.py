@@ -1,0 +1,124 @@
+"""Pictures of the tables in docs/quality.md: differences to dense training with their intervals, and bytes.
+
+Drawn from the page itself, so that a picture says what its table says. A row of panels for each table: left
+the difference of each setting, right how many times fewer bytes than dense it sent, if the table has that.
+
+    python benchmarks/studies/pictures.py                # all of them, to docs/images
+    python benchmarks/studies/pictures.py --only values
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dct_plugin.integrations.dlrm.report import png
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The ``number``-th table of a section of the page."""
+
+    section: str
+    number: int
+    title: str
+    unit: str
+
+
+AUC, NATS = "AUC - dense (higher is better)", "held-out loss - dense, nats (lower is better)"
+VALUES = "int8, int4 and int2 values"
+PICTURES = {
+    "accordion": [
+        Panel("Accordion", 0, "DLRM, Criteo", AUC),
+        Panel("Accordion", 1, "DLRM, Diabetes", AUC),
+        Panel("Accordion", 2, "GPT", NATS),
+    ],
+    "values": [
+        Panel(VALUES, 0, "GPT, 0.99 (bytes of the second half)", NATS),
+        Panel(VALUES, 1, "DLRM, Criteo, 0.99 (bytes of the whole run)", AUC),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting, its difference to dense, half of that's interval (None: one seed), times fewer bytes."""
+
+    name: str
+    mean: float
+    half: float | None
+    fewer: float | None
+
+
+def tables(page: str, section: str) -> list[list[dict[str, str]]]:
+    """Tables of a section of a Markdown page: for each row its cells by the titles of their columns.
+
+    Raises:
+        ValueError: the page has no such section.
+    """
+    text = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    if text is None:
+        raise ValueError(f"docs/quality.md has no section {section!r}")
+    found = []
+    for table in re.findall(r"(?:^ *\|.*\n)+", text[1], re.M):
+        lines = [line.strip().removeprefix("|").removesuffix("|").split("|") for line in table.splitlines()]
+        titles, _, *rows = [[cell.strip(" *") for cell in line] for line in lines]
+        found.append([dict(zip(titles, row, strict=True)) for row in rows])
+    return found
+
+
+def points(page: str, panel: Panel) -> list[Point]:
+    """What a panel shows, in the order of its table; rows without a difference (dense) are left out."""
+    found = []
+    for row in tables(page, panel.section)[panel.number]:
+        name, *_ = row.values()
+        difference = next(value for title, value in row.items() if "- dense" in title)
+        value = re.match(r"([+-][\d.]+)(?: ± ([\d.]+))?", difference)
+        if value is not None:
+            fewer = re.match(r"[\d.]+", row.get("fewer", ""))
+            half = None if value[2] is None else float(value[2])
+            found.append(Point(name, float(value[1]), half, None if fewer is None else float(fewer[0])))
+    return found
+
+
+def draw(page: str, panels: list[Panel], path: Path) -> None:
+    """A PNG with a row for each panel; settings of one seed are hollow."""
+    shown = [points(page, panel) for panel in panels]
+    heights = [len(those) + 1.5 for those in shown]
+    size = {"figsize": (10, 0.33 * sum(heights)), "height_ratios": heights}
+    with png(path, len(panels), 2, squeeze=False, **size) as (_, grid):
+        for panel, those, (left, right) in zip(panels, shown, grid, strict=True):
+            limits = (0.4, len(those) + 0.6)
+            left.axvline(0.0, color="black", linewidth=0.8)
+            for at, point in zip(range(len(those), 0, -1), those, strict=True):
+                filled = "none" if point.half is None else "C0"
+                left.errorbar(point.mean, at, xerr=point.half, fmt="oC0", markerfacecolor=filled, capsize=3)
+                if point.fewer is not None:
+                    bar = right.barh(at, point.fewer, color="0.75", height=0.6)
+                    right.bar_label(bar, [f"{point.fewer:g}x"], padding=3)
+            left.set_yticks(range(len(those), 0, -1), [point.name for point in those])
+            left.set(xlabel=panel.unit, title=panel.title, ylim=limits)
+            left.locator_params(axis="x", nbins=5)
+            right.set(xlabel="times fewer bytes than dense", yticks=[], ylim=limits)
+            right.margins(x=0.2)
+            right.set_visible(any(point.fewer for point in those))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
+    parser.add_argument("--out", type=Path, default=DOCS / "images")
+    arguments = parser.parse_args()
+    page = (DOCS / "quality.md").read_text(encoding="utf-8")
+    for name in arguments.only:
+        draw(page, PICTURES[name], arguments.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
