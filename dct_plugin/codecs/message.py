@@ -27,8 +27,9 @@ class MessageWriter:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._spare = self._buffer  # where the next message with gaps is packed
         self._length = 0
-        self._reserved = 0
-        self._unpacked: list[tuple[int, int | Stats]] = []  # (start, size) since the first gap
+        self._room = self._buffer
+        # Since the first gap: rooms, and the sizes of what is in them. They keep the memory they are in.
+        self._unpacked: list[tuple[Tensor, int | Stats]] = []
 
     def clear(self) -> None:
         """Start a new message; the memory is kept."""
@@ -40,37 +41,28 @@ class MessageWriter:
         needed = self._length + size
         if needed > self._buffer.numel():
             grown = self._buffer.new_empty(needed + needed // 4)
-            grown[: self._length] = self._buffer[: self._length]
+            if not self._unpacked:  # else payloads stay where kernels write them, perhaps only later
+                grown[: self._length] = self._buffer[: self._length]
             self._buffer = grown
-        self._reserved = size
-        return self._buffer[self._length : needed]
+        self._room = self._buffer[self._length : needed]
+        return self._room
 
     def advance(self, written: int | Stats) -> None:
         """The reserved room holds a payload of ``written`` bytes, or of as many as the statistics say."""
         pending = isinstance(written, Stats) and written.pending
+        if pending and not self._unpacked and self._length:
+            self._unpacked.append((self._buffer[: self._length], self._length))
         if pending or self._unpacked:
-            self._unpacked.append((self._length, written))
+            self._unpacked.append((self._room, written))
         if pending:
-            self._length += self._reserved
+            self._length += self._room.numel()
         else:
             self._length += written.nbytes if isinstance(written, Stats) else written
 
     @property
-    def buffer(self) -> Tensor:
-        """What payloads were written to."""
-        return self._buffer
-
-    @property
-    def parts(self) -> list[tuple[int, int, Stats]]:
-        """``(start in the buffer, room, figures)`` of the payloads, whose figures are on the device."""
-        starts = [start for start, _ in self._unpacked]
-        ends = [*starts, self._length][1:] if starts else []
-        figures = [size for _, size in self._unpacked]
-        return [
-            (start, end - start, each)
-            for start, end, each in zip(starts, ends, figures, strict=True)
-            if isinstance(each, Stats)
-        ]
+    def parts(self) -> list[tuple[Tensor, Stats]]:
+        """``(room, figures)`` of the payloads whose figures are on the device."""
+        return [(room, size) for room, size in self._unpacked if isinstance(size, Stats)]
 
     @property
     def message(self) -> Tensor:
@@ -79,9 +71,9 @@ class MessageWriter:
 
     def _pack(self) -> Tensor:
         if self._unpacked:
-            parts = [self._buffer[: self._unpacked[0][0]]]
-            for start, size in self._unpacked:
-                parts.append(self._buffer[start : start + (size.nbytes if isinstance(size, Stats) else size)])
+            parts = [
+                room[: size.nbytes if isinstance(size, Stats) else size] for room, size in self._unpacked
+            ]
             total = sum(part.numel() for part in parts)
             if total > self._spare.numel():
                 self._spare = self._buffer.new_empty(total + total // 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Stats:
         encode_ns: time of writing the payload, nanoseconds; 0 if unknown.
     """
 
-    __slots__ = ("_counts", "_device_counts", "_tau", "encode_ns", "select_ns")
+    __slots__ = ("_counts", "_device_counts", "_launch", "_tau", "encode_ns", "select_ns")
 
     def __init__(
         self,
@@ -56,12 +56,13 @@ class Stats:
         self._counts = (nbytes, nnz, above, nonfinite)
         self._tau: float | Tensor = tau
         self._device_counts: Tensor | None = None
+        self._launch: Callable[[], None] | None = None
         self.select_ns = select_ns
         self.encode_ns = encode_ns
 
     @classmethod
     def on_device(
-        cls, counts: Tensor, *, tau: float | Tensor = 0.0, select_ns: int = 0, encode_ns: int = 0
+        cls, counts: Tensor, *, tau: float | Tensor = 0.0, launch: Callable[[], None] | None = None
     ) -> Stats:
         """Figures that a kernel writes or has written: not read, and not to be overwritten before they are.
 
@@ -69,9 +70,10 @@ class Stats:
             counts: int64 [4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload that was
                 decoded before (:data:`KERNEL_ERRORS`; 0: nothing).
             tau: on the host, or fp32 [] on the device of ``counts``.
+            launch: starts the kernel, if that has not been done; called before the figures are read.
         """
-        stats = cls(0, 0, 0, False, tau=0.0, select_ns=select_ns, encode_ns=encode_ns)
-        stats._device_counts, stats._tau = counts, tau
+        stats = cls(0, 0, 0, False)
+        stats._device_counts, stats._tau, stats._launch = counts, tau, launch
         return stats
 
     @property
@@ -143,6 +145,8 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     pending: dict[torch.device, list[Stats]] = {}
     for each in stats:
         if each._device_counts is not None:
+            if each._launch is not None:
+                each._launch()
             pending.setdefault(each._device_counts.device, []).append(each)
     for where, group in pending.items():
         # Bits of thresholds travel along.
@@ -158,6 +162,7 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
         for each in group:
             nbytes, nnz, above, flags = itertools.islice(numbers, 4)
             each._counts, each._device_counts = (nbytes, nnz, above, bool(flags & 1)), None
+            each._launch = None
             wrong = wrong or flags >> 1
         with_tau = [each for each in group if isinstance(each._tau, Tensor)]
         taus_read = torch.tensor(list(itertools.islice(numbers, len(with_tau))), dtype=torch.int32)

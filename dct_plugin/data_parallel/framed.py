@@ -127,7 +127,7 @@ class _Found:
         self.wrong = wrong
         self.rows = [list(words[at : at + WORDS]) for at in range(0, len(words), WORDS)]
         self.got = [size for size, *_ in self.rows]
-        self.sent = [sum(stats.nbytes for _, _, stats in writer.parts) for writer in leg.writers]
+        self.sent = [sum(stats.nbytes for _, stats in writer.parts) for writer in leg.writers]
         rooms = [end - begin for begin, end in leg.bounds]
         self.late = {r for r, size in enumerate(self.got) if size > rooms[r] - PREFIX}
         """Senders whose message did not fit."""

@@ -18,7 +18,7 @@ from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..feedback import unpacked
-from ..kernels import GRAD_DTYPES, Framing
+from ..kernels import GRAD_DTYPES, Framing, together
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
@@ -553,7 +553,8 @@ class GradientReducer(Member):
         leaves this rank ``copies`` times.
         """
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
-        return [self._write_item(plan, item, writers, factor, copies) for item in plan.items]
+        with together(self.backend):
+            return [self._write_item(plan, item, writers, factor, copies) for item in plan.items]
 
     def _write_item(
         self, plan: Plan, item: Item, writers: Sequence[MessageWriter], factor: float, copies: int
@@ -589,10 +590,11 @@ class GradientReducer(Member):
         """What an owner sends back: the sums, thresholded once more with the owner's own residuals; zeros are
         left in ``totals``.
         """
-        return [
-            self._write_answer(item, shard, total, answer)
-            for (item, shard), total in zip(owned, totals, strict=True)
-        ]
+        with together(self.backend):
+            return [
+                self._write_answer(item, shard, total, answer)
+                for (item, shard), total in zip(owned, totals, strict=True)
+            ]
 
     def _write_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
         density, stream = min(1.0, self._density(item) * self.config.answer_density), None

@@ -15,12 +15,13 @@ from collections.abc import Callable
 import torch
 
 from ..codecs.stats import Stats, read_stats
-from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Framing, Tau
+from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Batching, Framing, Tau, together
 
 __all__ = [
     "GRAD_DTYPES",
     "SMALLEST_TAU",
     "Backend",
+    "Batching",
     "Framing",
     "Stats",
     "Tau",
@@ -28,6 +29,7 @@ __all__ = [
     "get_backend",
     "read_stats",
     "register_backend",
+    "together",
 ]
 
 logger = logging.getLogger("dct_plugin.kernels")

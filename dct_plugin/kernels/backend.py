@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -213,17 +213,39 @@ class Framing(Protocol):
         ...
 
 
+@runtime_checkable
+class Batching(Protocol):
+    """What a :class:`Backend` offers besides that writes the payloads of many tensors with a fixed number of
+    launches.
+    """
+
+    def together(self) -> AbstractContextManager[None]:
+        """What this thread compresses and samples in the block is done when it ends, or when a figure is read
+        or another kernel called that may need it: neither tensors nor payloads are to be touched until then.
+        """
+        ...
+
+
+def together(backend: Backend) -> AbstractContextManager[None]:
+    """:meth:`Batching.together`, where there is such a thing."""
+    return backend.together() if isinstance(backend, Batching) else nullcontext()
+
+
 class CompressArgs(NamedTuple):
     """Checked and normalised arguments of :meth:`Backend.compress`."""
 
     numel: int
-    tau: Tau  # exactly representable in fp32
+    tau: Tau  # exactly representable in fp32; of a device as it is, see applied()
     dense: bool
     capacity: int
     start: int
     value_dtype: ValueDtype
     encoding: IndexEncoding | None
     residual_out: Tensor | None
+
+    def applied(self) -> Tau:
+        """The threshold that entries are compared with."""
+        return self.tau.clamp(min=SMALLEST_TAU) if isinstance(self.tau, Tensor) else self.tau
 
 
 def check_vector(
@@ -281,11 +303,11 @@ def check_compress(
 
 
 def _check_tau(tau: Tau) -> tuple[Tau, bool]:
-    """The threshold as it is applied, and whether it sends everything; a tensor is not read."""
+    """The threshold, and whether it sends everything; a tensor is not read."""
     if isinstance(tau, Tensor):
         if tau.dtype != torch.float32 or tau.dim():
             raise ValueError(f"tau must be a number or fp32 [], got {tau.dtype} of shape {tuple(tau.shape)}")
-        return tau.clamp(min=SMALLEST_TAU), False
+        return tau, False
     if not tau >= 0:
         raise ValueError(f"tau is {tau}; it must be 0 (send everything) or positive")
     return (max(ctypes.c_float(tau).value, SMALLEST_TAU), False) if tau else (0.0, True)

@@ -210,7 +210,7 @@ class CpuBackend:
             args.numel,
             args.capacity,
             args.start,
-            float(args.tau),
+            float(args.applied()),
             _GRAD_CODE[grad.dtype],
             args.value_dtype,
             -1 if args.encoding is None else args.encoding,

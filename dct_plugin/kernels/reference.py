@@ -123,6 +123,7 @@ class ReferenceBackend:
         clear: bool = False,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        applied = args.applied()
         began = time.perf_counter_ns()
         if has_overflow(grad):
             if args.residual_out is not None:
@@ -131,7 +132,7 @@ class ReferenceBackend:
                 grad.zero_()
             selected = time.perf_counter_ns()
             nbytes = write_payload(out, Header.flagged(args.value_dtype, args.numel))
-            return _stats(nbytes, 0, 0, True, args.tau, began, selected)
+            return _stats(nbytes, 0, 0, True, applied, began, selected)
 
         acc = self._accumulate(grad, residual, args.residual_out)
         if args.dense:
@@ -139,7 +140,7 @@ class ReferenceBackend:
             above = nnz = args.numel
             values = acc
         else:
-            idx = self._select(acc, args.tau)
+            idx = self._select(acc, applied)
             above = idx.numel()
             idx = _limit(idx, args.capacity, args.start)
             nnz = idx.numel()
@@ -165,7 +166,7 @@ class ReferenceBackend:
         nbytes = write_payload(out, header, index, body)
         if clear:
             grad.zero_()
-        return _stats(nbytes, nnz, above, False, args.tau, began, selected)
+        return _stats(nbytes, nnz, above, False, applied, began, selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
         """fp32(grad) + residual, in ``residual_out`` if there is one; else to be read only."""

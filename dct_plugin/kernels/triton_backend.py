@@ -12,9 +12,9 @@ import contextlib
 import functools
 import itertools
 import logging
-import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from ..errors import PayloadError
 from .backend import (
     GRAD_DTYPES,
     SMALLEST_TAU,
-    CompressArgs,
     Tau,
     check_compress,
     check_encode_shared,
@@ -44,13 +43,29 @@ from .backend import (
     open_positions,
     scales_first,
 )
-from .reference import ReferenceBackend
+from .reference import ReferenceBackend, sample_positions
 
 try:
     import triton
 
     from . import triton_kernels as device
     from . import triton_messages as reading
+    from .triton_batch import (
+        BLOCK,
+        CHUNK,
+        ROOM,
+        STATE,
+        Batch,
+        Row,
+        grad_code,
+        launched_on,
+        programs,
+        readable,
+        seal,
+        tables,
+        upload,
+        write,
+    )
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -59,20 +74,8 @@ logger = logging.getLogger("dct_plugin.kernels")
 #: Index encodings that the kernels write; the smallest is taken. Rice code can only be read from its start.
 WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16)
 
-_SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
-_BLOCK, _CHUNK, _STATE = device.BLOCK.value, device.CHUNK.value, device.STATE.value
-_ROW, _BODY, _COPIED = reading.ROW.value, reading.BODY.value, reading.COPIED.value
-_GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
-_MOST_SAMPLES = 1 << 16  # that one program finds the threshold of
-
-
-def _programs(count: int, each: int) -> tuple[int]:
-    return (max(1, -(-count // each)),)
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """What the kernels take for a gradient: bf16 as its bits."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+_ROW, _BODY, _COPIED = device.ROW.value, reading.BODY.value, reading.COPIED.value
+_MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
 
 
 @functools.cache
@@ -106,6 +109,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._errors: dict[torch.device, Tensor] = {}
+        self._waiting = threading.local()
         self._reference = ReferenceBackend(WRITTEN)
 
     def __repr__(self) -> str:
@@ -130,6 +134,7 @@ class TritonBackend:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
         if args.encoding is IndexEncoding.RICE:
             _say_once("Rice code")
+            self._catch_up()
             return self._reference.compress(
                 grad,
                 residual,
@@ -142,131 +147,72 @@ class TritonBackend:
                 encoding=encoding,
                 clear=clear,
             )
-        dense = args.dense and args.encoding in (None, IndexEncoding.DENSE)
-        with launched_on(grad.device):
-            stats = (self._compress_all if dense else self._compress_selected)(grad, residual, args, out)
-        if clear:
-            grad.zero_()
-        return stats
+        with self._batch(grad.device) as batch:
+            return batch.compress(grad, residual, args, out, clear)
 
-    def _compress_selected(
-        self, grad: Tensor, residual: Tensor | None, args: CompressArgs, out: Tensor
-    ) -> Stats:
-        numel, left, where = args.numel, args.residual_out, grad.device
-        blocks = _programs(numel, _BLOCK)
-        words = torch.empty(blocks[0] * (_BLOCK // 32), dtype=torch.int32, device=where)
-        positions = torch.empty(args.capacity, dtype=torch.int32, device=where)
-        kept_counts = torch.empty(blocks[0], dtype=torch.int32, device=where)
-        sums = torch.empty(*_programs(args.capacity, _CHUNK), dtype=torch.int64, device=where)
-        state = self._state(where, blocks[0])
-        tau_on_device = isinstance(args.tau, Tensor)
-        in_place = left is not None and residual is not None and left.data_ptr() == residual.data_ptr()
-        kinds = {"GRAD": _GRAD_CODE[grad.dtype], "HAS_RESIDUAL": residual is not None}
-        source, tiles = _readable(grad), _programs(numel, device.TILE.value)
-        if in_place:
-            device.overflow[tiles](source, numel, state, GRAD=kinds["GRAD"])
-        device.select[tiles](
-            *(source, residual, left, words, state),
-            args.tau if tau_on_device else None,
-            0.0 if tau_on_device else args.tau,
-            *(numel, args.start),
-            TAU_ON_DEVICE=tau_on_device,
-            HAS_LEFT=left is not None,
-            IN_PLACE=in_place,
-            **kinds,
-        )
-        if left is not None and not in_place:
-            device.put_back[tiles](residual, left, state, numel, HAS_RESIDUAL=residual is not None)
-        capacity = args.capacity
-        device.compact[blocks](words, state, positions, kept_counts, numel, blocks[0], capacity, args.start)
-        forced = _SELECTED if args.encoding is None else int(args.encoding)
-        skips = forced in (_SELECTED, IndexEncoding.GAPS8)
-        if skips:
-            device.skips[_programs(capacity, _CHUNK)](positions, state, sums)
-        device.plan[(1,)](state, sums, numel, FORCED=forced, SKIPS=skips)
-        accumulated = left is not None  # then one form of the kernel serves all types of gradients
-        self._write(
-            *(out, words, positions, kept_counts, state, sums),
-            *(None if accumulated else source, None, left, numel, 0),
-            grid=_programs(max(capacity, -(-numel // 32)), _CHUNK),
-            ENTRIES=_SELECTED,
-            ACCUMULATED=accumulated,
-            VALUE=int(args.value_dtype),
-            GRAD=0 if accumulated else kinds["GRAD"],
-            HAS_RESIDUAL=False,
-            HAS_LEFT=accumulated,
-        )
-        return self._seal(out, state, numel, 0, 0, _SELECTED, args.value_dtype, args.tau)
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """See :class:`.backend.Batching`."""
+        self._waiting.batches = {}
+        try:
+            yield
+            self._catch_up()
+        finally:
+            self._waiting.batches = None
 
-    def _compress_all(self, grad: Tensor, residual: Tensor | None, args: CompressArgs, out: Tensor) -> Stats:
-        numel, left = args.numel, args.residual_out
-        state, source, grad_code = self._state(grad.device), _readable(grad), _GRAD_CODE[grad.dtype]
-        tiles = _programs(numel, device.TILE.value)
-        device.overflow[tiles](source, numel, state, GRAD=grad_code)
-        if left is not None and (residual is None or left.data_ptr() != residual.data_ptr()):
-            device.put_back[tiles](residual, left, state, numel, HAS_RESIDUAL=residual is not None)
-        self._write(
-            *(out, None, None, None, state, None, source, residual, left, numel, numel),
-            grid=_programs(numel, _CHUNK),
-            ENTRIES=int(IndexEncoding.DENSE),
-            ACCUMULATED=False,
-            VALUE=int(args.value_dtype),
-            GRAD=grad_code,
-            HAS_RESIDUAL=residual is not None,
-            HAS_LEFT=left is not None,
-        )
-        return self._seal(out, state, numel, numel, numel, IndexEncoding.DENSE, args.value_dtype, 0.0)
+    @contextlib.contextmanager
+    def _batch(self, where: torch.device) -> Iterator[Batch]:
+        """The open batch; or one that is launched at once."""
+        batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
+        if batches is None:
+            batch = Batch(where, self._error(where), 1)
+            yield batch
+            batch.launch()
+            return
+        if where not in batches or batches[where].full:
+            self._catch_up()
+            batches[where] = Batch(where, self._error(where), ROOM)
+        yield batches[where]
+
+    def _catch_up(self) -> None:
+        """Launch what waits: what follows may need it."""
+        for batch in (getattr(self._waiting, "batches", None) or {}).values():
+            batch.launch()
 
     def encode_shared(
         self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
     ) -> Stats:
         mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
-        with launched_on(source.device):
-            state = self._state(source.device)
-            numel, nnz, grad_code = mask.numel, mask.nnz, _GRAD_CODE[source.dtype]
+        self._catch_up()
+        where = source.device
+        with launched_on(where):
+            state = torch.zeros(STATE, dtype=torch.int64, device=where)
+            counts = torch.empty(1, 4, dtype=torch.int64, device=where)
+            nnz, code, value = mask.nnz, grad_code(source), int(header.value_dtype)
+            grad = readable(source)
+            row = Row.of(grad, None, None, out, count=nnz)
+            table = tables.of([row, [0] * Row.WIDTH], where)
             if mask.nonfinite:
                 state[device.FLAG.value].fill_(1)
             else:
                 opened = self._open_one(mask)
-                positions = None if mask.header.encoding is IndexEncoding.DENSE else opened.positions
-                reading.overflow_at[_programs(nnz, _CHUNK)](
-                    *(_readable(source), opened.rows, opened.positions, state, self._error(source.device)),
-                    nnz,
-                    GRAD=grad_code,
+                dense = mask.header.encoding is IndexEncoding.DENSE
+                chunks = programs(nnz, CHUNK)
+                reading.overflow_at[(chunks,)](
+                    *(grad, opened.rows, opened.positions, state, self._error(where), nnz), GRAD=code
                 )
-                self._write(
-                    *(out, None, positions, None, state, None, _readable(source), None, None, numel, nnz),
-                    grid=_programs(nnz, _CHUNK),
-                    ENTRIES=int(IndexEncoding.DENSE if positions is None else IndexEncoding.SHARED_MASK),
+                write(
+                    *(table, None, None if dense else opened.positions, None, state, None, 1),
+                    grid=chunks,
+                    ENTRIES=int(IndexEncoding.DENSE if dense else IndexEncoding.SHARED_MASK),
                     ACCUMULATED=False,
-                    VALUE=int(header.value_dtype),
-                    GRAD=grad_code,
+                    VALUE=value,
+                    GRAD=code,
                     HAS_RESIDUAL=False,
                     HAS_LEFT=False,
                 )
-            return self._seal(out, state, numel, nnz, nnz, IndexEncoding.SHARED_MASK, header.value_dtype, 0.0)
-
-    def _write(self, *arguments: Any, grid: tuple[int], **constants: Any) -> None:
-        # Multiplications and additions are rounded one by one, as everywhere else.
-        device.write[grid](*arguments, **constants, enable_fp_fusion=False)
-
-    def _seal(
-        self,
-        out: Tensor,
-        state: Tensor,
-        numel: int,
-        nnz: int,
-        above: int,
-        entries: int,
-        value_dtype: ValueDtype,
-        tau: Tau,
-    ) -> Stats:
-        counts = torch.empty(4, dtype=torch.int64, device=out.device)
-        errors = self._error(out.device)
-        device.seal[(1,)](
-            *(out, state, counts, errors, numel, nnz, above), ENTRIES=int(entries), VALUE=int(value_dtype)
-        )
-        return Stats.on_device(counts, tau=tau)
+            seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
+        return Stats.on_device(counts[0])
 
     # -- reading ---
 
@@ -295,7 +241,7 @@ class TritonBackend:
         opened = self._open_one(payload)
         with launched_on(payload.data.device):
             mask = torch.zeros(numel, dtype=torch.uint8, device=payload.data.device)
-            reading.mark[_programs(payload.nnz, _CHUNK)](
+            reading.mark[(programs(payload.nnz, CHUNK),)](
                 opened.rows, opened.positions, mask, self._error(mask.device), payload.nnz
             )
             return mask.view(torch.bool)
@@ -359,9 +305,9 @@ class TritonBackend:
             self._add(opened, opened, meta, base, wrong, message, scale if early else 1.0)
         if not early:
             torch._foreach_mul_(totals, scale)
-        for out, total in zip(outs, totals, strict=True):
-            if total is not out:
-                out.copy_(total)
+        if apart:
+            pairs = [pair for pair in zip(outs, totals, strict=True) if pair[0] is not pair[1]]
+            torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
         return wrong
 
     def _open_one(self, payload: Payload) -> _Opened:
@@ -387,6 +333,7 @@ class TritonBackend:
         single: bool = False,
     ) -> _Opened:
         """Check the messages between the ``bounds`` of ``buffer``, and find their positions."""
+        self._catch_up()
         where, count, several = buffer.device, len(numels), len(bounds)
         longest, entries = max(end - begin for begin, end in bounds), sum(numels)
         at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
@@ -394,8 +341,8 @@ class TritonBackend:
         meta = upload([[numel, 0] for numel in numels], where)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.zeros(several, dtype=torch.int64, device=where)
-        sums = -(-at_most // _CHUNK) + count
-        units = sum(-(-numel // _BLOCK) for numel in numels) + longest // _CHUNK + count
+        sums = -(-at_most // CHUNK) + count
+        units = sum(-(-numel // BLOCK) for numel in numels) + longest // CHUNK + count
         with launched_on(where):
             reading.open_messages[(several,)](
                 *(buffer, buffer.view(torch.int64) if framed else None, upload(bounds, where), meta),
@@ -403,7 +350,7 @@ class TritonBackend:
                 FRAMED=framed,
                 SINGLE=single,
             )
-            programs = -(-max(longest // 4, at_most) // _CHUNK) + count
+            programs = -(-max(longest // 4, at_most) // CHUNK) + count
             reading.check[(programs, several)](buffer, rows, count)
             counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
@@ -441,21 +388,18 @@ class TritonBackend:
     ) -> None:
         """Put a message into a frame, without a look at its size; see :class:`.backend.Framing`."""
         parts = writer.parts
-        empty = torch.empty(0, dtype=torch.int64, device=out.device)
-        counts = torch.stack([stats.device_counts for _, _, stats in parts]) if parts else empty
-        sizes = (-(-room // _COPIED) for _, room, _ in parts)
-        *firsts, units = itertools.accumulate(sizes, initial=0)
-        places = upload([[part[0], first] for part, first in zip(parts, firsts, strict=True)], out.device)
+        *firsts, units = itertools.accumulate((-(-len(room) // _COPIED) for room, _ in parts), initial=0)
+        columns = zip(parts, firsts, strict=True)
+        rows = [[room.data_ptr(), first, stats.device_counts.data_ptr()] for (room, stats), first in columns]
+        places = upload(rows, out.device)
         offsets = torch.empty(len(parts), dtype=torch.int64, device=out.device)
         with launched_on(out.device):
             reading.begin_frame[(1,)](
-                *(counts, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
+                *(places, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
                 ANSWERS=incomplete is not None,
             )
             if units:
-                reading.fill_frame[(units,)](
-                    *(writer.buffer, places, counts, offsets, out, len(parts), out.numel() - PREFIX)
-                )
+                reading.fill_frame[(units,)](places, offsets, out, len(parts), out.numel() - PREFIX)
 
     def sum_frames(
         self, buffer: Tensor, bounds: Sequence[tuple[int, int]], outs: Sequence[Tensor], scale: float
@@ -473,66 +417,45 @@ class TritonBackend:
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> Tensor:
         check_sample(grad, residual, keep_fraction, num_samples)
-        numel = grad.numel()
-        samples = min(num_samples, numel)
-        magnitudes = self._magnitudes(grad, residual, samples, seed, everything=num_samples >= numel)
-        return self._kth_largest(magnitudes, samples, keep_fraction, 0)
+        samples, everything = min(num_samples, grad.numel()), num_samples >= grad.numel()
+        if samples > _MOST_SAMPLES:
+            if not everything:
+                where = sample_positions(grad.numel(), samples, seed, grad.device)
+                grad, residual = grad[where], None if residual is None else residual[where]
+            return _kth_largest(grad, residual, share=keep_fraction)
+        with self._batch(grad.device) as batch:
+            return batch.threshold(
+                grad, residual, samples, seed=seed, everything=everything, share=keep_fraction
+            )
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> Tensor:
         check_exact(grad, residual, k)
         numel = grad.numel()
-        magnitudes = self._magnitudes(grad, residual, numel, 0, everything=True)
-        return self._kth_largest(magnitudes, numel, 0.0, min(k, max(numel, 1)))
-
-    def _magnitudes(
-        self, grad: Tensor, residual: Tensor | None, samples: int, seed: int, *, everything: bool
-    ) -> Tensor:
-        """Bits of ``|grad + residual|``, int32 [samples]; -1 for what is not finite."""
-        with launched_on(grad.device):
-            magnitudes = torch.empty(samples, dtype=torch.int32, device=grad.device)
-            device.sample[_programs(samples, _CHUNK)](
-                *(_readable(grad), residual, magnitudes, grad.numel(), samples, signed(seed)),
-                ALL=everything,
-                GRAD=_GRAD_CODE[grad.dtype],
-                HAS_RESIDUAL=residual is not None,
-            )
-            return magnitudes
-
-    def _kth_largest(self, magnitudes: Tensor, samples: int, keep_fraction: float, k: int) -> Tensor:
-        """fp32 []: the ``k``-th largest, or (0) the one that keeps a share of what is finite."""
-        if samples <= _MOST_SAMPLES:
-            tau = torch.empty((), dtype=torch.float32, device=magnitudes.device)
-            (share,) = struct.unpack("<q", struct.pack("<d", keep_fraction))
-            size = 1 << max(10, (samples - 1).bit_length())
-            with launched_on(magnitudes.device):
-                device.kth_largest[(1,)](
-                    magnitudes, tau, share, samples, k, SIZE=size, num_warps=min(32, size // 256)
-                )
-            return tau
-        ordered = magnitudes.sort(descending=True).values
-        count = (ordered >= 0).sum()
-        rank = (count.to(torch.float64) * keep_fraction + 0.5).to(torch.int64).clamp(min=1) if k == 0 else k
-        at = torch.minimum(count, rank if isinstance(rank, Tensor) else torch.full_like(count, rank))
-        found = ordered.gather(0, (at - 1).clamp(min=0).view(1)).clamp(min=0)
-        return found.view(torch.float32).clamp(min=SMALLEST_TAU).view(())
+        k = min(k, max(numel, 1))
+        if numel > _MOST_SAMPLES:
+            return _kth_largest(grad, residual, rank=k)
+        with self._batch(grad.device) as batch:
+            return batch.threshold(grad, residual, numel, everything=True, rank=k)
 
     # -- residuals ---
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         check_pack(values, out, exponents)
+        self._catch_up()
         grouped = exponents is not None
         with launched_on(values.device):
-            device.pack[_programs(values.numel(), _CHUNK)](
-                *(values, _readable(out), exponents, values.numel(), signed(seed, 32)),
+            device.pack[(programs(values.numel(), CHUNK),)](
+                *(values, readable(out), exponents, values.numel(), signed(seed, 32)),
                 GROUPED=grouped,
                 enable_fp_fusion=False,
             )
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         check_pack(out, packed, exponents)
+        self._catch_up()
         with launched_on(out.device):
-            device.unpack[_programs(out.numel(), _CHUNK)](
-                _readable(packed), exponents, out, out.numel(), GROUPED=exponents is not None
+            device.unpack[(programs(out.numel(), CHUNK),)](
+                readable(packed), exponents, out, out.numel(), GROUPED=exponents is not None
             )
 
     # -- positions alone ---
@@ -547,9 +470,6 @@ class TritonBackend:
 
     # -- inside ---
 
-    def _state(self, where: torch.device, blocks: int = 0) -> Tensor:
-        return torch.zeros(_STATE + blocks, dtype=torch.int64, device=where)
-
     def _error(self, where: torch.device) -> Tensor:
         """What was wrong with a payload, until the next one that is written takes it to the host: int32."""
         error = self._errors.get(where)
@@ -558,13 +478,19 @@ class TritonBackend:
         return error
 
 
-def upload(table: Any, where: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Tensor of numbers that the host has, without waiting."""
-    if where.type != "cuda":
-        return torch.tensor(table, dtype=dtype, device=where)
-    return torch.tensor(table, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
-
-
-def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
-    return torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+def _kth_largest(
+    grad: Tensor, residual: Tensor | None, *, share: float = 0.0, rank: int | None = None
+) -> Tensor:
+    """fp32 []: the ``rank``-th largest magnitude, or the one that keeps a ``share`` of what is finite; by
+    torch, of more entries than a kernel looks through.
+    """
+    acc = grad.to(torch.float32) if residual is None else residual + grad
+    bits = acc.view(torch.int32) & 0x7FFFFFFF
+    ordered = torch.where(bits < 0x7F800000, bits, -1).sort(descending=True).values
+    count = (ordered >= 0).sum()
+    if rank is None:
+        at = (count.to(torch.float64) * share + 0.5).to(torch.int64).clamp(min=1)
+    else:
+        at = torch.full_like(count, rank)
+    found = ordered.gather(0, (torch.minimum(count, at) - 1).clamp(min=0).view(1)).clamp(min=0)
+    return found.view(torch.float32).clamp(min=SMALLEST_TAU).view(())

@@ -3,9 +3,13 @@
 Counting and writing are separate kernels with a prefix sum between them, so that every byte has one writer
 and results do not depend on the order of the programs; what programs add up with atomics are integers.
 
-``state`` is int64: what one kernel finds out and the next ones need, see the constants below. Positions are
-the lower 32 bits, as an unsigned number, in int32. What changes from call to call (sizes, where a payload
-begins) compiles nothing anew.
+A launch serves any number of tensors: ``table``, int64 [jobs + 1, ROW], has a row for each, with addresses
+and sizes, and in its last row the totals. A program belongs to the row whose first unit of work (a tile, a
+block, a chunk) is the last one not above its own number.
+
+``state`` is int64: what one kernel finds out about a job and the next ones need, see the constants below.
+Positions are the lower 32 bits, as an unsigned number, in int32. What changes from call to call (sizes, where
+a payload begins) compiles nothing anew.
 """
 
 from __future__ import annotations
@@ -30,7 +34,33 @@ ENCODING = tl.constexpr(4)
 NNZ = tl.constexpr(5)
 ABOVE = tl.constexpr(6)
 INDEX_NBYTES = tl.constexpr(7)
-STATE = tl.constexpr(16)  # its size; behind it, a count per block
+STATE = tl.constexpr(16)  # its size; behind the last job's, a count per block
+
+#: Places in a job's row.
+ROW = tl.constexpr(16)
+GRAD_AT = tl.constexpr(0)  # addresses
+RESIDUAL_AT = tl.constexpr(1)
+LEFT_AT = tl.constexpr(2)
+OUT_AT = tl.constexpr(3)
+NUMEL = tl.constexpr(4)
+CAPACITY = tl.constexpr(5)
+START = tl.constexpr(6)
+TILES = tl.constexpr(7)  # first tile, block, chunk of the body, chunk of entries
+BLOCKS = tl.constexpr(8)
+CHUNKS = tl.constexpr(9)
+ENTRY_CHUNKS = tl.constexpr(10)
+ROOM = tl.constexpr(11)  # where its positions begin
+SLOT = tl.constexpr(12)  # row of its figures
+TAU_SLOT = tl.constexpr(13)  # of the threshold, on the device; or (-1) the next place has its bits
+TAU_BITS = tl.constexpr(14)
+COUNT = tl.constexpr(15)  # kept entries, where the host knows them
+
+#: Places in a sample's row; GRAD_AT, RESIDUAL_AT and NUMEL are the same.
+SAMPLES = tl.constexpr(2)
+SEED = tl.constexpr(3)
+ALL = tl.constexpr(5)
+SHARE = tl.constexpr(6)
+RANK = tl.constexpr(7)
 
 FP32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
@@ -69,7 +99,67 @@ ROUNDER = tl.constexpr(12582912.0)
 STEP = tl.constexpr(1024)
 
 
+_LOOK = tl.constexpr(256)
+
+
 # ---- helpers ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_of(rows, count, unit, WHAT: tl.constexpr):
+    """The row that a unit of work belongs to; ``count``: none."""
+    lanes = tl.arange(0, _LOOK)
+    found = tl.zeros((_LOOK,), tl.int32)
+    first = 0
+    while first <= count:
+        at = first + lanes
+        begins = tl.load(rows + at * ROW + WHAT, mask=at <= count, other=unit + 1)
+        found += (begins <= unit).to(tl.int32)
+        first += _LOOK
+    return tl.sum(found, 0) - 1
+
+
+@triton.jit
+def _job_of(table, count, WHAT: tl.constexpr):
+    """Number of this program's job, its row, and which of its units of work this is; int64."""
+    unit = tl.program_id(0).to(tl.int64)
+    number = tl.full((), 0, tl.int32)
+    if count > 1:
+        number = _row_of(table, count, unit, WHAT)
+    job = table + number * ROW
+    return number.to(tl.int64), job, unit - tl.load(job + WHAT)
+
+
+@triton.jit
+def _grad_of(job, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+    """Of a job's gradient; bf16 comes as int16, which every machine can load.
+
+    ALIGNED: the compiler knows that it is to a multiple of 16 bytes, and lets so many be read at once.
+    """
+    at = tl.load(job + GRAD_AT)
+    if GRAD == FP32:
+        pointer = at.to(tl.pointer_type(tl.float32))
+    elif GRAD == BF16:
+        pointer = at.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = at.to(tl.pointer_type(tl.float16))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, [16])
+    return pointer
+
+
+@triton.jit
+def _floats_of(job, WHAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Of a job's residual, or of what it leaves."""
+    pointer = tl.load(job + WHAT).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, [16])
+    return pointer
+
+
+@triton.jit
+def _bytes_of(job, WHAT: tl.constexpr):
+    return tl.load(job + WHAT).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
@@ -103,7 +193,7 @@ def _places(positions, rank, kept, ALL: tl.constexpr):
 
 @triton.jit
 def _load_grad(grad, at, mask, GRAD: tl.constexpr):
-    """fp32; bf16 comes as int16, which every machine can load."""
+    """fp32 entries of a gradient."""
     if GRAD == BF16:
         return _from_bf16(tl.load(grad + at, mask=mask, other=0))
     return tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -196,47 +286,59 @@ def _flag_unless(state, ok):
 # ---- selection ----------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["numel"])
-def overflow(grad, numel, state, GRAD: tl.constexpr):
-    """Flag a gradient with an entry that is not finite, or far too large."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    if (tl.program_id(0).to(tl.int64) + 1) * TILE <= numel:
+@triton.jit(do_not_specialize=["count"])
+def overflow(table, state, count, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
+    """Flag gradients with an entry that is not finite, or far too large."""
+    number, job, tile = _job_of(table, count, TILES)
+    grad = _grad_of(job, GRAD, ALIGNED)
+    numel = tl.load(job + NUMEL)
+    at = tile * TILE + tl.arange(0, TILE)
+    if (tile + 1) * TILE <= numel:
         ok = tl.abs(_load_whole(grad, at, GRAD)) < OVERFLOW
     else:
         ok = tl.abs(_load_grad(grad, at, at < numel, GRAD)) < OVERFLOW
-    _flag_unless(state, ok)
+    _flag_unless(state + number * STATE, ok)
 
 
-@triton.jit(do_not_specialize=["numel", "start"])
+@triton.jit(do_not_specialize=["count"])
 def select(
-    grad, residual, left, words, state, tau_ptr, tau_value, numel, start, TAU_ON_DEVICE: tl.constexpr,
-    GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr, IN_PLACE: tl.constexpr,
+    table, words, state, taus, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate and compare: one pass over gradient and residual.
+    """Accumulate and compare: one pass over gradients and residuals.
 
-    ``left`` becomes the accumulated value everywhere. In place, ``overflow`` has looked before, and a flagged
-    tensor is left alone; else this flags, and ``put_back`` repairs.
+    What is left becomes the accumulated value everywhere. In place, ``overflow`` has looked before, and a
+    flagged tensor is left alone; else this flags, and ``settle`` repairs.
     """
-    tile = tl.program_id(0).to(tl.int64)
+    number, job, tile = _job_of(table, count, TILES)
+    numel = tl.load(job + NUMEL)
+    start = tl.load(job + START)
+    first_block = tl.load(job + BLOCKS)
+    grad = _grad_of(job, GRAD, ALIGNED)
+    counts = state + count * STATE + first_block
+    state += number * STATE
+    words += first_block * (BLOCK // 32)
     rows = tl.arange(0, TILE // 32)
     columns = tl.arange(0, 32)
     at = tile * TILE + (rows[:, None] * 32 + columns[None, :])
     inside = at < numel
-    tau = tau_value
-    if TAU_ON_DEVICE:
-        tau = tl.load(tau_ptr)
+    slot = tl.load(job + TAU_SLOT)
+    tau = tl.load(job + TAU_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+    if slot >= 0:
+        tau = tl.load(taus + slot)
     whole = (tile + 1) * TILE <= numel
     if whole:
         acc = _load_whole(grad, at, GRAD)
         ok = tl.abs(acc) < OVERFLOW
         if HAS_RESIDUAL:
-            acc += tl.load(residual + at)
+            acc += tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at)
     else:
         acc = _load_grad(grad, at, inside, GRAD)
         ok = tl.abs(acc) < OVERFLOW
         if HAS_RESIDUAL:
-            acc += tl.load(residual + at, mask=inside, other=0.0)
+            acc += tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at, mask=inside, other=0.0)
     if HAS_LEFT:
+        left = _floats_of(job, LEFT_AT, ALIGNED)
         live = tile >= 0
         if IN_PLACE:
             live = tl.load(state + FLAG) == 0
@@ -248,22 +350,37 @@ def select(
     selected = ((tl.abs(acc) >= tau) & inside).to(tl.int32)
     tl.store(words + tile * (TILE // 32) + rows, tl.sum(selected << columns[None, :], axis=1))
     block = tile // (BLOCK // TILE)
-    tl.atomic_add(state + STATE + block, tl.sum(tl.ravel(selected), 0).to(tl.int64))
+    tl.atomic_add(counts + block, tl.sum(tl.ravel(selected), 0).to(tl.int64))
     if not IN_PLACE:
         _flag_unless(state, ok)
     if (block == start // BLOCK) & (tile * TILE < start):
         tl.atomic_add(state + BEFORE, tl.sum(tl.ravel(tl.where(at < start, selected, 0)), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["numel"])
-def put_back(residual, left, state, numel, HAS_RESIDUAL: tl.constexpr):
-    """``left`` becomes the residual as it was, where the input overflows."""
-    if tl.load(state + FLAG) != 0:
-        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        old = tl.zeros((TILE,), tl.float32)
-        if HAS_RESIDUAL:
-            old = tl.load(residual + at, mask=at < numel, other=0.0)
-        tl.store(left + at, old, mask=at < numel)
+@triton.jit(do_not_specialize=["count"])
+def settle(
+    table, state, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PUT_BACK: tl.constexpr,
+    CLEAR: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """When all is written: what is left becomes the residual as it was, where the input overflows
+    (PUT_BACK); zeros become the gradients (CLEAR).
+    """
+    number, job, tile = _job_of(table, count, TILES)
+    at = tile * TILE + tl.arange(0, TILE)
+    inside = at < tl.load(job + NUMEL)
+    if PUT_BACK:  # noqa: SIM102 (a constant: without it the rest is not compiled)
+        if tl.load(state + number * STATE + FLAG) != 0:
+            old = tl.zeros((TILE,), tl.float32)
+            if HAS_RESIDUAL:
+                old = tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at, mask=inside, other=0.0)
+            tl.store(_floats_of(job, LEFT_AT, ALIGNED) + at, old, mask=inside)
+    if CLEAR:
+        grad = _grad_of(job, GRAD, ALIGNED)
+        nothing = tl.zeros((TILE,), grad.dtype.element_ty)
+        if (tile + 1) * TILE <= tl.load(job + NUMEL):  # then 16 bytes at once
+            tl.store(grad + at, nothing)
+        else:
+            tl.store(grad + at, nothing, mask=inside)
 
 
 @triton.jit
@@ -284,14 +401,24 @@ def _counts_before(counts, blocks, block, other):
     return tl.sum(before, 0), tl.sum(before_other, 0), tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["start", "capacity", "numel", "blocks"])
-def compact(words, state, positions, kept_counts, numel, blocks, capacity, start):
-    """Positions of the set bits, ascending; of more than ``capacity``, those that follow ``start``.
+@triton.jit(do_not_specialize=["count"])
+def compact(table, words, state, positions, kept_counts, count):
+    """Positions of the set bits, ascending; of more than the capacity, those that follow the start.
 
     Bits that are not kept are cleared.
     """
-    block = tl.program_id(0).to(tl.int64)
-    before, first, above = _counts_before(state + STATE, blocks, block, (start // BLOCK).to(tl.int64))
+    job_number, job, block = _job_of(table, count, BLOCKS)
+    numel = tl.load(job + NUMEL)
+    capacity = tl.load(job + CAPACITY)
+    start = tl.load(job + START)
+    first_block = tl.load(job + BLOCKS)
+    blocks = tl.load(job + ROW + BLOCKS) - first_block
+    counts = state + count * STATE + first_block
+    state += job_number * STATE
+    words += first_block * (BLOCK // 32)
+    kept_counts += first_block
+    positions += tl.load(job + ROOM)
+    before, first, above = _counts_before(counts, blocks, block, start // BLOCK)
     first += tl.load(state + BEFORE)
     flagged = tl.load(state + FLAG) != 0
     cut = above > capacity
@@ -305,11 +432,11 @@ def compact(words, state, positions, kept_counts, numel, blocks, capacity, start
     word_at = block * (BLOCK // 32) + lanes
     inside = word_at < (numel + 31) // 32
     word = tl.load(words + word_at, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    count = _bits_set(word)
-    number = before + (tl.cumsum(count, 0) - count).to(tl.int64)
+    set_bits = _bits_set(word)
+    number = before + (tl.cumsum(set_bits, 0) - set_bits).to(tl.int64)
     kept_word = tl.zeros((BLOCK // 32,), tl.uint32)
     base = word_at * 32
-    most = tl.max(count, 0)
+    most = tl.max(set_bits, 0)
     bit = 0
     while bit < most:
         low = _lowest(word)
@@ -338,18 +465,24 @@ def _gaps(positions, rank, mask):
     return tl.where(mask, here - tl.where(back, before, -1) - 1, 0)
 
 
-@triton.jit
-def skips(positions, state, sums):
+@triton.jit(do_not_specialize=["count"])
+def skips(table, positions, state, sums, count):
     """Bytes that ``gaps8`` needs beyond one per entry, per chunk of entries."""
-    chunk = tl.program_id(0).to(tl.int64)
+    number, job, chunk = _job_of(table, count, ENTRY_CHUNKS)
+    positions += tl.load(job + ROOM)
     rank = chunk * CHUNK + tl.arange(0, CHUNK)
-    gaps = _gaps(positions, rank, rank < tl.load(state + NNZ))
-    tl.store(sums + chunk, tl.sum(gaps // 255, 0))
+    gaps = _gaps(positions, rank, rank < tl.load(state + number * STATE + NNZ))
+    tl.store(sums + tl.program_id(0), tl.sum(gaps // 255, 0))
 
 
-@triton.jit(do_not_specialize=["numel"])
-def plan(state, sums, numel, FORCED: tl.constexpr, SKIPS: tl.constexpr):
+@triton.jit
+def plan(table, state, sums, FORCED: tl.constexpr, SKIPS: tl.constexpr):
     """The encoding, if none is FORCED (-1), and its size; ``sums`` (SKIPS) become those before each chunk."""
+    number = tl.program_id(0).to(tl.int64)
+    job = table + number * ROW
+    state += number * STATE
+    sums += tl.load(job + ENTRY_CHUNKS)
+    numel = tl.load(job + NUMEL)
     nnz = tl.load(state + NNZ)
     blocks = (numel + BLOCK - 1) // BLOCK
     skipped = tl.zeros((), tl.int64)
@@ -391,9 +524,8 @@ def plan(state, sums, numel, FORCED: tl.constexpr, SKIPS: tl.constexpr):
 
 
 @triton.jit
-def _write_index(out, words, positions, kept_counts, state, sums, numel, nnz):
-    """This program's part of the index section: of a chunk of entries, of words and of blocks."""
-    chunk = tl.program_id(0).to(tl.int64)
+def _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, nnz):
+    """A part of the index section: of a chunk of entries, of words and of blocks."""
     lanes = tl.arange(0, CHUNK)
     body = out + HEADER
     rank = chunk * CHUNK + lanes
@@ -436,25 +568,35 @@ def _write_index(out, words, positions, kept_counts, state, sums, numel, nnz):
     _add_checks(state, check1, check2)
 
 
-@triton.jit(do_not_specialize=["numel", "known_nnz"], do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=["count"])
 def write(
-    out, words, positions, kept_counts, state, sums, grad, residual, left, numel, known_nnz,
-    ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr,
+    table, words, positions, kept_counts, state, sums, count, ENTRIES: tl.constexpr,
+    ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the body: positions and values; what the values do not carry stays in ``left``.
+    """A chunk of the body: positions and values; what the values do not carry stays in what is left.
 
     ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; SHARED,
-    those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in ``left``.
+    those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in what is left.
     """
+    number, job, chunk = _job_of(table, count, CHUNKS)
+    state += number * STATE
     if tl.load(state + FLAG) == 0:
-        chunk = tl.program_id(0).to(tl.int64)
-        nnz = known_nnz
-        values_at = 0
+        out = _bytes_of(job, OUT_AT)
+        left = _floats_of(job, LEFT_AT, False)
+        numel = tl.load(job + NUMEL)
+        if ENTRIES != DENSE:
+            positions += tl.load(job + ROOM)
+        nnz = tl.load(job + COUNT)
+        values_at = nnz * 0
         if ENTRIES == -1:
             nnz = tl.load(state + NNZ)
             values_at = tl.load(state + INDEX_NBYTES)
-            _write_index(out, words, positions, kept_counts, state, sums, numel, nnz)
+            first_block = tl.load(job + BLOCKS)
+            words += first_block * (BLOCK // 32)
+            kept_counts += first_block
+            sums += tl.load(job + ENTRY_CHUNKS)
+            _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, nnz)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
@@ -463,9 +605,9 @@ def write(
         if ACCUMULATED:
             acc = tl.load(left + at, mask=kept, other=0.0)
         else:
-            acc = _load_grad(grad, at, kept, GRAD)
+            acc = _load_grad(_grad_of(job, GRAD, False), at, kept, GRAD)
             if HAS_RESIDUAL:
-                acc += tl.load(residual + at, mask=kept, other=0.0)
+                acc += tl.load(_floats_of(job, RESIDUAL_AT, False) + at, mask=kept, other=0.0)
         # Only the residual can have made this infinite; the largest number is sent then, the excess is lost.
         acc = _clamp(acc, FLOAT32_MAX)
         body = out + HEADER
@@ -536,14 +678,18 @@ def write(
             tl.store(left + at, acc - decoded, mask=kept)
 
 
-@triton.jit(do_not_specialize=["numel", "known_nnz", "known_above"], do_not_specialize_on_alignment=["out"])
-def seal(
-    out, state, counts, errors, numel, known_nnz, known_above, ENTRIES: tl.constexpr, VALUE: tl.constexpr
-):
-    """The header, and the figures of the payload: int64 nbytes, nnz, above, and its flag.
+@triton.jit
+def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexpr):
+    """Headers, and the payloads' figures: int64 nbytes, nnz, above, and the flag.
 
     Whatever was wrong with a payload read before goes to the host with them, once: 2 * error + flag.
     """
+    number = tl.program_id(0).to(tl.int64)
+    job = table + number * ROW
+    state += number * STATE
+    out = _bytes_of(job, OUT_AT)
+    counts += tl.load(job + SLOT) * 4
+    numel = tl.load(job + NUMEL)
     flagged = tl.load(state + FLAG) != 0
     encoding = tl.load(state + ENCODING)
     nnz = tl.load(state + NNZ)
@@ -551,13 +697,12 @@ def seal(
     index_nbytes = tl.load(state + INDEX_NBYTES)
     if ENTRIES != -1:
         encoding = tl.full((), ENTRIES, tl.int64)
-        nnz = known_nnz.to(tl.int64)
-        above = known_above.to(tl.int64)
+        nnz = tl.load(job + COUNT)
+        above = nnz
         index_nbytes = tl.full((), 0, tl.int64)
     nnz = tl.where(flagged, 0, nnz)
     encoding = tl.where(flagged, 0, encoding)
     index_nbytes = tl.where(flagged, 0, index_nbytes)
-    numel = numel.to(tl.int64)
     # The words of the header before its checksums.
     word = tl.arange(0, 8)
     long = tl.where(word < 4, numel, tl.where(word < 6, nnz, index_nbytes))
@@ -598,50 +743,64 @@ def _mixed(z):
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize=["numel", "samples", "seed"])
-def sample(
-    grad, residual, magnitudes, numel, samples, seed, ALL: tl.constexpr, GRAD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Bits of ``|grad + residual|`` at random positions (ALL: of every entry), int32; -1 if not finite."""
-    place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+@triton.jit(do_not_specialize=["count"])
+def sample(table, magnitudes, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Bits of ``|grad + residual|`` at random positions (or of every entry), int32; -1 if not finite."""
+    _number, job, chunk = _job_of(table, count, CHUNKS)
+    numel = tl.load(job + NUMEL)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
     at = place
-    if not ALL:
+    if tl.load(job + ALL) == 0:
         counter = (place + 1).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-        high = _mixed(counter + seed.to(tl.uint64)) >> 32
+        high = _mixed(counter + tl.load(job + SEED).to(tl.uint64)) >> 32
         at = ((high * numel.to(tl.uint64)) >> 32).to(tl.int64)
-    mask = place < samples
-    acc = _load_grad(grad, at, mask, GRAD)
+    mask = place < tl.load(job + SAMPLES)
+    acc = _load_grad(_grad_of(job, GRAD, False), at, mask, GRAD)
     if HAS_RESIDUAL:
-        acc += tl.load(residual + at, mask=mask, other=0.0)
+        acc += tl.load(_floats_of(job, RESIDUAL_AT, False) + at, mask=mask, other=0.0)
     bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.store(magnitudes + place, tl.where(bits < 0x7F800000, bits, -1), mask=mask)
+    found = tl.where(bits < 0x7F800000, bits, -1)
+    tl.store(magnitudes + tl.load(job + CHUNKS) * CHUNK + place, found, mask=mask)
 
 
-@triton.jit(do_not_specialize=["share", "samples", "fixed_rank"])
-def kth_largest(magnitudes, tau, share, samples, fixed_rank, SIZE: tl.constexpr):
-    """The threshold: the ``fixed_rank``-th largest, or (0) that of the ``share`` to keep of those that are
-    finite. One program, SIZE >= samples; bit by bit from the top, as the bits of magnitudes are in order.
+@triton.jit
+def _reaching(magnitudes, samples, least, LANES: tl.constexpr):
+    """How many of the samples are at least ``least``."""
+    lanes = tl.arange(0, LANES)
+    reaching = tl.zeros((LANES,), tl.int32)
+    first = samples * 0
+    while first < samples:
+        bits = tl.load(magnitudes + first + lanes, mask=first + lanes < samples, other=-1)
+        reaching += (bits >= least).to(tl.int32)
+        first += LANES
+    return tl.sum(reaching, 0)
 
-    ``share`` is the bits of an fp64 number: the rank is the one that the host would find.
+
+@triton.jit
+def kth_largest(table, magnitudes, taus, LANES: tl.constexpr):
+    """Thresholds, one program each: the RANK-th largest, or (0) that of the SHARE to keep of those that are
+    finite. Bit by bit from the top, as the bits of magnitudes are in order.
+
+    SHARE is the bits of an fp64 number: the rank is the one that the host would find.
     """
-    lanes = tl.arange(0, SIZE)
-    bits = tl.load(magnitudes + lanes, mask=lanes < samples, other=-1)
-    count = tl.sum((bits >= 0).to(tl.int32), 0)
-    rank = fixed_rank
-    if fixed_rank == 0:
-        rank = (share.to(tl.int64).to(tl.float64, bitcast=True) * count.to(tl.float64) + 0.5).to(tl.int32)
-        rank = tl.maximum(rank, 1)
+    job = table + tl.program_id(0) * ROW
+    samples = tl.load(job + SAMPLES)
+    magnitudes += tl.load(job + CHUNKS) * CHUNK
+    count = _reaching(magnitudes, samples, 0, LANES)
+    rank = tl.load(job + RANK)
+    if rank == 0:
+        share = tl.load(job + SHARE).to(tl.float64, bitcast=True)
+        rank = tl.maximum((share * count.to(tl.float64) + 0.5).to(tl.int64), 1)
     rank = tl.minimum(rank, count)
     found = count * 0
     bit = count * 0 + (1 << 30)
     while bit > 0:
         trial = found | bit
-        enough = tl.sum((bits >= trial).to(tl.int32), 0) >= rank
+        enough = _reaching(magnitudes, samples, trial, LANES) >= rank
         found = tl.where(enough, trial, found)
         bit = bit >> 1
     value = tl.where(count > 0, found, 0).to(tl.float32, bitcast=True)
-    tl.store(tau, tl.maximum(value, SMALLEST_TAU))
+    tl.store(taus + tl.load(job + SLOT), tl.maximum(value, SMALLEST_TAU))
 
 
 # ---- residuals in fewer bytes -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .triton_kernels import (
+    _LOOK,
     BAD_CHECKSUM,
     BAD_COUNT,
     BAD_HEADER,
@@ -41,6 +42,7 @@ from .triton_kernels import (
     INT8,
     MAGIC_AND_VERSION,
     OVERFLOW,
+    ROW,
     SHARED,
     STEP,
     _as_position,
@@ -52,6 +54,7 @@ from .triton_kernels import (
     _load_grad,
     _lowest,
     _places,
+    _row_of,
 )
 
 RICE = tl.constexpr(4)
@@ -70,30 +73,16 @@ CHECKS = tl.constexpr(11)  # first unit of work of the checks, of the positions,
 SCANS = tl.constexpr(12)
 SUMS = tl.constexpr(13)
 PLACE = tl.constexpr(14)  # where its positions begin
-ROW = tl.constexpr(16)
 
 ADDED = tl.constexpr(0)
 POISONED = tl.constexpr(1)  # becomes NaN: flagged, or missing
 
 #: Bytes of a frame before its message; words of it: size, fingerprint, incomplete.
 PREFIX = tl.constexpr(32)
+#: Numbers of a payload that is put into a frame.
+PART = tl.constexpr(3)
 #: Bytes that a program copies into a frame.
 COPIED = tl.constexpr(4096)
-_LOOK = tl.constexpr(256)
-
-
-@triton.jit
-def _row_of(rows, count, unit, WHAT: tl.constexpr):
-    """The row that a unit of work belongs to; ``count``: none."""
-    lanes = tl.arange(0, _LOOK)
-    found = tl.zeros((_LOOK,), tl.int32)
-    first = 0
-    while first <= count:
-        at = first + lanes
-        begins = tl.load(rows + at * ROW + WHAT, mask=at <= count, other=unit + 1)
-        found += (begins <= unit).to(tl.int32)
-        first += _LOOK
-    return tl.sum(found, 0) - 1
 
 
 @triton.jit
@@ -531,15 +520,22 @@ def overflow_at(source, row, positions, state, errors, nnz, GRAD: tl.constexpr):
 # ---- frames -------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _sizes(places, part, mask):
+    """Bytes of payloads: the first of their figures."""
+    figures = tl.load(places + part * PART + 2, mask=mask, other=0).to(tl.pointer_type(tl.int64))
+    return tl.load(figures, mask=mask, other=0)
+
+
 @triton.jit(do_not_specialize=["parts", "fingerprint"])
-def begin_frame(counts, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
-    """Where each payload goes, and the frame's first words; ``counts`` are the payloads' figures."""
+def begin_frame(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
+    """Where each payload goes, and the frame's first words; ``places`` as of :func:`fill_frame`."""
     lanes = tl.arange(0, STEP)
     total = tl.full((), 0, tl.int64)
     first = 0
     while first < parts:
         at = first + lanes
-        nbytes = tl.load(counts + at * 4, mask=at < parts, other=0)
+        nbytes = _sizes(places, at, at < parts)
         tl.store(offsets + at, total + tl.cumsum(nbytes, 0) - nbytes, mask=at < parts)
         total += tl.sum(nbytes, 0)
         first += STEP
@@ -552,11 +548,11 @@ def begin_frame(counts, offsets, incomplete, words, parts, fingerprint, ANSWERS:
     tl.store(words + 3, total * 0)
 
 
-@triton.jit(do_not_specialize=["parts", "room"], do_not_specialize_on_alignment=["source"])
-def fill_frame(source, places, counts, offsets, frame, parts, room):
+@triton.jit(do_not_specialize=["parts", "room"])
+def fill_frame(places, offsets, frame, parts, room):
     """Copy payloads into a frame, as far as there is ``room``.
 
-    ``places``, int64 [parts + 1, 2]: where a payload begins in ``source``, and its first unit of work.
+    ``places``, int64 [parts, PART]: address of a payload, its first unit of work, address of its figures.
     """
     unit = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, _LOOK)
@@ -564,13 +560,14 @@ def fill_frame(source, places, counts, offsets, frame, parts, room):
     first = 0
     while first < parts:
         at = first + lanes
-        begins = tl.load(places + at * 2 + 1, mask=at < parts, other=unit + 1)
+        begins = tl.load(places + at * PART + 1, mask=at < parts, other=unit + 1)
         part += (begins <= unit).to(tl.int32)
         first += _LOOK
     mine = tl.sum(part, 0) - 1
-    within = (unit - tl.load(places + mine * 2 + 1)) * COPIED + tl.arange(0, COPIED)
-    nbytes = tl.load(counts + mine * 4)
+    source = tl.load(places + mine * PART).to(tl.pointer_type(tl.uint8))
+    within = (unit - tl.load(places + mine * PART + 1)) * COPIED + tl.arange(0, COPIED)
+    nbytes = tl.load(tl.load(places + mine * PART + 2).to(tl.pointer_type(tl.int64)))
     target = tl.load(offsets + mine) + within
     there = (within < nbytes) & (target < room)
-    byte = tl.load(source + tl.load(places + mine * 2) + within, mask=there, other=0)
+    byte = tl.load(source + within, mask=there, other=0)
     tl.store(frame + PREFIX + target, byte, mask=there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -20,11 +21,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
+from support.launches import counted_launches
+
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import read_stats
+from dct_plugin.kernels import read_stats, together, triton_backend
 from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
@@ -197,6 +200,77 @@ def test_frames_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> N
     wrong, _ = TRITON.sum_frames(buffer, bounds[1:2], found, 1.0)
     assert wrong.tolist() == [7]
     assert not any(bool(out.any()) for out in found)
+
+
+def bucket(tensors: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of two types and their residuals, one of them poisoned, some at odd addresses, one empty."""
+    generator = torch.Generator().manual_seed(tensors)
+    sizes = [(0, 5, 4099, 900, 70, 2500)[at % 6] for at in range(tensors)]
+    flat = torch.randn(sum(sizes) + 1, generator=generator)[1:]
+    made = [
+        ((part.bfloat16() if at % 2 else part), 0.5 * torch.randn(len(part), generator=generator))
+        for at, part in enumerate(flat.split(sizes))
+    ]
+    made[4][0][7] = math.nan
+    return made
+
+
+def reduced(backend: Backend, tensors: int, *, at_once: bool) -> tuple[list[Tensor], list[Any]]:
+    """A bucket's way through a message: some dense, the others above a threshold that is found on the device,
+    with residuals in place or beside, and the gradients cleared.
+    """
+    writer, grads, kept, figures = MessageWriter(torch.device("cpu")), [], [], []
+    with together(backend) if at_once else contextlib.nullcontext():
+        for number, (grad, residual) in enumerate(bucket(tensors)):
+            left = residual if number % 4 < 2 else torch.empty_like(residual)
+            tau: Any = 0.0
+            if number % 3:
+                tau = backend.sample_threshold(grad, residual, 0.1, 1000, seed=number)
+            capacity = max(1, len(grad) // 12)  # less than what passes: positions wrap around
+            room = writer.reserve(payload_bound(len(grad), len(grad), ValueDtype.BF16))
+            stats = backend.compress(
+                *(grad, residual, tau, room), residual_out=left, capacity=capacity, start=len(grad) // 2,
+                value_dtype=ValueDtype.BF16, clear=True,
+            )  # fmt: skip
+            writer.advance(stats)
+            grads.append(grad)
+            kept.append(left)
+            figures.append(stats)
+    read = [(each.counts, each.tau) for each in read_stats(figures)]
+    return [writer.message.clone(), *grads, *kept], read
+
+
+def test_a_bucket_takes_as_many_launches_as_a_few_tensors() -> None:
+    """With the bytes of one tensor at a time, and of the reference. The message outgrows its memory."""
+    launched = []
+    for tensors in (12, 24):
+        expected = reduced(REFERENCE, tensors, at_once=False)
+        with counted_launches() as names:
+            found = reduced(TRITON, tensors, at_once=True)
+        launched.append(names)
+        assert found[1] == expected[1]
+        assert all(same_bits(one, other) for one, other in zip(found[0], expected[0], strict=True))
+    assert sorted(launched[0]) == sorted(launched[1])
+    with counted_launches() as names:
+        one_by_one = reduced(TRITON, 24, at_once=False)
+    assert len(names) > 2 * len(launched[1])
+    assert all(same_bits(one, other) for one, other in zip(one_by_one[0], found[0], strict=True))
+
+
+def test_a_batch_is_launched_when_it_is_full_or_when_something_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_backend, "ROOM", 2)
+    grad = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    with counted_launches() as names, TRITON.together():
+        rooms = [torch.empty(payload_bound(300, None, 0), dtype=torch.uint8) for _ in range(3)]
+        stats = [TRITON.compress(grad, None, 2.0, room) for room in rooms]
+        assert names.count("select") == 1
+        nbytes = stats[2].nbytes
+        assert names.count("select") == 2
+        TRITON.decode_add(rooms[0][:nbytes], torch.zeros(300))
+    assert names.count("select") == 2
+    assert all(same_bits(room[:nbytes], rooms[0][:nbytes]) for room in rooms)
 
 
 def written(backend: Backend, numel: int = 3000, encoding: int | None = None) -> Tensor:

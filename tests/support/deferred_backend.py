@@ -57,8 +57,9 @@ class DeferredBackend(ReferenceBackend):
         clear: bool = False,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        applied = args.applied()
         # What the kernel itself reads, on the device.
-        inside = args.tau.as_subclass(Tensor) if isinstance(args.tau, Tensor) else args.tau
+        inside = applied.as_subclass(Tensor) if isinstance(applied, Tensor) else applied
         stats = super().compress(
             grad,
             residual,
@@ -71,7 +72,7 @@ class DeferredBackend(ReferenceBackend):
             encoding=encoding,
             clear=clear,
         )
-        return Stats.on_device(on_device(stats.counts, torch.int64), tau=args.tau)
+        return Stats.on_device(on_device(stats.counts, torch.int64), tau=applied)
 
     def encode_shared(
         self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor

@@ -12,42 +12,41 @@ from triton.compiler import ASTSource
 from dct_plugin.kernels import triton_embedding_kernels, triton_kernels, triton_messages
 
 _POINTERS = {
-    **dict.fromkeys(("grad", "source", "residual", "left", "tau", "tau_ptr"), "*fp32"),
+    **dict.fromkeys(("source", "taus"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
     **dict.fromkeys(("packed", "exponents"), "*i8"),
     "values": "*fp32",
-    **dict.fromkeys(("state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
+    **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "frame"), "*u8"),
     **dict.fromkeys(("outs", "x", "decoded"), "*fp32"),
     **dict.fromkeys(("segments", "parts", "plans", "sizes", "status"), "*i64"),
     **dict.fromkeys(("largest", "halves", "checks", "advances", "powers"), "*i32"),
-    "tau_value": "fp32",
     "scale": "fp32",
-    "share": "i64",
     "seed": "i64",
 }
 #: Where a name means something else.
 _OTHERWISE = {
     "open_messages": {"words": "*i64"},
     "begin_frame": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
-    "fill_frame": {"source": "*u8", "parts": "i32"},
+    "fill_frame": {"parts": "i32"},
     "add": {"message": "i32"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
 _BF16, _INT4 = 1, 4
 #: One form of each kernel; constants, and None for pointers that are not there.
 FORMS: dict[str, list[dict[str, Any]]] = {
-    "overflow": [{"GRAD": 0}],
-    "select": [{**_FEEDBACK, "TAU_ON_DEVICE": True, "HAS_LEFT": True, "IN_PLACE": True}],
-    "put_back": [{"HAS_RESIDUAL": True}],
+    "overflow": [{"GRAD": _BF16, "ALIGNED": True}],
+    "select": [
+        {**_FEEDBACK, "HAS_LEFT": True, "IN_PLACE": True, "ALIGNED": True},
+        {**_FEEDBACK, "HAS_LEFT": True, "IN_PLACE": False, "ALIGNED": False},
+    ],
+    "settle": [{**_FEEDBACK, "PUT_BACK": True, "CLEAR": True, "ALIGNED": True}],
     "compact": [{}],
     "skips": [{}],
     "plan": [{"FORCED": -1, "SKIPS": True}],
     "write": [
         {
-            "grad": None,
-            "residual": None,
             "GRAD": 0,
             "HAS_RESIDUAL": False,
             "ENTRIES": -1,
@@ -57,8 +56,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "seal": [{"ENTRIES": -1, "VALUE": _INT4}],
-    "sample": [{**_FEEDBACK, "ALL": False}],
-    "kth_largest": [{"SIZE": 8192}],
+    "sample": [_FEEDBACK],
+    "kth_largest": [{"LANES": 16_384}],
     "pack": [{"GROUPED": True}],
     "unpack": [{"GROUPED": True}],
     "open_messages": [{"FRAMED": True, "SINGLE": False}, {"words": None, "FRAMED": False, "SINGLE": True}],
@@ -106,4 +105,6 @@ if __name__ == "__main__":
             # Every rounding step is its own, and small numbers are not flushed: else bits differ.
             assert "fma.rn.f32" not in ptx, wanted
             assert ".ftz" not in ptx, wanted
+            # Whole tiles of aligned tensors are read, or written, 16 bytes at once.
+            assert not form.get("ALIGNED") or "global.v4.b32" in ptx, wanted
             print(wanted, len(ptx))

@@ -1,0 +1,391 @@
+"""What writes payloads, for any number of tensors with one launch of every kernel.
+
+A :class:`Batch` takes down what is wanted and gives out the places where figures and thresholds will be; its
+launch sorts the tensors by kind (types, with residual or without, ...), of which a bucket of gradients has
+two or three, and goes through the kernels of :mod:`.triton_kernels` once for each kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..codecs.index import IndexEncoding
+from ..codecs.splitmix import signed
+from ..codecs.stats import Stats
+from . import triton_kernels as device
+from .backend import GRAD_DTYPES, SMALLEST_TAU, CompressArgs
+
+#: Tensors of a batch, and entries from which on it is launched: residuals lie beside what they become until
+#: then, and so many entries keep a device busy.
+ROOM, MOST_ENTRIES = 256, 1 << 26
+
+_SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
+_DENSE = int(IndexEncoding.DENSE)
+_GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
+_LANES = 1 << 14  # samples that the search for a threshold looks at in one step
+_ALIGNMENT = 16
+TILE, BLOCK, CHUNK = device.TILE.value, device.BLOCK.value, device.CHUNK.value
+STATE = device.STATE.value
+
+
+def programs(count: int, each: int) -> int:
+    """How many programs share so much work; one has to say that there is none."""
+    return max(1, -(-count // each))
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """What the kernels take for a gradient: bf16 as its bits."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def grad_code(tensor: Tensor) -> int:
+    """The kernels' number for a gradient's type."""
+    return _GRAD_CODE[tensor.dtype]
+
+
+class Row:
+    """A row of the kernels' table of jobs, in the order of its places there; addresses are of tensors that
+    live until the launch.
+    """
+
+    WIDTH = device.ROW.value
+
+    @staticmethod
+    def of(
+        grad: Tensor,
+        residual: Tensor | None,
+        left: Tensor | None,
+        out: Tensor,
+        *,
+        capacity: int = 0,
+        start: int = 0,
+        slot: int = 0,
+        tau: tuple[int, int] = (-1, 0),
+        count: int = 0,
+        first: Sequence[int] = (0, 0, 0, 0, 0),
+    ) -> list[int]:
+        """``first``: tile, block, chunk of the body, chunk of entries, position; ``tau``: slot, or -1 and
+        bits.
+        """
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (grad, residual, left, out))
+        return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count]
+
+
+class _Kind(NamedTuple):
+    """What the kernels are compiled for."""
+
+    entries: int
+    grad: int
+    residual: bool
+    left: bool
+    in_place: bool
+    value: int
+    forced: int
+    clear: bool
+    aligned: bool
+
+
+class _Job(NamedTuple):
+    """A payload to be written."""
+
+    kind: _Kind
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+    """Gradient, residual, what is left, payload."""
+    capacity: int
+    start: int
+    slot: int
+    tau: tuple[int, int]
+
+    def units(self) -> tuple[int, int, int, int, int]:
+        """Tiles, blocks, chunks of the body and of entries, positions."""
+        numel = self.tensors[0].numel()
+        tiles, blocks = programs(numel, TILE), programs(numel, BLOCK)
+        if self.kind.entries == _DENSE:
+            return tiles, blocks, programs(numel, CHUNK), 0, 0
+        chunks = programs(max(self.capacity, -(-numel // 32)), CHUNK)
+        return tiles, blocks, chunks, programs(self.capacity, CHUNK), self.capacity
+
+
+class _Sample(NamedTuple):
+    """A threshold to be found."""
+
+    grad: Tensor
+    residual: Tensor | None
+    samples: int
+    seed: int
+    everything: bool
+    share: float
+    rank: int
+    slot: int
+
+    def row(self, first: int) -> list[int]:
+        """Of the table of samples."""
+        row = [0] * Row.WIDTH
+        row[device.GRAD_AT.value] = self.grad.data_ptr()
+        row[device.RESIDUAL_AT.value] = 0 if self.residual is None else self.residual.data_ptr()
+        row[device.NUMEL.value] = self.grad.numel()
+        row[device.SAMPLES.value] = self.samples
+        row[device.SEED.value] = signed(self.seed)
+        row[device.ALL.value] = self.everything
+        (row[device.SHARE.value],) = struct.unpack("<q", struct.pack("<d", self.share))
+        row[device.RANK.value] = self.rank
+        row[device.CHUNKS.value] = first
+        row[device.SLOT.value] = self.slot
+        return row
+
+
+class Batch:
+    """Payloads and thresholds of tensors on one device.
+
+    Args:
+        where: The device.
+        errors: int32 [1], what was wrong with payloads read before; goes to the host with the next figures.
+        room: Payloads, and thresholds, that it takes.
+    """
+
+    def __init__(self, where: torch.device, errors: Tensor, room: int) -> None:
+        self.where = where
+        self._errors = errors
+        self._counts = torch.empty(room, 4, dtype=torch.int64, device=where)
+        self._taus = torch.empty(room, dtype=torch.float32, device=where)
+        self._room = room
+        self._payloads = self._thresholds = self._entries = 0
+        self._jobs: list[_Job] = []
+        self._samples: list[_Sample] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether it should be launched, and another one taken."""
+        return max(self._payloads, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
+
+    def compress(
+        self, grad: Tensor, residual: Tensor | None, args: CompressArgs, out: Tensor, clear: bool
+    ) -> Stats:
+        """See :meth:`.backend.Backend.compress`."""
+        dense = args.dense and args.encoding in (None, IndexEncoding.DENSE)
+        left = args.residual_out
+        source = readable(grad)
+        tensors = (source, residual, left, out)
+        entries = _DENSE if dense else _SELECTED
+        beside = left is None or residual is None or left.data_ptr() != residual.data_ptr()
+        kind = _Kind(
+            entries,
+            grad_code(grad),
+            residual is not None,
+            left is not None,
+            not beside,
+            int(args.value_dtype),
+            _SELECTED if args.encoding is None else int(args.encoding),
+            clear,
+            all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in tensors[:3]),
+        )
+        slot, self._payloads = self._payloads, self._payloads + 1
+        self._entries += args.numel
+        tau = (-1, 0) if dense else self._tau(args.tau)
+        self._jobs.append(_Job(kind, tensors, args.capacity, args.start, slot, tau))
+        applied = self._taus[tau[0]] if tau[0] >= 0 else args.tau
+        return Stats.on_device(self._counts[slot], tau=applied, launch=self.launch)
+
+    def threshold(
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        samples: int,
+        *,
+        seed: int = 0,
+        everything: bool = False,
+        share: float = 0.0,
+        rank: int = 0,
+    ) -> Tensor:
+        """fp32 []: what keeps a ``share``, or the ``rank``-th largest; of random positions, or of all."""
+        slot, self._thresholds = self._thresholds, self._thresholds + 1
+        self._samples.append(_Sample(grad, residual, samples, seed, everything, share, rank, slot))
+        return self._taus[slot]
+
+    def launch(self) -> None:
+        """Do what was taken down since the last launch."""
+        jobs, self._jobs = self._jobs, []
+        samples, self._samples = self._samples, []
+        self._entries = 0
+        if not jobs and not samples:
+            return
+        kinds: dict[_Kind, list[_Job]] = {}
+        for job in jobs:
+            kinds.setdefault(job.kind, []).append(job)
+        sampled: dict[tuple[torch.dtype, bool], list[_Sample]] = {}
+        for each in samples:
+            sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
+        laid = [_laid_out(group) for group in kinds.values()]
+        drawn = [_drawn(group) for group in sampled.values()]
+        rows = [row for rows, _ in (*drawn, *laid) for row in rows]
+        table = tables.of(rows, self.where)
+        parts = iter(table.split([len(rows) for rows, _ in (*drawn, *laid)]))
+        with launched_on(self.where):
+            for these, (_, chunks) in zip(sampled.values(), drawn, strict=True):
+                self._find(next(parts), these, chunks)
+            sizes = [-(-(len(rows) * STATE + units[1]) // 2) * 2 for rows, units in laid]
+            states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
+            for (kind, group), (_, units), state in zip(kinds.items(), laid, states, strict=True):
+                self._write(next(parts), kind, len(group), units, state)
+
+    # -- inside ---
+
+    def _tau(self, tau: float | Tensor) -> tuple[int, int]:
+        """Slot of a threshold, or -1 and its bits."""
+        if not isinstance(tau, Tensor):
+            return -1, struct.unpack("<i", struct.pack("<f", tau))[0]
+        slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)
+        if not (0 <= slot < self._thresholds and beyond == 0):  # not one that is found here
+            slot, self._thresholds = self._thresholds, self._thresholds + 1
+            torch.clamp(tau, min=SMALLEST_TAU, out=self._taus[slot])
+        return slot, 0
+
+    def _find(self, table: Tensor, samples: Sequence[_Sample], chunks: int) -> None:
+        magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)
+        grad, residual = samples[0].grad, samples[0].residual
+        device.sample[(chunks,)](
+            table, magnitudes, len(samples), GRAD=grad_code(grad), HAS_RESIDUAL=residual is not None
+        )
+        device.kth_largest[(len(samples),)](table, magnitudes, self._taus, LANES=_LANES, num_warps=32)
+
+    def _write(self, table: Tensor, kind: _Kind, count: int, units: Sequence[int], state: Tensor) -> None:
+        tiles, blocks, chunks, entry_chunks, room = units
+        kinds = {"GRAD": kind.grad, "HAS_RESIDUAL": kind.residual}
+        aligned = {**kinds, "ALIGNED": kind.aligned}
+        selected = kind.entries == _SELECTED
+        words = positions = kept_counts = sums = None
+        if kind.in_place or not selected:
+            device.overflow[(tiles,)](table, state, count, GRAD=kind.grad, ALIGNED=kind.aligned)
+        if selected:
+            words = self._empty(blocks * (BLOCK // 32), torch.int32)
+            positions = self._empty(room, torch.int32)
+            kept_counts = self._empty(blocks, torch.int32)
+            sums = self._empty(entry_chunks, torch.int64)
+            device.select[(tiles,)](
+                *(table, words, state, self._taus, count),
+                HAS_LEFT=kind.left,
+                IN_PLACE=kind.in_place,
+                **aligned,
+            )
+            device.compact[(blocks,)](table, words, state, positions, kept_counts, count)
+            skips = kind.forced in (_SELECTED, IndexEncoding.GAPS8)
+            if skips:
+                device.skips[(entry_chunks,)](table, positions, state, sums, count)
+            device.plan[(count,)](table, state, sums, FORCED=kind.forced, SKIPS=skips)
+        write(
+            *(table, words, positions, kept_counts, state, sums, count),
+            grid=chunks,
+            ENTRIES=kind.entries,
+            ACCUMULATED=selected and kind.left,
+            VALUE=kind.value,
+            HAS_LEFT=kind.left,
+            **kinds,
+        )
+        put_back = kind.left and not kind.in_place
+        if put_back or kind.clear:
+            device.settle[(tiles,)](table, state, count, PUT_BACK=put_back, CLEAR=kind.clear, **aligned)
+        seal(table, state, self._counts, self._errors, count, kind.entries, kind.value)
+
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self.where)
+
+
+def write(*arguments: Any, grid: int, **constants: Any) -> None:
+    """Values, and positions that are not known."""
+    if constants["ACCUMULATED"]:  # one form of the kernel serves all types of gradients
+        constants |= {"GRAD": 0, "HAS_RESIDUAL": False}
+    # Multiplications and additions are rounded one by one, as everywhere else.
+    device.write[(grid,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def seal(
+    table: Tensor, state: Tensor, counts: Tensor, errors: Tensor, count: int, entries: int, value: int
+) -> None:
+    """Headers and figures."""
+    device.seal[(count,)](table, state, counts, errors, ENTRIES=entries, VALUE=value)
+
+
+def _laid_out(jobs: Sequence[_Job]) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Rows of jobs of one kind, and the units of work of all."""
+    units = [job.units() for job in jobs]
+    ends = [list(itertools.accumulate(column, initial=0)) for column in zip(*units, strict=True)]
+    rows = [
+        Row.of(
+            *job.tensors,
+            capacity=job.capacity,
+            start=job.start,
+            slot=job.slot,
+            tau=job.tau,
+            count=job.tensors[0].numel(),
+            first=first,
+        )
+        for job, first in zip(jobs, zip(*ends, strict=True), strict=False)
+    ]
+    total = tuple(column[-1] for column in ends)
+    return [*rows, [*[0] * device.TILES.value, *total, *[0] * (Row.WIDTH - device.SLOT.value)]], total
+
+
+def _drawn(samples: Sequence[_Sample]) -> tuple[list[list[int]], int]:
+    """Rows of samples of one kind, and the chunks of all."""
+    firsts = list(itertools.accumulate((programs(each.samples, CHUNK) for each in samples), initial=0))
+    rows = [each.row(first) for each, first in zip(samples, firsts, strict=False)]
+    last = [0] * Row.WIDTH
+    last[device.CHUNKS.value] = firsts[-1]
+    return [*rows, last], firsts[-1]
+
+
+# -- what goes to the device ---
+
+
+def upload(table: Any, where: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Tensor of numbers that the host has, without waiting."""
+    if where.type != "cuda":
+        return torch.tensor(table, dtype=dtype, device=where)
+    return torch.tensor(table, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
+
+
+def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+
+
+class _Tables:
+    """Tables on their devices. What a CUDA graph records finds its table here, from the same call made before
+    the recording: nothing may be uploaded there.
+    """
+
+    REMEMBERED = 64
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+        self._recorded: list[Tensor] = []
+
+    def of(self, rows: Sequence[Sequence[int]], where: torch.device) -> Tensor:
+        """int64 [rows, places]."""
+        if where.type != "cuda":
+            return upload(rows, where)
+        key = (where, *itertools.chain.from_iterable(rows))
+        if torch.cuda.is_current_stream_capturing():
+            if key not in self._recent:
+                raise RuntimeError(
+                    "CUDA graph: these tensors were not compressed before the recording; make the call once, "
+                    "with the same tensors and settings, and record it then"
+                )
+            self._recorded.append(self._recent[key])  # for as long as graphs may be replayed
+            return self._recent[key]
+        table = self._recent[key] = upload(rows, where)
+        self._recent.move_to_end(key)
+        if len(self._recent) > self.REMEMBERED:
+            self._recent.popitem(last=False)
+        return table
+
+
+tables = _Tables()
