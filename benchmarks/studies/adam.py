@@ -31,7 +31,18 @@ from typing import Any
 SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
 
 #: Options that make runs comparable; with setting and seed they name one.
-JOB = ("ranks", "batch", "stage", "steps", "optimizer", "optimizer_params", "lr", "lr_warmup", "split")
+JOB = (
+    "ranks",
+    "batch",
+    "stage",
+    "precision",
+    "steps",
+    "optimizer",
+    "optimizer_params",
+    "lr",
+    "lr_warmup",
+    "split",
+)
 
 Configure = Callable[[argparse.Namespace, str], dict[str, Any]]
 #: From a model and what Configure made, what DeepSpeed calls an engine.
@@ -100,7 +111,14 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         for kind in ("int8", "int4")
     },
     **{
-        f"dense-parameters-{share}": {"sparsity": 0, "value_dtype": "fp32", **SLOWER, **_updates(share)}
+        f"dense{name}-parameters-{share}": {
+            "sparsity": 0,
+            "value_dtype": "fp32",
+            **feedback,
+            **SLOWER,
+            **_updates(share),
+        }
+        for name, feedback in (("", LOCAL), ("-ahead", AHEAD))
         for share in (0.97, 0.99)
     },
     **{
@@ -187,7 +205,7 @@ def held_out_loss(engine: Any, held_out: Any) -> float:
         for start in range(0, len(held_out) - SEQUENCE - 1, 64 * SEQUENCE):
             firsts = torch.arange(start, min(start + 64 * SEQUENCE, len(held_out) - SEQUENCE - 1), SEQUENCE)
             where = firsts[:, None] + offsets
-            logits = engine(held_out[where]).view(-1, SYMBOLS)
+            logits = engine(held_out[where]).view(-1, SYMBOLS).float()
             loss += float(functional.cross_entropy(logits, held_out[where + 1].view(-1), reduction="sum"))
             count += where.numel()
     return loss / count
@@ -203,6 +221,7 @@ def config_of(args: argparse.Namespace, setting: str) -> dict[str, Any]:
         },
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": args.stage},
+        "bf16": {"enabled": args.precision == "bf16"},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
@@ -253,7 +272,7 @@ def train(
         starts = torch.randint(own, (world_size, args.batch), generator=generator)[rank]
         starts += rank * (len(training) // world_size) if args.split else 0
         where = starts[:, None] + offsets
-        logits = engine(training[where])
+        logits = engine(training[where]).float()
         engine.backward(functional.cross_entropy(logits.view(-1, SYMBOLS), training[where + 1].view(-1)))
         engine.step()
     dist.barrier()
@@ -266,7 +285,7 @@ def train(
     weights = [None] * world_size
     with deepspeed.zero.GatheredParameters([p for p in engine.module.parameters() if hasattr(p, "ds_id")]):
         flat = torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()])
-    dist.all_gather_object(weights, hash(flat.numpy().tobytes()))
+    dist.all_gather_object(weights, hash(flat.float().numpy().tobytes()))
     loss = held_out_loss(engine, held_out)
     engine.destroy()
     return {
@@ -353,6 +372,7 @@ def parser_of(
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per rank")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0 to 3")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of working weights")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--optimizer-params", default='{"weight_decay": 0.01, "torch_adam": true}')

@@ -79,6 +79,8 @@ class ParameterUpdates(Member):
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._writer = MessageWriter(self.device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
+        """What was last thresholded here: this rank's shards, their working weights and masters."""
 
     def full(self, dtype: torch.dtype) -> bool:
         """Whether in this step the host is to gather weights of ``dtype`` by itself, in full.
@@ -96,6 +98,7 @@ class ParameterUpdates(Member):
 
     def record_full(self, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full."""
+        self._own.clear()
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
@@ -131,6 +134,16 @@ class ParameterUpdates(Member):
                 for owner, received in enumerate(messages):
                     self._apply(plan, owner, received)
 
+    @torch.no_grad()
+    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+        """This rank's shard of a name, and what its working weights lack there: fp32, to be read before the
+        next call or update. None if nothing is pending.
+        """
+        if name not in self._own:
+            return None
+        shard, working, master = self._own[name]
+        return shard, self._difference(working, master)
+
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
     ) -> None:
@@ -146,6 +159,7 @@ class ParameterUpdates(Member):
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.streams.clear()
+        self._own.clear()
         self.step = step if state is None else int(state["step"])
         self._loaded = {} if state is None else dict(state["streams"])
 
@@ -161,6 +175,7 @@ class ParameterUpdates(Member):
                 encoded = encode_all(self.backend, master.to(working.dtype), self._writer)
             else:
                 stream = self.stream(item.name)
+                self._own[item.name] = shard, working, master
                 difference = self._difference(working, master)
                 encoded = stream.encode(difference, [(0, working.numel(), self._writer)], density)
             name = "parameter_small" if item.small else "parameter"

@@ -102,6 +102,7 @@ class GradientReducer(Member):
         unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
         *,
         unit: float = 1.0,
+        pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
     ) -> StepAhead:
         """What ``error_feedback: "step_ahead"`` needs to know of the host; to be called before the first
         reduction.
@@ -112,6 +113,7 @@ class GradientReducer(Member):
             unit: Of a stream's gradients besides the loss scale, where that of the optimizer's is 1: when the
                 sum over the ranks becomes the gradient by a factor, one over that factor and over the number
                 of ranks.
+            pending_of: See :class:`.step_ahead.StepAhead`; where updates of the weights are thresholded.
 
         Returns:
             To be attached to the model, or asked to displace and restore its weights.
@@ -121,6 +123,7 @@ class GradientReducer(Member):
             unit_of,
             self._residual_of,
             self._held_back_of,
+            pending_of,
             world_size=self.world_size,
             coefficient=self.config.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * self.loss_scale),

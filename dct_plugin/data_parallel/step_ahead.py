@@ -241,26 +241,30 @@ def units_of(
 
 def displaced(
     weight: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     moments: Moments | None,
     unit: StepUnit,
     *,
     coefficient: float,
     gradient_unit: float = 1.0,
+    pending: tuple[Shard, Tensor] | None = None,
+    times: int = 1,
     out: Tensor,
     rooms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``weight - the optimizer's step with coefficient * residual`` into ``out``; bitwise ``weight`` where
-    the residual is zero. With a second moment no entry moves by more than :meth:`Moments.limit` times the
-    coefficient and the learning rate.
+    """``weight - the optimizer's step with coefficient * residual + times * pending`` into ``out``; bitwise
+    ``weight`` where both are zero. With a second moment no entry's step is longer than :meth:`Moments.limit`
+    times the coefficient and the learning rate.
 
     Args:
         weight: Any shape and floating type, contiguous.
-        residual: fp32 [numel], in the unit of the stream's gradients.
+        residual: fp32 [numel], in the unit of the stream's gradients; None for none.
         moments: Of the stream's gradients; needed for preconditioned units.
         unit: Of the optimizer.
         coefficient: Share of the residual.
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
+        pending: A part of the weights, and what is to be added to it, fp32.
+        times: How often ``pending`` counts.
         out: Like ``weight``.
         rooms: For weights of 2 bytes, two of fp32 [numel] to overwrite; without them memory is allocated.
     """
@@ -270,14 +274,19 @@ def displaced(
     if exact:
         step = target
     else:
-        step = torch.empty_like(residual) if rooms is None else rooms[0]
-    if unit.preconditioned:
+        step = torch.empty_like(flat, dtype=torch.float32) if rooms is None else rooms[0]
+    if residual is None:
+        step.zero_()
+    elif unit.preconditioned:
         assert moments is not None
         moments.denominator(step, decay=unit.decay, eps=unit.eps / gradient_unit)
         most = moments.limit(unit.decay)
         torch.div(residual, step, out=step).clamp_(-most, most).mul_(-unit.lr * coefficient)
     else:
         torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
+    if pending is not None:
+        shard, part = pending
+        step[shard.start : shard.stop].add_(part, alpha=times)
     if exact or rooms is None:
         torch.add(step, flat, out=target)
     else:
@@ -305,6 +314,8 @@ class StepAhead:
             the next call.
         held_back_of: For a stream and its number of entries: parts of the ranks' *sum* that this rank owes
             to all of them, and their residuals (fp32), each read before the next.
+        pending_of: For a stream: the part of its weights that this rank owns, and what it has not sent to
+            anyone of their updates (fp32, in their unit, read before the next call); None for nothing.
         world_size: Ranks whose gradients are averaged.
         coefficient: Of the displacement, in (0, 1]; None: measured.
         gradient_unit: Factor from a stream's gradients to the optimizer's.
@@ -312,6 +323,8 @@ class StepAhead:
     What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows, and it
     displaces by the whole of it: that is the number of ranks times what is owed to the mean, so that the mean
     of the ranks' displacements, and with it, to first order, of their gradients, is as if all had known it.
+    The same goes for updates of weights that it has not sent (thresholded parameters): the number of ranks
+    times what its masters are ahead of the working weights.
 
     Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
     which they lay out their gradients.
@@ -323,6 +336,7 @@ class StepAhead:
         unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
         residual_of: Callable[[str], Tensor | None],
         held_back_of: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: (),
+        pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
         *,
         world_size: int,
         coefficient: float | None = None,
@@ -330,7 +344,8 @@ class StepAhead:
     ) -> None:
         self._parameters = dict(parameters)
         self._unit_of, self._residual_of, self._gradient_unit = unit_of, residual_of, gradient_unit
-        self._held_back_of = held_back_of
+        self._held_back_of, self._pending_of = held_back_of, pending_of
+        self._world_size = world_size
         self._fixed = coefficient
         self._first_guess = 0.5 + 0.5 / world_size
         self._moments: dict[str, Moments] = {}
@@ -418,20 +433,12 @@ class StepAhead:
         self._fresh = True
         self._displaced.clear()
         for name, parameter in self._parameters.items():
-            residual, moments = self._residual_of(name), self._moments_of(name)
-            if residual is None or moments is None or not parameter.requires_grad:
-                continue
             unit, weight = self._unit_of(parameter), parameter.data
-            if unit is None or not weight.is_contiguous() or residual.numel() != weight.numel():
+            if not parameter.requires_grad or unit is None or not weight.is_contiguous():
                 continue
-            share = self.coefficient(name)
-            owed = None  # with what is held back
-            for shard, part in self._held_back_of(name, weight.numel()):
-                if owed is None:
-                    owed = torch.mul(residual, share, out=self._rooms.take("owed", residual))
-                owed[shard.start : shard.stop].add_(part)
-            if owed is not None:
-                residual, share = owed, 1.0
+            (residual, share), pending = self._owed(name, weight.numel()), self._pending_of(name)
+            if residual is None and pending is None:
+                continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
@@ -441,14 +448,29 @@ class StepAhead:
             displaced(
                 weight,
                 residual,
-                moments,
+                self._moments_of(name),
                 unit,
                 coefficient=share,
                 gradient_unit=self._gradient_unit(),
+                pending=pending,
+                times=self._world_size,
                 out=buffer,
                 rooms=rooms,
             )
             self._displaced.add(name)
+
+    def _owed(self, name: str, numel: int) -> tuple[Tensor | None, float]:
+        """What this rank owes of a parameter's gradients, and the share of it that counts."""
+        residual = self._residual_of(name)
+        if residual is None or self._moments_of(name) is None or residual.numel() != numel:
+            return None, 0.0
+        share = self.coefficient(name)
+        owed = None  # with what is held back
+        for shard, part in self._held_back_of(name, numel):
+            if owed is None:
+                owed = torch.mul(residual, share, out=self._rooms.take("owed", residual))
+            owed[shard.start : shard.stop].add_(part)
+        return (residual, share) if owed is None else (owed, 1.0)
 
     # -- what the reducer tells ---
 

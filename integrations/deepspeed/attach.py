@@ -126,7 +126,8 @@ class Attachment:
             self.gathers = self._gathers(engine, kind)
         if config.data_parallel.error_feedback == "step_ahead":
             unit = 1.0 / (self._hooks.scale * self.reducer.world_size)
-            self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit)
+            updates = None if self.gathers is None else self.gathers.updates
+            self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit, updates)
         if config.data_parallel.update == "local":
             assert isinstance(self._hooks, BoundaryHooks)
             self.local = self._hooks.update_locally()

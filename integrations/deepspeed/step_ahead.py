@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
 
 from ..host.patches import Patches
@@ -24,7 +25,11 @@ def named_parameters(engine: Any, name_of: Callable[[int, Any], str]) -> list[li
 
 
 def prepared(
-    engine: Any, reducer: GradientReducer, name_of: Callable[[int, Any], str], unit: float
+    engine: Any,
+    reducer: GradientReducer,
+    name_of: Callable[[int, Any], str],
+    unit: float,
+    updates: ParameterUpdates | None,
 ) -> StepAhead:
     """What displaces the engine's weights, not attached yet.
 
@@ -33,13 +38,17 @@ def prepared(
         reducer: Of its gradients.
         name_of: Name of a parameter's stream, from the index of its group and the parameter.
         unit: See :meth:`~dct_plugin.data_parallel.GradientReducer.step_ahead`.
+        updates: Of the engine's weights, if they are thresholded.
 
     Raises:
         ConfigError: The step of the engine's optimizer is not known.
     """
     named = named_parameters(engine, name_of)
     unit_of = units_of(engine.optimizer, [[parameter for _, parameter in group] for group in named])
-    return reducer.step_ahead([pair for group in named for pair in group], unit_of, unit=unit)
+    pairs = [pair for group in named for pair in group]
+    if updates is None:
+        return reducer.step_ahead(pairs, unit_of, unit=unit)
+    return reducer.step_ahead(pairs, unit_of, unit=unit, pending_of=updates.pending_of)
 
 
 def displace_in_batches(engine: Any, ahead: StepAhead, patches: Patches) -> None:

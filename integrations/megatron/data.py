@@ -367,7 +367,7 @@ class DataParallelHook(Hook):
                 "is known after the step only; set it to 'local'"
             )
         summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
-        return reducer.step_ahead(parameters, unit_of, unit=summed)
+        return reducer.step_ahead(parameters, unit_of, unit=summed, pending_of=self.session.pending_of)
 
     # -- reduction ------------------------------------------------------------------------------------------
 

@@ -253,7 +253,11 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
     sections: dict[str, tuple[str, Any, str]] = {
         "pipeline": ("dct.model_parallel.pipeline", model.pipeline, _nothing_compressed(model.pipeline)),
         "tensor": ("dct.model_parallel.tensor", model.tensor, _nothing_compressed(model.tensor)),
-        "data_parallel": ("dct.data_parallel", data, "" if data.sparsity else "sparsity = 0"),
+        "data_parallel": (
+            "dct.data_parallel",
+            data,
+            "" if data.sparsity or data.parameters.enabled else "sparsity = 0",
+        ),
     }
     states = {}
     for name, (path, section, nothing) in sections.items():

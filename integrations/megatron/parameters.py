@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DCTError
@@ -106,6 +107,10 @@ class ParameterHook(Hook):
         for i, owner in enumerate(self._alive()):
             owner.updates.load_state_dict(saved.get(str(i)), step=self.session.step)
         self._loaded = dict(saved)
+
+    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+        found = (owner.updates.pending_of(name) for owner in self._alive())
+        return next((pending for pending in found if pending is not None), None)
 
     # -- wrappers ---
 

@@ -13,8 +13,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel import Shard
 from dct_plugin.metrics import Event, Metrics
 
 from ..host.patches import Patches
@@ -55,6 +57,10 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore :meth:`Session.state_dict`; None starts afresh."""
+
+    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+        """See :meth:`~dct_plugin.data_parallel.parameters.ParameterUpdates.pending_of`."""
+        return None
 
     def sizes(self) -> dict[str, int]:
         """Entries of the parameters whose residuals it keeps, by the names of their streams."""
@@ -164,6 +170,10 @@ class Session:
         self.step = 0 if state is None else int(state["step"])
         for hook in self.hooks:
             hook.load_state_dict(state)
+
+    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+        """What this rank has not sent yet of the updates of a parameter, and of which part."""
+        return next((found for hook in self.hooks if (found := hook.pending_of(name)) is not None), None)
 
     def sizes(self) -> dict[str, int]:
         """Entries of the parameters by the names of their streams, as far as the models are made."""

@@ -59,6 +59,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("whole", name, 16, ahead, save=save, save_after=12),
             run("rest", name, 16, ahead, load=save, seed=2),
         ]
+    dense = section({**EXACT, "error_feedback": "step_ahead"}, sparsity=0.97, value_dtype="fp32")
+    plan.append(run("look", "zero1-fp32", 6, dense, look=True))
     saved = str(folder / "zero1-fp32")
     plan += [
         run("without", "zero1-fp32", 14, None, load=saved),
@@ -110,6 +112,14 @@ def test_a_resumed_run_goes_on_bitwise(two: Results, name: str) -> None:
         for what in ("hash", "residual", "moments"):
             assert rest[what] == whole[what], what
     assert two[0][f"rest/{name}"]["hash"] == two[1][f"rest/{name}"]["hash"]
+
+
+def test_owners_look_ahead_by_what_they_have_not_sent(two: Results) -> None:
+    """Nothing is owed of the gradients: on average over the ranks, passes run at the masters."""
+    for rank in two:
+        found = rank["look/zero1-fp32"]["look"]
+        assert found["working"] > 1e-3
+        assert found["seen"] < 1e-6
 
 
 def test_without_the_plugin_a_checkpoint_is_deepspeeds_own(two: Results) -> None:

@@ -40,62 +40,80 @@ def converted(folder: Path) -> str:
     return str(folder)
 
 
-def owed(results: Results, what: str) -> dict[str, float]:
-    """Sum of what is owed to the model by parameter: the mean over the ranks, of gradients that DeepSpeed has
-    divided by their number.
+def owed(results: Results, what: str, run: str) -> dict[str, float]:
+    """Sum of what is owed to the model by parameter: the mean over the ranks. DeepSpeed has divided the
+    gradients of runs of ZeRO-1 and 2 by their number.
     """
+    unit = 1 if run[0] in "12" else len(results)
     totals: dict[str, float] = {}
     for rank in results:
-        for parameter, value in rank["run"][what].items():
-            totals[parameter] = totals.get(parameter, 0.0) + value
+        for parameter, value in rank[run][what].items():
+            totals[parameter] = totals.get(parameter, 0.0) + value / unit
     return totals
 
 
 def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
-    """ZeRO-1 on 2 ranks, ZeRO-2 on 4, ZeRO-1 on 2 again."""
+    """ZeRO-1 on 2 ranks, ZeRO-2 on 4, ZeRO-1 on 2 again; ZeRO-3 on 2 and on 4."""
     universal = {"checkpoint": {"load_universal": True}}
 
-    def load(stage: int, source: str, steps: int, **more: Any) -> Run:
-        return {"id": "run", "config": settings(stage, **universal), "load": source, "steps": steps, **more}
+    def start(stage: int, folder: Path) -> Run:
+        return {"id": f"{stage}", "config": settings(stage), "steps": STEPS, "save": str(folder)}
 
-    folders = [tmp_path / name for name in ("first", "second")]
-    started = launch(
-        2, [{"id": "run", "config": settings(1), "steps": STEPS, "save": str(folders[0])}], tmp_path / "a"
+    def load(stage: int, source: str, steps: int, **more: Any) -> Run:
+        return {
+            "id": f"{stage}",
+            "config": settings(stage, **universal),
+            "load": source,
+            "steps": steps,
+            **more,
+        }
+
+    folders = [tmp_path / name for name in ("first", "second", "sharded")]
+    started = launch(2, [start(1, folders[0]), start(3, folders[2])], tmp_path / "a")
+    wide = launch(
+        4,
+        [
+            load(2, converted(folders[0]), STEPS, save=str(folders[1])),
+            load(3, converted(folders[2]), STEPS + 1),
+        ],
+        tmp_path / "b",
     )
-    wide = launch(4, [load(2, converted(folders[0]), STEPS, save=str(folders[1]))], tmp_path / "b")
     back = launch(2, [load(1, converted(folders[1]), STEPS + 2)], tmp_path / "c")
 
-    before = owed(started, "residual")
-    assert any(abs(value) > 1e-4 for value in before.values())
-    for results in wide, back:
-        after = owed(results, "restored")
+    for first, results, run in ("1", wide, "2"), ("1", back, "1"), ("3", wide, "3"):
+        before, after = owed(started, "residual", first), owed(results, "restored", run)
+        assert any(abs(value) > 1e-4 for value in before.values())
         assert after.keys() == before.keys()
         for parameter, value in before.items():
             assert after[parameter] == pytest.approx(value, rel=1e-6, abs=1e-6)
-        assert len({rank["run"]["hash"] for rank in results}) == 1
-    assert back[0]["run"]["steps"] == STEPS + 2
+        assert len({rank[run]["hash"] for rank in results}) == 1
+    assert back[0]["1"]["steps"] == STEPS + 2
 
 
 def test_other_stages_without_optimizer_states_keep_what_is_owed(tmp_path: Path) -> None:
-    """ZeRO-0, ZeRO-1, ZeRO-2, by DeepSpeed's ordinary checkpoints; stage 0 owes in gradients that are not
-    divided by the number of ranks yet.
+    """ZeRO-0, ZeRO-1, ZeRO-2, by DeepSpeed's ordinary checkpoints; and ZeRO-2's residuals alone into ZeRO-3,
+    into which DeepSpeed does not load, ZeRO-3's into ZeRO-1.
     """
-    folders = [str(tmp_path / name) for name in ("first", "second")]
-    other: Run = {"id": "run", "other_stage": True, "steps": STEPS}
+    folders = [str(tmp_path / name) for name in ("first", "second", "third")]
+    other: Run = {"other_stage": True, "steps": STEPS}
+    sharded: Run = {"steps": 0}
+
+    def of_tag(which: int) -> str:
+        return f"{folders[which]}/global_step{STEPS if which < 2 else 0}"
+
     plan = [
         {"id": "0", "config": settings(0), "steps": STEPS, "save": folders[0]},
         {**other, "id": "1", "config": settings(1), "load": folders[0], "save": folders[1]},
         {**other, "id": "2", "config": settings(2), "load": folders[1], "steps": STEPS + 1},
+        {**sharded, "id": "3", "config": settings(3), "residuals_of": of_tag(1), "save": folders[2]},
+        {**sharded, "id": "1 of 3", "config": settings(1), "residuals_of": of_tag(2)},
     ]
     results = launch(2, plan, tmp_path / "runs")
 
-    def total(run: str, what: str) -> dict[str, float]:
-        return owed([{"run": rank[run]} for rank in results], what)
-
-    before = {name: value / 2 for name, value in total("0", "residual").items()}
+    before = owed(results, "residual", "0")
     assert any(abs(value) > 1e-4 for value in before.values())
-    for run in "12":
-        after = total(run, "restored")
+    for run in "1", "2", "3", "1 of 3":
+        after = owed(results, "restored", run)
         assert after.keys() == before.keys()
         for parameter, value in before.items():
             assert after[parameter] == pytest.approx(value, rel=1e-6, abs=1e-6)

@@ -167,7 +167,10 @@ def test_compressor_classes_are_chosen_on_the_launch_line() -> None:
 
 
 def test_reasons_why_a_hook_is_not_active() -> None:
-    section = {"data_parallel": {"sparsity": 0}, "model_parallel": {"tensor": {"enabled": False}}}
+    section: dict[str, Any] = {
+        "data_parallel": {"sparsity": 0},
+        "model_parallel": {"tensor": {"enabled": False}},
+    }
     states = hook_states(DCTConfig.parse(section))
     assert states == {
         "pipeline": "dct.model_parallel.pipeline.sparsity = 0",
@@ -175,6 +178,8 @@ def test_reasons_why_a_hook_is_not_active() -> None:
         "data_parallel": "dct.data_parallel.sparsity = 0",
     }
     assert set(hook_states(DCTConfig(enabled=False)).values()) == {"dct.enabled = false"}
+    section["data_parallel"]["parameters"] = {"enabled": True}
+    assert hook_states(DCTConfig.parse(section))["data_parallel"] == ""
 
 
 def test_help_lists_every_option() -> None:

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import processes
 from support.megatron_gpt import Job, Outcome, train, train_all
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+from dct_plugin.integrations.megatron import hooks
+from dct_plugin.integrations.megatron.data import DataParallelHook
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +67,50 @@ def test_two_data_parallel_ranks(kind: str) -> None:
         assert part["density"] == pytest.approx(0.03, abs=0.02)
         assert part["sent_bytes"] < part["dense_bytes"] / 8
         assert "parameter_full" not in first.classes
+
+
+def look_ahead(rank: int, world_size: int, job: Job) -> tuple[float, float]:
+    """How far from the masters weights are at most after the last step: the working ones, and what the
+    ranks see on average in training passes.
+    """
+    torch.set_num_threads(1)
+    distances = []
+
+    def on_step(step: int) -> None:
+        if step + 1 < job.steps:
+            return
+        session = hooks.current()
+        assert session is not None
+        hook = next(hook for hook in session.hooks if isinstance(hook, DataParallelHook))
+        (ahead,) = [each.ahead for each in hook._reductions.values()]
+        assert ahead is not None
+        parameters = list(ahead._parameters.values())
+        working = [parameter.data.clone() for parameter in parameters]
+        ahead.forget()
+        ahead.displace()
+        seen = [parameter.data.clone() for parameter in parameters]
+        ahead.restore()
+        hooks.gather_parameters()
+        for mean in seen:
+            dist.all_reduce(mean)
+            mean.div_(world_size)
+        for found in working, seen:
+            distances.append(
+                max(float((a - b.data).abs().max()) for a, b in zip(found, parameters, strict=True))
+            )
+
+    train(job, on_step=on_step)
+    return distances[0], distances[1]
+
+
+def test_owners_look_ahead_by_what_they_have_not_sent() -> None:
+    """Nothing is owed of the gradients: on average over the ranks, passes run at the masters."""
+    job = replace(BASE, steps=3, evaluate=False)
+    dct = section(sparsity=0.0, value_dtype="fp32", error_feedback="step_ahead")
+    job = job.with_dct(dct, through_codec=True)
+    for working, seen in processes.run(2, look_ahead, job):
+        assert working > 1e-3
+        assert seen < 1e-6
 
 
 def test_bytes_of_everything_that_crosses() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support import processes
+from torch import nn
 
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepUnit
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
@@ -129,6 +131,73 @@ def test_what_is_gathered_in_full_and_when() -> None:
     ):
         config = {"parameters": {"sparsity": 0, "value_dtype": value_dtype}}
         assert all(r["full"] == [full] * 2 for r in processes.run(2, walk, dtype, 2, config))
+
+
+def look_ahead(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Working weights that lag, what all ranks see on average in a training pass, and the masters."""
+    updates = updates_of({"parameters": {"sparsity": 0.95, "value_dtype": "fp32"}})
+    weights = torch.zeros(TOTAL)
+    pieces, each = layout(world_size), TOTAL // world_size
+    views = {name: nn.Parameter(weights[start : start + n]) for name, start, n, _ in pieces}
+    unit = StepUnit(1.0)
+    ahead = StepAhead(
+        views.items(),
+        lambda _: unit,
+        lambda _: None,
+        pending_of=updates.pending_of,
+        world_size=world_size,
+    )
+
+    def seen() -> torch.Tensor:
+        ahead.displace()
+        found = torch.cat([view.data for view in views.values()])
+        ahead.restore()
+        return found
+
+    at_first = seen()
+    master = torch.randn(each, generator=torch.Generator().manual_seed(rank))
+
+    def master_of(name: str) -> torch.Tensor:
+        start, shards = next((start, shards) for n, start, _, shards in pieces if n == name)
+        shard = next(shard for shard in shards if shard.owner == rank)
+        return master[start + shard.start - rank * each : start + shard.stop - rank * each]
+
+    entries = [(name, weights[start : start + n], shards) for name, start, n, shards in pieces]
+    for _ in range(3):
+        updates.update(entries, master_of)
+        updates.end_step()
+        ahead.end_step(skipped=False)
+        master += 0.1
+    working, mean = weights.clone(), seen()
+    torch.distributed.all_reduce(mean)
+    undisplaced = weights.clone()
+    updates.record_full(TOTAL, 4)
+    ahead.end_step(skipped=False)
+    return {
+        "at first": at_first,
+        "working": working,
+        "undisplaced": undisplaced,
+        "mean": mean / world_size,
+        "masters": _gathered(master, world_size),
+        "in full": seen(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_owners_look_ahead_by_what_they_have_not_sent(world_size: int) -> None:
+    """Passes run, on average over the ranks, at the masters, whatever the working weights lack."""
+    first, *others = processes.run(world_size, look_ahead)
+    at = next(start for name, start, _, _ in layout(world_size) if name == "small")
+    for found in (first, *others):
+        assert torch.equal(found["working"], first["working"])
+        assert torch.equal(found["undisplaced"], first["working"])
+        assert float((found["working"] - found["masters"]).abs().mean()) > 0.1
+        expected = found["masters"].clone()
+        expected[at : at + SIZES["small"]] = found["working"][at : at + SIZES["small"]]
+        torch.testing.assert_close(found["mean"], expected, rtol=0, atol=1e-5)
+        assert torch.equal(found["at first"], torch.zeros(TOTAL))
+        assert torch.equal(found["in full"], found["working"])
 
 
 def fail(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.plan import MIN_SHARD
+from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
 from dct_plugin.data_parallel.step_ahead import (
     INTERVAL,
     LIMIT,
@@ -180,6 +180,31 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
         )
         expected = (weight.double() - 0.5 * expected.view(6, 8)).to(dtype)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_pending_is_added_to_its_part(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, residual, part = torch.randn(6, 8).to(dtype), torch.randn(48), torch.randn(20)
+    expected = weight.double().view(-1) - 0.1 * residual.double()
+    expected[10:30] += 3 * part.double()
+    found, alone = (
+        displaced(
+            weight,
+            left,
+            None,
+            StepUnit(0.1),
+            coefficient=1.0,
+            pending=(Shard(0, 10, 30), part),
+            times=3,
+            out=torch.empty_like(weight),
+        )
+        for left in (residual, None)
+    )
+    torch.testing.assert_close(found, expected.view(6, 8).to(dtype))
+    expected += 0.1 * residual.double()
+    torch.testing.assert_close(alone, expected.view(6, 8).to(dtype))
+    assert torch.equal(alone.view(-1)[:10], weight.view(-1)[:10])
 
 
 def test_no_entry_is_displaced_by_more_than_the_limit() -> None:

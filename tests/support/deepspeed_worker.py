@@ -221,6 +221,27 @@ def lag(engine: Any) -> float:
     )
 
 
+def look_ahead(engine: Any) -> dict[str, float]:
+    """How far from the masters weights are at most: the working ones, and what the ranks see on average in
+    training passes.
+    """
+    ahead, parameters = engine.dct.ahead, list(engine.module.parameters())
+    working = [parameter.data.clone() for parameter in parameters]
+    ahead.displace()
+    seen = [parameter.data.clone() for parameter in parameters]
+    ahead.restore()
+    for mean in seen:
+        dist.all_reduce(mean)
+        mean.div_(dist.get_world_size())
+    engine.dct.gather_parameters()
+    masters = [parameter.data for parameter in parameters]
+
+    def farthest(found: list[torch.Tensor]) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(found, masters, strict=True))
+
+    return {"working": farthest(working), "seen": farthest(seen)}
+
+
 def evaluate(engine: Any) -> float:
     """Loss on data that is not trained on."""
     engine.eval()
@@ -262,12 +283,17 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
             if other_stage:
                 assert engine.dct.load_residuals(f"{run['load']}/global_step{first}")
             result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
+        if "residuals_of" in run:
+            assert engine.dct.load_residuals(run["residuals_of"])
+            result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
         result["before"] = evaluate(engine)
         if "save_after" in run:  # and go on
             train(engine, run, first, run["save_after"], result)
             first = run["save_after"]
             engine.save_checkpoint(run["save"])
         train(engine, run, first, run["steps"], result)
+        if run.get("look"):
+            result["look"] = look_ahead(engine)
         if run.get("gather"):
             result["lag"] = lag(engine)
             engine.dct.gather_parameters()
