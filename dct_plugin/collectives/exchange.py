@@ -1,11 +1,8 @@
 """Messages of unequal size between the ranks of a process group.
 
-Point-to-point transfers of exactly the bytes there are: gloo refuses unequal all-gathers and runs equal
-ones 1.5 to 4 times slower than the line, while isend/irecv and all-to-all reach it. On gloo, whose
-receivers take less than they have room for, a message's size and first bytes are one transfer, and most
-messages are no longer than that; elsewhere sizes go first (one small all-to-all). With the size comes a
-fingerprint of what the sender sends, so that ranks out of step stop with a message instead of adding up
-each other's wrong tensors, and a failed rank can tell the others before it stops.
+With its size every message is announced by a fingerprint of what the sender sends, so that ranks out of step
+stop with a message instead of adding up each other's wrong tensors, and a failed rank can tell the others
+before it stops. How the bytes travel is said in :mod:`.carriers`.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +18,11 @@ from torch import Tensor
 
 from ..errors import DesyncError
 from . import roll_call
+from .carriers import Carrier, carrier_of
 
 logger = logging.getLogger("dct_plugin.collectives")
 
 _FAILED = -1
-_PREFIX = 24  # bytes: size, fingerprint and time since the exchange before
-#: Bytes of a message that travel with its size: room that every receiver has ready, so the same on all ranks.
-HEAD_BYTES = 1 << 18
-
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
 _ROOM, _MOST_PER_ENTRY = 4096, 16
 
@@ -52,7 +45,8 @@ class Exchange:
     """Variable-size messages over one process group.
 
     Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU
-    tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go through the host.
+    tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go through the host. Who
+    sets :attr:`group` does so before the first of them.
 
     Args:
         group: Process group, None for the default one.
@@ -65,23 +59,20 @@ class Exchange:
         self._wire = wire_of(group, device)
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.sent_bytes = 0
-        """Bytes handed to the transport so far, size messages included."""
         self.step: int | None = None
         """Named in the message about a lost peer."""
-        self._head_bytes = HEAD_BYTES if self._wire.type == "cpu" else 0
-        self._expected: dict[int, tuple[Tensor, Any]] = {}
         self.waited_ms = 0.0
         """Milliseconds so far in which this rank's message was ready and another's was not."""
+        self._carrier: Carrier | None = None
+        self._summed_bytes = 0
         self._left = 0
         """When the last exchange was over, nanoseconds of this rank's clock; 0 before the first."""
-        # Positions in the group to global ranks, which is what point-to-point calls take.
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        # Positions to receive from and to send to, each rank in another order.
-        self._peers = [
-            ((self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size)
-            for distance in range(1, self.world_size)
-        ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes handed to the transport so far, what announces messages included."""
+        return self._summed_bytes + (0 if self._carrier is None else self._carrier.sent_bytes)
 
     def all_to_all(
         self, messages: Sequence[Tensor], fingerprint: int = 0, *, bounds: Sequence[int] | None = None
@@ -99,19 +90,9 @@ class Exchange:
                 have, or was lost; names the ranks.
         """
         own, messages = messages[self.rank], self._outgoing(messages)
-        rows, heads = self._announce([m.numel() for m in messages], fingerprint, messages)
-        sizes = self.checked(rows, fingerprint, bounds)
-        at = self._head_bytes
-        received = []
-        for r, (head, size) in enumerate(zip(heads, sizes, strict=True)):
-            if r == self.rank:
-                received.append(messages[r])
-            elif size <= at:
-                received.append(head[:size])
-            else:
-                received.append(torch.empty(size, dtype=torch.uint8, device=self._wire))
-                received[r][:at] = head
-        self._transfer([m[at:] for m in messages], [part[at:] for part in received], "messages")
+        sizes = self._agreed([m.numel() for m in messages], fingerprint, messages, bounds)
+        with self._transport("exchange of messages"):
+            received = self._carried().deliver(messages, sizes)
         self._left = time.perf_counter_ns()
         return self._arrived(received, own)
 
@@ -128,7 +109,8 @@ class Exchange:
         received[self.rank] = outgoing[self.rank]
         if self._wire != self.device:
             received = [room.new_empty(room.shape, device=self._wire) for room in received]
-        self._transfer(outgoing, received, "messages")
+        with self._transport("exchange of messages"):
+            self._carried().transfer(outgoing, received)
         for r, (room, arrived) in enumerate(zip(rooms, received, strict=True)):
             if arrived.device != room.device and r != self.rank:
                 room.copy_(arrived)
@@ -143,20 +125,6 @@ class Exchange:
 
     def _arrived(self, received: Sequence[Tensor], own: Tensor) -> list[Tensor]:
         return [own if r == self.rank else m.to(self.device) for r, m in enumerate(received)]
-
-    def _transfer(self, messages: Sequence[Tensor], received: Sequence[Tensor], what: str) -> None:
-        """Send ``messages[r]`` to rank ``r`` and fill ``received[r]`` from it, unless empty."""
-        operations = []
-        for source, target in self._peers:
-            if received[source].numel():
-                operations.append(dist.P2POp(dist.irecv, received[source], self._global[source], self.group))
-            if messages[target].numel():
-                operations.append(dist.P2POp(dist.isend, messages[target], self._global[target], self.group))
-                self.sent_bytes += messages[target].numel()
-        if operations:
-            with self._transport(f"exchange of {what}"):
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
 
     def checked(
         self, rows: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None = None
@@ -186,8 +154,7 @@ class Exchange:
 
     def agree(self, fingerprint: int) -> None:
         """Every rank is about to do what ``fingerprint`` describes, or all stop as in :meth:`all_to_all`."""
-        rows, _ = self._announce([0] * self.world_size, fingerprint)
-        self.checked(rows, fingerprint)
+        self._agreed([0] * self.world_size, fingerprint)
 
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; returns the bytes that count as sent."""
@@ -195,7 +162,7 @@ class Exchange:
             dist.all_reduce(tensor, group=self.group)
         # A ring all-reduce's bytes: the transport does not tell.
         size = round(2 * (self.world_size - 1) / self.world_size * tensor.numel() * tensor.element_size())
-        self.sent_bytes += size
+        self._summed_bytes += size
         return size
 
     def all_gather(
@@ -207,81 +174,65 @@ class Exchange:
     @contextmanager
     def preparing(self, *, announced: bool = True) -> Iterator[None]:
         """Around the work that makes the messages of the next exchange. Its receivers are ready from the
-        start: gloo asks them before it sends, and is answered while the work is done. The other ranks, who
-        may be waiting in it already, are told of an error.
+        start, and the other ranks, who may be waiting in it already, are told of an error.
 
         Args:
             announced: Whether that is one that says how long its messages are: all but :meth:`transfer`.
         """
         try:
             if announced:
-                self._expect()
+                with self._transport("exchange of sizes"):
+                    self._carried().expect()
             yield
         except BaseException:
             self.abort()
             raise
 
-    def _expect(self) -> None:
-        """Have receivers for the first bytes of the next messages, on gloo."""
-        if self._head_bytes and not self._expected:
-            with self._transport("exchange of sizes"):
-                for source, _ in self._peers:
-                    room = torch.empty(_PREFIX + self._head_bytes, dtype=torch.uint8)
-                    self._expected[source] = room, dist.irecv(room, self._global[source], self.group)
-
     def abort(self) -> None:
         """Tell the ranks that are waiting in their next exchange that this one failed. Never raises."""
         try:
-            self._announce([_FAILED] * self.world_size, 0)
+            rows = self._announce([_FAILED] * self.world_size, 0)
+            self._carried().drop([size for size, _ in rows])
         except Exception:  # the transport is gone as well: the others will see that
             return
+
+    def _carried(self) -> Carrier:
+        if self._carrier is None:
+            self._carrier = carrier_of(self.group, self._wire)
+        return self._carrier
 
     def _transport(self, what: str) -> AbstractContextManager[None]:
         """Around the transport's own work: what it raises names addresses at best, not ranks."""
         return roll_call.transport(what, self.group, self.step)
 
+    def _agreed(
+        self,
+        sizes: Sequence[int],
+        fingerprint: int,
+        messages: Sequence[Tensor] | None = None,
+        bounds: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Announce messages of these sizes; those of the messages that come."""
+        rows = self._announce(sizes, fingerprint, messages)
+        try:
+            return self.checked(rows, fingerprint, bounds)
+        except DesyncError:
+            self._carried().drop([size for size, _ in rows])
+            raise
+
     def _announce(
         self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None = None
-    ) -> tuple[list[list[int]], list[Tensor]]:
-        """Size and fingerprint of the message from every rank, and its first bytes (none but on gloo)."""
+    ) -> list[list[int]]:
+        """Size and fingerprint of the message from every rank."""
         entered = time.perf_counter_ns()
         busy = entered - self._left if self._left else 0
-        rows = [[size, fingerprint, busy] for size in sizes]
-        table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._wire.type == "cuda")
-        if not self._head_bytes:
-            table = table.to(self._wire, non_blocking=True)
-            answer = torch.empty_like(table)
-            with self._transport("exchange of sizes"):
-                dist.all_to_all_single(answer, table, group=self.group)
-                answer = answer.cpu()
-            self.sent_bytes += _PREFIX * (self.world_size - 1)
-            heads = [torch.empty(0, dtype=torch.uint8, device=self.device)] * self.world_size
-            return self._compared(answer.tolist(), entered), heads
-        sent = list(table.view(torch.uint8))
-        if messages is not None:
-            first = {
-                id(m): torch.cat([r, m[: self._head_bytes]]) for r, m in zip(sent, messages, strict=True)
-            }
-            sent = [first[id(m)] for m in messages]
-        self._expect()
-        expected, self._expected = self._expected, {}
         with self._transport("exchange of sizes"):
-            under_way = [work for _, work in expected.values()]
-            for _, target in self._peers:
-                under_way.append(dist.isend(sent[target], self._global[target], self.group))
-                self.sent_bytes += sent[target].numel()
-            for work in under_way:
-                work.wait()
-        received = [sent[r] if r == self.rank else expected[r][0] for r in range(self.world_size)]
-        rows = [head[:_PREFIX].view(torch.int64).tolist() for head in received]
-        return self._compared(rows, entered), [head[_PREFIX:] for head in received]
-
-    def _compared(self, rows: Sequence[Sequence[int]], entered: int) -> list[list[int]]:
-        """Size and fingerprint of the rows. Ranks leave an exchange together, so that of what they did since
-        then the longest is what all wait for; their clocks need not agree.
-        """
+            own = torch.tensor([[size, fingerprint, busy] for size in sizes], dtype=torch.int64)
+            rows = self._carried().announce(own, messages).tolist()
+        # Ranks leave an exchange together, so that of what they did since then the longest is what all wait
+        # for; their clocks need not agree.
         self._left = time.perf_counter_ns()
-        busy = [row[2] for row in rows]
-        if all(busy):
-            self.waited_ms += min(max(busy) - busy[self.rank], self._left - entered) / 1e6
-        return [list(row[:2]) for row in rows]
+        others = [row[2] for row in rows]
+        if all(others):
+            self.waited_ms += min(max(others) - busy, self._left - entered) / 1e6
+        return [row[:2] for row in rows]

@@ -1,0 +1,170 @@
+"""Connections of our own between ranks: the same messages as by gloo, and gloo where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.processes import launch, run
+
+from dct_plugin.collectives import Exchange, carriers, mesh
+from dct_plugin.errors import DesyncError
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+#: More than a connection buffers: who only sends would wait for ever.
+LARGE = 24_000_000
+
+
+@contextmanager
+def transport(choice: str, **changed: Any) -> Iterator[None]:
+    """With a choice of the user, and ``changed`` in the module; the process serves other tests afterwards."""
+    with patch.dict(os.environ, {mesh.VARIABLE: choice}), patch.dict(vars(mesh), changed):
+        yield
+
+
+def message(sender: int, receiver: int, turn: int) -> torch.Tensor:
+    size = (0, 1, 1000, 300_000, LARGE)[(sender + 2 * receiver + turn) % 5]
+    generator = torch.Generator().manual_seed(100 * sender + 10 * receiver + turn)
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+
+
+def exchanged(rank: int, world_size: int, choice: str) -> tuple[str, int]:
+    exchange, everyone = Exchange(None, CPU), range(world_size)
+    with transport(choice):
+        name = type(exchange._carried()).__name__
+    for turn in range(5):
+        messages = [message(rank, other, turn) for other in everyone]
+        wanted = [message(other, rank, turn) for other in everyone]
+        with exchange.preparing():
+            time.sleep(0.01 * rank)
+        sizes = [len(part) for part in wanted]
+        for received in (exchange.all_to_all(messages, 7), exchange.transfer(messages, sizes)):
+            assert all(torch.equal(a, b) for a, b in zip(received, wanted, strict=True))
+        exchange.agree(8)
+    assert len(exchange.all_gather(messages[0], 9)) == world_size
+    return name, exchange.sent_bytes
+
+
+def test_messages_arrive_whatever_their_size() -> None:
+    by_sockets, by_gloo = run(3, exchanged, "sockets"), run(3, exchanged, "gloo")
+    assert {name for name, _ in by_sockets} == {"_Sockets"}
+    assert {name for name, _ in by_gloo} == {"_Gloo"}
+    assert [size for _, size in by_sockets] == [size for _, size in by_gloo]
+
+
+def one_says_gloo(rank: int, world_size: int) -> str:
+    with transport("gloo" if rank == 1 else "sockets"):
+        return type(Exchange(None, CPU)._carried()).__name__
+
+
+def test_one_rank_that_is_told_to_use_gloo_is_enough() -> None:
+    assert run(3, one_says_gloo) == ["_Gloo"] * 3
+
+
+def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    carriers.logger.addHandler(handler)
+    exchange = Exchange(None, CPU)
+    try:
+        with transport("sockets", _ARRIVE=0.5, _addresses=lambda: ["no address of anybody"]):
+            received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
+    finally:
+        carriers.logger.removeHandler(handler)
+    return type(exchange._carried()).__name__, [int(part) for part in received], lines
+
+
+def test_where_a_rank_cannot_be_reached_all_use_gloo_and_say_so() -> None:
+    found = run(2, unreachable)
+    assert [(name, received) for name, received, _ in found] == [("_Gloo", [0, 1])] * 2
+    assert "rank 1: messages travel by gloo" in found[1][2][0]
+    assert "rank 0 cannot be reached at port" in found[1][2][0]
+    assert "rank 0: messages travel by gloo" in found[0][2][0]
+
+
+def with_strangers(rank: int, world_size: int) -> tuple[str, list[int], list[bool]]:
+    """Whoever finds the port of rank 0, but does not know its token, is sent away."""
+    real, strangers, turned_away = mesh._exchange_cards, list[threading.Thread](), list[bool]()
+
+    def knock(port: int, hello: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(hello)
+            stranger.shutdown(socket.SHUT_WR)
+            turned_away.append(stranger.recv(1) == b"")
+
+    def meanwhile(card: dict[str, Any], *others: Any) -> Any:
+        if rank == 0:
+            for hello in (b"", b"GET / HTTP/1.1\r\n\r\n", mesh._HELLO.pack(bytes(16), 1)):
+                strangers.append(threading.Thread(target=knock, args=(card["port"], hello)))
+                strangers[-1].start()
+            time.sleep(0.3)  # they are first in the queue
+        return real(card, *others)
+
+    exchange = Exchange(None, CPU)
+    with transport("sockets", _exchange_cards=meanwhile):
+        received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
+    for thread in strangers:
+        thread.join(10)
+    return type(exchange._carried()).__name__, [int(part) for part in received], turned_away
+
+
+def test_strangers_are_turned_away() -> None:
+    assert run(2, with_strangers) == [("_Sockets", [0, 1], [True] * 3), ("_Sockets", [0, 1], [])]
+
+
+def fails_once(rank: int, world_size: int, choice: str) -> tuple[str, list[int]]:
+    """One rank fails while it prepares; the others hear of it; the exchange after it is whole."""
+    exchange, own = Exchange(None, CPU), torch.full((LARGE,), rank, dtype=torch.uint8)
+    with transport(choice):
+        exchange.agree(4)
+    text = ""
+    try:
+        with exchange.preparing():
+            if rank == 1:
+                raise MemoryError("no room")
+        exchange.all_gather(own, 5)
+    except (DesyncError, MemoryError) as error:
+        text = str(error)
+    return text, [int(part[0]) for part in exchange.all_gather(own[:10], 5)]
+
+
+@pytest.mark.parametrize("choice", ["sockets", "gloo"])
+def test_after_a_failure_that_was_told_the_next_exchange_is_whole(choice: str) -> None:
+    (first, received), (second, _), (third, _) = run(3, fails_once, choice)
+    assert second == "no room"
+    for text in (first, third):
+        assert "rank(s) [1] failed while preparing this exchange" in text
+    assert received == [0, 1, 2]
+
+
+def misconfigured(rank: int, world_size: int) -> None:
+    with transport("pigeons" if rank == 1 else "sockets"):
+        Exchange(None, CPU).agree(1)
+
+
+def test_a_transport_that_does_not_exist_is_an_error() -> None:
+    for kind, text in launch(2, misconfigured):
+        assert kind == "error"
+        assert "ConfigError: rank 1: DCT_TRANSPORT = 'pigeons': must be one of 'sockets', 'gloo'" in text
+
+
+def through_one_interface(rank: int, world_size: int) -> list[str]:
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+        return mesh._addresses()
+
+
+def test_the_interface_that_gloo_is_given_comes_first() -> None:
+    (addresses,) = run(1, through_one_interface)
+    assert addresses[0] == "127.0.0.1"
