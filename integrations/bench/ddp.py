@@ -124,7 +124,8 @@ class DDP:
             Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, SMALL_BUCKET_MB, 1e6)
         )
         methods = methods_of(shared, one_bucket, SETTINGS)
-        return [*methods, _dct(small, 0.99, "int4", f", {SMALL_BUCKET_MB} MB buckets")]
+        note = f", {SMALL_BUCKET_MB} MB buckets"
+        return [*methods, *(_dct(small, 0.99, values, note) for values in ("int8", "int4"))]
 
     def close(self) -> None:
         pass
