@@ -5,7 +5,7 @@ as root, the ranks live in two network namespaces joined by one link, and the by
 interface counters saw, in each direction; else bytes are not reported. Results are kept by run: a study that
 was stopped goes on where it was.
 
-    python benchmarks/studies/activations.py --text input.txt --output table.md --plot picture.png
+    python benchmarks/studies/activations.py --text input.txt --output table.md
 """
 
 from __future__ import annotations
@@ -90,79 +90,27 @@ def job_of(arguments: argparse.Namespace, name: str, seed: int) -> Job:
 def table(rows: list[dict[str, Any]], margin: float) -> str:
     """Markdown: one line per row name, means over the seeds, differences paired by seed."""
     lines = [
-        "| setting | seeds | held-out loss | - dense (95 %) | inside | forward | fewer | backward | fewer |",
+        "| setting | seeds | held-out loss | - dense (95 %) | inside "
+        "| kB forward | fewer | kB backward | fewer back |",
         "|---|--:|--:|--:|:-:|--:|--:|--:|--:|",
     ]
-    for point in points(rows):
-        interval, name = point["interval"], point["name"]
-        inside = "" if interval is None or interval.half_width is None else interval.inside(margin)
-        cells = [
-            name,
-            str(len(point["seeds"])),
-            f"{point['loss']:.4f}",
-            "" if interval is None else str(interval),
-            {True: "yes", False: "no", "": ""}[inside],
-        ]
-        for way in ("sent", "received"):
-            count, dense = point[way], point[f"dense_{way}"]
-            cells += [f"{count / 1e3:.2f}", f"{dense / count:.1f}x"] if count else ["-", "-"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def points(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One for each name: loss, interval against the dense runs of its seeds, bytes per step each way."""
-    found = []
     for name in dict.fromkeys(row["name"] for row in rows):
         mine = {row["seed"]: row for row in rows if row["name"] == name}
         plain = {row["seed"]: row for row in rows if row["name"] == f"{name.split(': ')[0]}: dense"}
-        seeds = [seed for seed in mine if seed in plain]
-        if not seeds:
+        both = [(mine[seed], plain[seed]) for seed in mine.keys() & plain.keys()]
+        if not both:
             continue
-        both = [(mine[seed], plain[seed]) for seed in seeds]
-        dense = name.endswith(": dense")
-        point: dict[str, Any] = {"name": name, "seeds": seeds}
-        point["loss"] = statistics.fmean(row["held_out"] for row, _ in both)
-        point["interval"] = None if dense else paired([a["held_out"] - b["held_out"] for a, b in both])
+        cells = [name, str(len(both)), f"{statistics.fmean(row['held_out'] for row, _ in both):.4f}", "", ""]
+        if not name.endswith(": dense"):
+            interval = paired([own["held_out"] - dense["held_out"] for own, dense in both])
+            cells[3] = str(interval)
+            if interval.half_width is not None:
+                cells[4] = "yes" if interval.inside(margin) else "no"
         for way in ("sent", "received"):
-            point[way] = statistics.fmean(row[way] for row, _ in both)
-            point[f"dense_{way}"] = statistics.fmean(row[way] for _, row in both)
-        found.append(point)
-    return found
-
-
-def plot(rows: list[dict[str, Any]], path: str, margin: float) -> None:
-    """Difference of loss against how many times fewer bytes cross, both ways together."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    layouts = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
-    figure, axes = plt.subplots(1, len(layouts), figsize=(6.4 * len(layouts), 4.8), squeeze=False)
-    colours: dict[str, Any] = {}
-    for layout, axis in zip(layouts, axes[0], strict=True):
-        axis.axhspan(-margin, margin, color="0.92")
-        axis.axvline(20, color="0.7", linestyle=":")
-        for point in points(rows):
-            if not point["name"].startswith(layout) or point["interval"] is None or not point["sent"]:
-                continue
-            label = point["name"].partition(": ")[2]
-            method = label.split()[0]
-            colour = colours.setdefault(method, f"C{len(colours)}")
-            fewer = (point["dense_sent"] + point["dense_received"]) / (point["sent"] + point["received"])
-            half = point["interval"].half_width or 0.0
-            axis.errorbar(fewer, point["interval"].mean, half, fmt="o", color=colour, capsize=3)
-            rest = label.removeprefix(method).strip()
-            axis.annotate(f"{method} {rest}", (fewer, point["interval"].mean), fontsize=7, xytext=(5, 3),
-                          textcoords="offset points")  # fmt: skip
-        axis.set(xscale="log", xlabel="times fewer bytes, both ways", ylabel="held-out loss - dense (nats)")
-        for which in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-            which("{x:g}x")
-        axis.margins(x=0.25)
-        axis.set_title(layout)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+            own, dense = (statistics.fmean(pair[which][way] for pair in both) for which in (0, 1))
+            cells += [f"{own / 1e3:.2f}", f"{dense / own:.1f}x"] if own else ["-", "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -172,7 +120,6 @@ def main() -> None:
     parser.add_argument("--text", help="text file, plain or .gz; generated text without it")
     parser.add_argument("--results", default="activations.jsonl", help="file that keeps the runs")
     parser.add_argument("--output", help="markdown file; standard output without it")
-    parser.add_argument("--plot", help="picture to write")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     parser.add_argument("--layouts", nargs="+", default=[PP, TP], choices=[PP, TP])
     parser.add_argument("--classes", nargs="*", default=list(classes()), metavar="ROW")
@@ -202,8 +149,6 @@ def main() -> None:
     ]
     rows = measure(wanted, Path(arguments.results), arguments.seconds)
     text = table(rows, arguments.margin)
-    if arguments.plot:
-        plot(rows, arguments.plot, arguments.margin)
     if arguments.output:
         Path(arguments.output).write_text(text)
     else:

@@ -1,7 +1,8 @@
 """Pictures of the tables in docs/quality.md: differences to dense training with their intervals, and bytes.
 
 Drawn from the page itself, so that a picture says what its table says. A row of panels for each table: left
-the difference of each setting, right how many times fewer bytes than dense it sent, if the table has that.
+the difference of each setting, right how many times fewer bytes than dense it sent (columns that begin with
+"fewer": one, or forward and backward), if the table has that.
 
     python benchmarks/studies/pictures.py                # all of them, to docs/images
     python benchmarks/studies/pictures.py --only values
@@ -27,15 +28,25 @@ class Panel:
     number: int
     title: str
     unit: str
+    limit: float | None = None  #: differences further out are drawn as arrows
 
 
 AUC, NATS = "AUC - dense (higher is better)", "held-out loss - dense, nats (lower is better)"
+CLASSES = "Compressor classes for activations"
 VALUES = "int8, int4 and int2 values"
 PICTURES = {
     "accordion": [
         Panel("Accordion", 0, "DLRM, Criteo", AUC),
         Panel("Accordion", 1, "DLRM, Diabetes", AUC),
         Panel("Accordion", 2, "GPT", NATS),
+    ],
+    "activations": [
+        Panel(CLASSES, 0, "PP 2", NATS, limit=0.45),
+        Panel(CLASSES, 1, "TP 2", NATS, limit=0.45),
+    ],
+    "averaging": [
+        Panel("Error averaging", 0, "DLRM, Diabetes, data shared out by label, 0.99", AUC),
+        Panel("Error averaging", 3, "GPT, 0.99, data shared out at random", NATS),
     ],
     "values": [
         Panel(VALUES, 0, "GPT, 0.99 (bytes of the second half)", NATS),
@@ -51,7 +62,7 @@ class Point:
     name: str
     mean: float
     half: float | None
-    fewer: float | None
+    fewer: tuple[float, ...]
 
 
 def tables(page: str, section: str) -> list[list[dict[str, str]]]:
@@ -77,11 +88,11 @@ def points(page: str, panel: Panel) -> list[Point]:
     for row in tables(page, panel.section)[panel.number]:
         name, *_ = row.values()
         difference = next(value for title, value in row.items() if "- dense" in title)
-        value = re.match(r"([+-][\d.]+)(?: ± ([\d.]+))?", difference)
+        value = re.match(r"([+-][\d.]+)(?: ± ?([\d.]+))?", difference)
         if value is not None:
-            fewer = re.match(r"[\d.]+", row.get("fewer", ""))
+            times = (re.match(r"[\d.]+", cell) for title, cell in row.items() if title.startswith("fewer"))
             half = None if value[2] is None else float(value[2])
-            found.append(Point(name, float(value[1]), half, None if fewer is None else float(fewer[0])))
+            found.append(Point(name, float(value[1]), half, tuple(float(t[0]) for t in times if t)))
     return found
 
 
@@ -92,20 +103,33 @@ def draw(page: str, panels: list[Panel], path: Path) -> None:
     size = {"figsize": (10, 0.33 * sum(heights)), "height_ratios": heights}
     with png(path, len(panels), 2, squeeze=False, **size) as (_, grid):
         for panel, those, (left, right) in zip(panels, shown, grid, strict=True):
-            limits = (0.4, len(those) + 0.6)
+            places = range(len(those), 0, -1)
             left.axvline(0.0, color="black", linewidth=0.8)
-            for at, point in zip(range(len(those), 0, -1), those, strict=True):
-                filled = "none" if point.half is None else "C0"
-                left.errorbar(point.mean, at, xerr=point.half, fmt="oC0", markerfacecolor=filled, capsize=3)
-                if point.fewer is not None:
-                    bar = right.barh(at, point.fewer, color="0.75", height=0.6)
-                    right.bar_label(bar, [f"{point.fewer:g}x"], padding=3)
-            left.set_yticks(range(len(those), 0, -1), [point.name for point in those])
-            left.set(xlabel=panel.unit, title=panel.title, ylim=limits)
+            for at, point in zip(places, those, strict=True):
+                for way, times in enumerate(point.fewer):
+                    height = 0.7 / len(point.fewer)
+                    above = 0.35 - height * (way + 0.5)
+                    bar = right.barh(at + above, times, color=("0.7", "0.85")[way], height=height)
+                    right.bar_label(
+                        bar, [f"{times:g}x"], padding=3, fontsize=7 if len(point.fewer) > 1 else 9
+                    )
+                if panel.limit is not None and point.mean > panel.limit:
+                    left.annotate(f"{point.mean:+.2f}", (panel.limit, at), xytext=(-45, 0), va="center",
+                                  textcoords="offset points", arrowprops={"arrowstyle": "->"})  # fmt: skip
+                else:
+                    filled = "none" if point.half is None else "C0"
+                    left.errorbar(
+                        point.mean, at, xerr=point.half, fmt="oC0", markerfacecolor=filled, capsize=3
+                    )
+            left.set_yticks(places, [point.name.rpartition(": ")[2] for point in those])
+            left.set(xlabel=panel.unit, title=panel.title, ylim=(0.4, len(those) + 0.6))
+            left.set_xlim(right=panel.limit)
             left.locator_params(axis="x", nbins=5)
-            right.set(xlabel="times fewer bytes than dense", yticks=[], ylim=limits)
+            both = max(len(point.fewer) for point in those)
+            ways = " (forward, backward)" if both > 1 else ""
+            right.set(xlabel=f"times fewer bytes than dense{ways}", yticks=[], ylim=left.get_ylim())
             right.margins(x=0.2)
-            right.set_visible(any(point.fewer for point in those))
+            right.set_visible(both > 0)
 
 
 def main() -> None:

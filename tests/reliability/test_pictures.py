@@ -29,13 +29,13 @@ def test_every_picture_has_its_tables_and_stands_on_the_page(pictures: Any) -> N
 
 def test_a_table_is_read_as_it_stands(pictures: Any, tmp_path: Path) -> None:
     page = (
-        "## One\n\ntext\n\n| s | AUC - dense (95 %) | fewer |\n|---|--:|--:|\n| dense |  |  |\n"
-        "| **a** | +0.5 ± 0.25 | 20.3x |\n| b | -0.125 |  |\n\n## Two\n"
+        "## One\n\ntext\n\n| s | AUC - dense (95 %) | fewer | fewer back |\n|---|--:|--:|--:|\n"
+        "| dense |  |  |  |\n| **a** | +0.5 ± 0.25 | 20.3x | 4x |\n| b | -0.125 |  | - |\n\n## Two\n"
     )
     panel = pictures.Panel("One", 0, "title", "unit")
     assert pictures.points(page, panel) == [
-        pictures.Point("a", 0.5, 0.25, 20.3),
-        pictures.Point("b", -0.125, None, None),
+        pictures.Point("a", 0.5, 0.25, (20.3, 4.0)),
+        pictures.Point("b", -0.125, None, ()),
     ]
     pictures.draw(page, [panel], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
