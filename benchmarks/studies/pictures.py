@@ -14,6 +14,7 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dct_plugin.integrations.dlrm.report import png
 
@@ -40,10 +41,9 @@ PICTURES = {
         Panel("Accordion", 1, "DLRM, Diabetes", AUC),
         Panel("Accordion", 2, "GPT", NATS),
     ],
-    "activations": [
-        Panel(CLASSES, 0, "PP 2", NATS, limit=0.45),
-        Panel(CLASSES, 1, "TP 2", NATS, limit=0.45),
-    ],
+    "activations": [Panel(CLASSES, 0, "Two pipeline stages", NATS, limit=0.45)],
+    "directions": [Panel(CLASSES, 1, "Two pipeline stages, one direction alone", NATS, limit=0.45)],
+    "tensor": [Panel(CLASSES, 2, "TP 2, sequence parallelism", NATS, limit=0.45)],
     "averaging": [
         Panel("Error averaging", 0, "DLRM, Diabetes, data shared out by label, 0.99", AUC),
         Panel("Error averaging", 3, "GPT, 0.99, data shared out at random", NATS),
@@ -96,40 +96,47 @@ def points(page: str, panel: Panel) -> list[Point]:
     return found
 
 
+def draw_differences(axis: Any, panel: Panel, shown: list[Point]) -> None:
+    """Means and intervals, the first at the top; settings of one seed are hollow."""
+    axis.axvline(0.0, color="black", linewidth=0.8)
+    for at, point in enumerate(shown):
+        if panel.limit is not None and point.mean > panel.limit:
+            axis.annotate(f"{point.mean:+.2f}", (panel.limit, at), xytext=(-45, 0), va="center",
+                          textcoords="offset points", arrowprops={"arrowstyle": "->"})  # fmt: skip
+        else:
+            filled = "none" if point.half is None else "C0"
+            axis.errorbar(point.mean, at, xerr=point.half, fmt="oC0", markerfacecolor=filled, capsize=3)
+    axis.set_yticks(range(len(shown)), [point.name for point in shown])
+    axis.set(xlabel=panel.unit, title=panel.title, ylim=(len(shown) - 0.4, -0.6))
+    axis.set_xlim(right=panel.limit)
+    axis.locator_params(axis="x", nbins=5)
+
+
+def draw_bytes(axis: Any, shown: list[Point]) -> None:
+    """A bar for each setting, or two: forward above backward."""
+    ways = max(len(point.fewer) for point in shown)
+    for at, point in enumerate(shown):
+        for way, times in enumerate(point.fewer):
+            height = 0.7 / ways
+            bar = axis.barh(
+                at - 0.35 + height * (way + 0.5), times, color=("0.7", "0.85")[way], height=height
+            )
+            axis.bar_label(bar, [f"{times:g}x"], padding=3, fontsize=7 if ways > 1 else 9)
+    directions = " (forward, backward)" if ways > 1 else ""
+    axis.set(xlabel=f"times fewer bytes than dense{directions}", yticks=[], ylim=(len(shown) - 0.4, -0.6))
+    axis.margins(x=0.2)
+    axis.set_visible(ways > 0)
+
+
 def draw(page: str, panels: list[Panel], path: Path) -> None:
-    """A PNG with a row for each panel; settings of one seed are hollow."""
+    """A PNG with a row for each panel."""
     shown = [points(page, panel) for panel in panels]
     heights = [len(those) + 1.5 for those in shown]
     size = {"figsize": (10, 0.33 * sum(heights)), "height_ratios": heights}
     with png(path, len(panels), 2, squeeze=False, **size) as (_, grid):
         for panel, those, (left, right) in zip(panels, shown, grid, strict=True):
-            places = range(len(those), 0, -1)
-            left.axvline(0.0, color="black", linewidth=0.8)
-            for at, point in zip(places, those, strict=True):
-                for way, times in enumerate(point.fewer):
-                    height = 0.7 / len(point.fewer)
-                    above = 0.35 - height * (way + 0.5)
-                    bar = right.barh(at + above, times, color=("0.7", "0.85")[way], height=height)
-                    right.bar_label(
-                        bar, [f"{times:g}x"], padding=3, fontsize=7 if len(point.fewer) > 1 else 9
-                    )
-                if panel.limit is not None and point.mean > panel.limit:
-                    left.annotate(f"{point.mean:+.2f}", (panel.limit, at), xytext=(-45, 0), va="center",
-                                  textcoords="offset points", arrowprops={"arrowstyle": "->"})  # fmt: skip
-                else:
-                    filled = "none" if point.half is None else "C0"
-                    left.errorbar(
-                        point.mean, at, xerr=point.half, fmt="oC0", markerfacecolor=filled, capsize=3
-                    )
-            left.set_yticks(places, [point.name.rpartition(": ")[2] for point in those])
-            left.set(xlabel=panel.unit, title=panel.title, ylim=(0.4, len(those) + 0.6))
-            left.set_xlim(right=panel.limit)
-            left.locator_params(axis="x", nbins=5)
-            both = max(len(point.fewer) for point in those)
-            ways = " (forward, backward)" if both > 1 else ""
-            right.set(xlabel=f"times fewer bytes than dense{ways}", yticks=[], ylim=left.get_ylim())
-            right.margins(x=0.2)
-            right.set_visible(both > 0)
+            draw_differences(left, panel, those)
+            draw_bytes(right, those)
 
 
 def main() -> None:
