@@ -23,7 +23,17 @@ from .codecs.values import ValueDtype
 from .config import ActivationConfig, DataParallelConfig, KernelConfig
 from .errors import ConfigError
 from .feedback import PackedResidual, Residual, Rooms, Velocity
-from .kernels import GRAD_DTYPES, SMALLEST_TAU, Backend, Stats, Tau, backend_names, get_backend, read_stats
+from .kernels import (
+    GRAD_DTYPES,
+    SMALLEST_TAU,
+    Backend,
+    Stats,
+    Tau,
+    backend_names,
+    get_backend,
+    read_stats,
+    serves,
+)
 from .metrics import Record
 from .schedules import SparsitySchedule
 from .thresholds import Threshold, wanted
@@ -476,6 +486,16 @@ def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
         registered = ", ".join(f'"{name}"' for name in backend_names())
         raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": must be one of {registered}')
     return get_backend(device, kernels.backend, threads=kernels.threads)
+
+
+def backend_beside(kernels: KernelConfig | None, device: torch.device) -> Backend:
+    """:func:`backend_of`; or what ``auto`` takes, where the backend that is asked for serves another device:
+    part of the work on a GPU's tensors is done on the host.
+    """
+    kernels = kernels or KernelConfig()
+    if kernels.backend in backend_names() and not serves(kernels.backend, device):
+        kernels = kernels.model_copy(update={"backend": "auto"})
+    return backend_of(kernels, device)
 
 
 def as_flat(tensor: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 PREFIX = 32
 WORDS = 4
 FAILED = -1
-_ALIGNMENT = 256
+#: Frames are a multiple of it longer than their prefix.
+ALIGNMENT = 256
 
 
 def frame_bytes(sizes: Sequence[int]) -> int:
@@ -29,4 +30,4 @@ def frame_bytes(sizes: Sequence[int]) -> int:
     An eighth more than the largest: thresholds that follow a sample hardly ever need more.
     """
     room = max(sizes) * 9 // 8
-    return PREFIX + -(-room // _ALIGNMENT) * _ALIGNMENT
+    return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT

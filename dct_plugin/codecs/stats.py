@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
+from .copies import to_host
 
 #: What compiled kernels find wrong with a payload, by number; those of a device find no other.
 KERNEL_ERRORS = {
@@ -155,7 +155,7 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
         parts[where] = [*(each.device_counts for each in group), *bits]
     for tensor in also:
         parts.setdefault(tensor.device, []).append(tensor.view(-1))
-    found = {where: iter(_to_host(torch.cat(several)).tolist()) for where, several in parts.items()}
+    found = {where: iter(to_host(torch.cat(several)).tolist()) for where, several in parts.items()}
     wrong = 0
     for where, group in pending.items():
         numbers = found[where]
@@ -171,23 +171,3 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     if wrong:
         raise PayloadError(f"a payload decoded before: {KERNEL_ERRORS[wrong]}")
     return [list(itertools.islice(found[tensor.device], tensor.numel())) for tensor in also]
-
-
-def _to_host(figures: Tensor) -> Tensor:
-    """A copy on the host, through pinned memory and a stream of its own: what is queued behind the figures
-    meanwhile is not waited for.
-    """
-    if not figures.is_cuda:
-        return figures.cpu()
-    pinned = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-    stream = _reader(figures.device)
-    stream.wait_stream(torch.cuda.current_stream(figures.device))
-    with torch.cuda.stream(stream):
-        pinned.copy_(figures, non_blocking=True)
-    stream.synchronize()
-    return pinned
-
-
-@functools.cache
-def _reader(where: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(where)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -17,7 +18,7 @@ from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
 from ..kernels.embedding import get_embedding_kernels
 from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
-from ..stream import as_flat, backend_of
+from ..stream import as_flat, backend_beside
 
 __all__ = ["Limits", "TableLimits"]
 
@@ -81,6 +82,7 @@ class TableLimits(nn.Module):
         self._host: EmbeddingKernels | None = None
         self._measured = False  # in this step
         self._passes = 0  # forward passes in training since the last step
+        self._known: dict[str, tuple[Tensor, int, npt.NDArray[Any]]] = {}
         self.tau: Tensor
         self.bound_class: Tensor
         self.steps: Tensor
@@ -92,7 +94,7 @@ class TableLimits(nn.Module):
     def backend(self, device: torch.device) -> Backend:
         """The kernels in use for tensors on ``device``."""
         if device not in self._backends:
-            self._backends[device] = backend_of(self._kernels, device)
+            self._backends[device] = backend_beside(self._kernels, device)
         return self._backends[device]
 
     def host_kernels(self) -> EmbeddingKernels:
@@ -105,7 +107,9 @@ class TableLimits(nn.Module):
 
     def end_step(self) -> None:
         """An optimizer step is over: warm-up, decay and life-span count it, thresholds may change."""
+        steps = self.known("steps") + 1
         self.steps += 1
+        self._known["steps"] = self.steps, self.steps._version, steps
         self.restart_step()
 
     def restart_step(self) -> None:
@@ -158,9 +162,18 @@ class TableLimits(nn.Module):
 
     # -- what applies now ---
 
+    def known(self, name: str) -> npt.NDArray[Any]:
+        """What a buffer holds; it is read from its device only after it was written."""
+        buffer = getattr(self, name)
+        found = self._known.get(name)
+        if found is None or found[0] is not buffer or found[1] != buffer._version:
+            copy = buffer.detach().to("cpu", copy=True).numpy()
+            found = self._known[name] = buffer, buffer._version, copy
+        return found[2]
+
     def limits(self) -> Limits:
         """What applies to the coming forward pass."""
-        config, step = self.config, int(self.steps)
+        config, step = self.config, int(self.known("steps"))
         warm = config.enabled and step >= config.warmup_steps
         applied = warm and (self.training or config.evaluation)
         return Limits(
@@ -185,9 +198,9 @@ class TableLimits(nn.Module):
         no gradient.)
         """
         factors = np.array(self.config.bound_classes, dtype=np.float64)
-        bounds: FloatArray = factors[self.bound_class.cpu().numpy()] * (limits.bound or 0.0)
+        bounds: FloatArray = factors[self.known("bound_class")] * (limits.bound or 0.0)
         if limits.threshold and self.tau.numel():
-            tau = self.tau.cpu().numpy().astype(np.float64)
+            tau = self.known("tau").astype(np.float64)
             bounds = np.where(tau > 0, np.minimum(bounds, tau), bounds)
         return bounds
 
@@ -242,9 +255,9 @@ class TableLimits(nn.Module):
         if self._measured or not self.config.enabled:
             return
         self._measured = True
-        step = int(self.steps)
+        step = int(self.known("steps"))
         due = self.config.sparsity > 0 and self.tau.numel() > 0
-        due = due and (step % self.config.threshold_lifespan == 0 or not bool(self.tau.all()))
+        due = due and (step % self.config.threshold_lifespan == 0 or not self.known("tau").all())
         classes = len(set(self.config.bound_classes)) > 1 and step % _CLASS_INTERVAL == 0
         classes = classes and limits.bound is not None
         if not (due or classes):
@@ -271,7 +284,7 @@ class TableLimits(nn.Module):
         measured = self.backend(flat.device).exact_threshold(as_flat(flat), None, keep)
         if not math.isfinite(measured):
             return
-        old = float(self.tau[number])
+        old = float(self.known("tau")[number])
         weight = self.config.threshold_smoothing if old > 0 else 0.0
         self.tau[number] = max(weight * old + (1.0 - weight) * measured, SMALLEST_TAU)
 

@@ -25,17 +25,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
+from ..kernels import Framing
+from ..kernels.embedding_format import IntArray
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
-from ..stream import as_flat
+from ..stream import as_flat, wire_dtype
 from .bounds import Limits, TableLimits
+from .frames import Frames
 from .messages import Block, Mask, VectorMessages
+from .vector_frames import VectorFrames, coded_shape
 
 __all__ = ["EmbeddingChannel", "Route"]
 
@@ -93,13 +98,28 @@ class EmbeddingChannel(TableLimits):
             config, dim=dim, name=name, backend=self.backend, host=self.host_kernels
         )
         self._exchange: Exchange | None = None
+        self._frames: dict[tuple[str, bool], Frames] = {}
         self._fingerprint = zlib.crc32(name.encode())
 
     def exchange(self, group: dist.ProcessGroup | None, device: torch.device) -> Exchange:
         """The transport to the ranks of ``group``."""
         if self._exchange is None or self._exchange.group is not group or self._exchange.device != device:
             self._exchange = Exchange(group, device)
+            self._frames.clear()
         return self._exchange
+
+    def frames(self, exchange: Exchange, direction: str, *, quantised: bool, masked: bool) -> Frames | None:
+        """Those that a direction's messages travel in; None where the host writes messages, or has to know
+        their sizes.
+        """
+        backend = self.backend(exchange.device)
+        coded = not quantised or self.messages.codec(exchange.device) is not None
+        if masked or not coded or not isinstance(backend, Framing):
+            return None
+        key = direction, quantised
+        if key not in self._frames:
+            self._frames[key] = Frames(exchange, self._fingerprint + (direction == "backward"))
+        return self._frames[key]
 
     def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
         """Send ``vectors``, [rows, dim], those for rank 0 first; returns what all ranks sent here, in rank
@@ -143,24 +163,43 @@ class _Crossing:
         report = _Report(self, "forward", [block.numel() for block in blocks], vectors.element_size())
         if not channel.config.enabled:
             return self._plain(report, vectors, route.sent_rows, route.received_rows)
+        limits, dim = self.limits, channel.dim
+        quantised = limits.bound is not None
+        frames = channel.frames(self.exchange, "forward", quantised=quantised, masked=limits.threshold)
+        if frames is not None and frames.known:
+            crossing = self._framed(frames, blocks, route.sent_rows, route.received_rows, rounded=True)
+            if quantised:
+                bounds = channel.bounds(limits)
+                received = crossing.bounded([bounds[tables] for tables in route.sent_tables])
+            else:
+                received = crossing.plain(wire_dtype(vectors.dtype, channel.config.value_dtype, dense=True))
+            self.sent_masks = [None] * len(blocks)
+            self.received_masks = [None] * len(blocks)
+            self._report_forward(report, None)
+            return received
         with self.exchange.preparing():
             sent, own = channel.messages.encode(self._layers(blocks), rank)
         report.lap()
         messages = self.exchange.all_to_all(
             [message.data for message in sent],
-            channel._fingerprint,
-            bounds=[_most_bytes(rows, channel.dim) for rows in route.received_rows],
+            channel._fingerprint if frames is None else frames.fingerprint,
+            bounds=[_most_bytes(rows, dim) for rows in route.received_rows],
         )
         report.lap(messages)
+        if frames is not None:
+            self._learn(frames, route.sent_rows, [m.data for m in sent], route.received_rows, messages)
         received, self.received_masks = channel.messages.decode(messages, rank, own, route.received_rows)
         self.sent_masks = [message.mask for message in sent]
         self.received_masks[rank] = self.sent_masks[rank]
+        self._report_forward(report, sum(sent[r].kept for r in self.peers) if limits.threshold else None)
+        return received
+
+    def _report_forward(self, report: _Report, kept: int | None) -> None:
         report.write(
-            dense=sum(route.samples[r] for r in self.peers) * channel.tables * channel.dim,
-            kept=sum(sent[r].kept for r in self.peers) if self.limits.threshold else None,
+            dense=sum(self.route.samples[r] for r in self.peers) * self.channel.tables * self.channel.dim,
+            kept=kept,
             quantised=self.limits.bound is not None,
         )
-        return received
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Gradient of the vectors."""
@@ -169,6 +208,18 @@ class _Crossing:
         report = _Report(self, "backward", [part.numel() for part in parts], gradient.element_size())
         if not channel.config.enabled:
             flat = self._plain(report, gradient, route.received_rows, route.sent_rows)
+            return self._scaled(flat)
+        quantised = self.limits.gradients
+        masked = any(mask is not None for mask in (*self.sent_masks, *self.received_masks))
+        frames = channel.frames(self.exchange, "backward", quantised=quantised, masked=masked)
+        if frames is not None and frames.known:
+            crossing = self._framed(frames, parts, route.received_rows, route.sent_rows, rounded=False)
+            if quantised:
+                flat = crossing.bounded(None, channel.config.gradient_bound or 0.0)
+            else:
+                code = wire_dtype(gradient.dtype, channel.config.gradient_value_dtype, dense=True)
+                flat = crossing.plain(code)
+            kept = report.numel
         else:
             with self.exchange.preparing():
                 answers, kept = channel.messages.encode_gradients(
@@ -177,19 +228,51 @@ class _Crossing:
             report.lap()
             messages = self.exchange.all_to_all(
                 answers,
-                channel._fingerprint + 1,
+                channel._fingerprint + 1 if frames is None else frames.fingerprint,
                 bounds=[_most_bytes(rows, channel.dim) for rows in route.sent_rows],
             )
             report.lap(messages)
+            if frames is not None:
+                self._learn(frames, route.received_rows, answers, route.sent_rows, messages)
             flat = channel.messages.decode_gradients(
                 messages, rank, parts[rank], route.sent_rows, self.sent_masks
             )
-            report.write(
-                dense=route.samples[rank] * sum(route.own_tables[r] for r in self.peers) * channel.dim,
-                kept=kept,
-                quantised=self.limits.gradients,
-            )
-        return flat if channel.gradient_scale == 1.0 else flat.mul_(channel.gradient_scale)
+        report.write(
+            dense=route.samples[rank] * sum(route.own_tables[r] for r in self.peers) * channel.dim,
+            kept=kept,
+            quantised=quantised,
+        )
+        return self._scaled(flat)
+
+    def _scaled(self, flat: Tensor) -> Tensor:
+        scale = self.channel.gradient_scale
+        return flat if scale == 1.0 else flat.mul_(scale)
+
+    def _framed(
+        self,
+        frames: Frames,
+        blocks: Sequence[Tensor],
+        sent: Sequence[list[int]],
+        got: Sequence[list[int]],
+        *,
+        rounded: bool,
+    ) -> VectorFrames:
+        lengths = ([_lengths(rows, self.channel.dim) for rows in each] for each in (sent, got))
+        return VectorFrames(self.channel.messages, frames, blocks, *lengths, rounded=rounded)
+
+    def _learn(
+        self,
+        frames: Frames,
+        sent_rows: Sequence[list[int]],
+        sent: Sequence[Tensor],
+        got_rows: Sequence[list[int]],
+        got: Sequence[Tensor],
+    ) -> None:
+        """What messages took that were exchanged with their sizes."""
+        shapes = (
+            [coded_shape(_lengths(rows, self.channel.dim)) for rows in each] for each in (sent_rows, got_rows)
+        )
+        frames.learn(next(shapes), sent, next(shapes), got)
 
     def _layers(self, blocks: Sequence[Tensor]) -> list[Block]:
         """Masks and bounds. What is not finite crosses as it is, and reaches the loss."""
@@ -224,6 +307,11 @@ class _Crossing:
         report.lap()
         report.write(dense=report.numel, wire=report.numel * report.itemsize)
         return out
+
+
+def _lengths(rows: Sequence[int], dim: int) -> IntArray:
+    """Entries of segments of so many rows."""
+    return np.array(rows, dtype=np.int64) * dim
 
 
 def _most_bytes(rows: Sequence[int], dim: int) -> int:
@@ -292,7 +380,7 @@ class _Report:
             "numel": self.numel,
             "nnz": nnz,
             "target_density": 1.0 - channel.config.sparsity if masked else 1.0,
-            "tau": float(channel.tau.mean()) if channel.tau.numel() else 0.0,
+            "tau": float(channel.known("tau").mean()) if channel.tau.numel() else 0.0,
         }
         encode_ms, exchange_ms, decode_ms = (
             1e3 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)

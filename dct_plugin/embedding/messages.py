@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Block", "Mask", "Message", "VectorMessages"]
 
 # Last byte of a message.
-_BOUNDED = 1
+BOUNDED = 1
 _MASKED = 2
 #: Picoseconds per bit at 1 Mbit/s: any code's work is worth its bits.
 _SLOWEST = 1_000_000
@@ -103,7 +103,7 @@ class VectorMessages:
         self.dim = dim
         self.name = name
         self.bit_cost = _SLOWEST
-        self._backend = backend
+        self.backend = backend
         self._host = host
         self._codecs: dict[torch.device, TritonEmbeddingKernels | None] = {}
 
@@ -126,7 +126,7 @@ class VectorMessages:
         for r in bounded:
             bounds = blocks[r].bounds
             assert bounds is not None
-            kind = _BOUNDED | (_MASKED if self._returned(blocks[r]) else 0)
+            kind = BOUNDED | (_MASKED if self._returned(blocks[r]) else 0)
             lengths = np.array(blocks[r].rows, dtype=np.int64) * self.dim
             parts.append(Outgoing(self._to_code(flats[r]), lengths, bounds, send=r != own, kind=kind))
         decoded = any(blocks[r].mask is not None for r in bounded)
@@ -169,15 +169,15 @@ class VectorMessages:
                 part.copy_(vectors.view(-1))
             elif part.numel():
                 payload, kind = self._opened(message, kinds[source], source)
-                if kind & _BOUNDED:
+                if kind & BOUNDED:
                     coded.append(source)
                     lengths.append(np.array(rows[source], dtype=np.int64) * self.dim)
                 else:
-                    with self._blame("message", source):
-                        self._backend(out.device).decode_add(payload, part.zero_())
+                    with self.blame("message", source):
+                        self.backend(out.device).decode_add(payload, part.zero_())
                 if kind & _MASKED:
                     masks[source] = Mask(payload=payload)
-        self._read_coded("message", {s: messages[s][:-1] for s in coded}, lengths, [slices[s] for s in coded])
+        self.read_coded("message", {s: messages[s][:-1] for s in coded}, lengths, [slices[s] for s in coded])
         for source in coded:
             if masks[source] is not None:
                 masks[source] = Mask(entries=(slices[source] != 0).view(-1, self.dim))
@@ -210,7 +210,7 @@ class VectorMessages:
                 entries = self.entries(mask, part.shape, part.device)
                 x = self._to_code(flat if entries is None else flat[entries.view(-1)])
                 lengths = self._gradient_lengths(rows[source], entries)
-                outgoing.append(Outgoing(x, lengths, np.zeros(len(lengths)), kind=_BOUNDED))
+                outgoing.append(Outgoing(x, lengths, np.zeros(len(lengths)), kind=BOUNDED))
                 bounded.append(source)
                 kept += x.numel()
             else:
@@ -255,16 +255,16 @@ class VectorMessages:
             if not part.numel():
                 continue
             payload, kind = self._opened(message, kinds[source], source)
-            if kind & _BOUNDED:
+            if kind & BOUNDED:
                 entries = self.entries(mask, shape, out.device)
                 coded.append(source)
                 entries_of.append(entries)
                 lengths.append(self._gradient_lengths(rows[source], entries))
                 targets.append(part if entries is None else part.new_empty(int(lengths[-1].sum())))
                 continue
-            with self._blame("gradient", source):
+            with self.blame("gradient", source):
                 self._read_plain_gradient(payload, part.zero_(), mask)
-        self._read_coded("gradient", {s: messages[s][:-1] for s in coded}, lengths, targets)
+        self.read_coded("gradient", {s: messages[s][:-1] for s in coded}, lengths, targets)
         for source, target, entries in zip(coded, targets, entries_of, strict=True):
             if entries is not None:
                 slices[source].zero_().masked_scatter_(entries.view(-1), target)
@@ -274,14 +274,14 @@ class VectorMessages:
         """A mask as bool [rows, dim]."""
         if mask is None or mask.payload is None:
             return None if mask is None else mask.entries
-        return self._backend(device).decode_mask(mask.payload, shape.numel()).view(shape)
+        return self.backend(device).decode_mask(mask.payload, shape.numel()).view(shape)
 
     # -- error-bounded codes, all ranks at once ---
 
     def _bounded(self, parts: Sequence[Outgoing], decoded: bool) -> list[Encoded]:
         if not parts:
             return []
-        codec = self._codec(parts[0].x.device)
+        codec = self.codec(parts[0].x.device)
         if codec is not None:
             return codec.encode(parts, decoded=decoded)
         kernels = self._host()
@@ -298,7 +298,7 @@ class VectorMessages:
     def _bounded_gradients(self, parts: Sequence[Outgoing]) -> list[Encoded]:
         """With bounds relative to the root mean square of every segment."""
         relative = self.config.gradient_bound or 0.0
-        codec = self._codec(parts[0].x.device)
+        codec = self.codec(parts[0].x.device)
         if codec is not None:
             squares = codec.mean_squares(parts)
             return codec.encode(parts, bounds=[relative * square.sqrt() for square in squares])
@@ -308,28 +308,28 @@ class VectorMessages:
             [part._replace(bounds=each) for part, each in zip(parts, bounds, strict=True)], False
         )
 
-    def _codec(self, device: torch.device) -> TritonEmbeddingKernels | None:
+    def codec(self, device: torch.device) -> TritonEmbeddingKernels | None:
         """What codes tensors where they are; None: the host does."""
         if device not in self._codecs:
-            self._codecs[device] = get_device_codec(self._backend(device), self.config.entropy)
+            self._codecs[device] = get_device_codec(self.backend(device), self.config.entropy)
         return self._codecs[device]
 
     def _to_code(self, flat: Tensor) -> Tensor:
         """fp32, where it is coded."""
-        return flat.to(torch.float32) if self._codec(flat.device) is not None else _on_host(flat)
+        return flat.to(torch.float32) if self.codec(flat.device) is not None else _on_host(flat)
 
-    def _read_coded(
+    def read_coded(
         self, what: str, payloads: dict[int, Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
     ) -> None:
         """Decode payloads, by rank, into ``outs``, fp32 on any device."""
         if not payloads:
             return
-        codec = self._codec(outs[0].device)
+        codec = self.codec(outs[0].device)
         if codec is not None:
             found = codec.decode(list(payloads.values()), lengths, outs)
             for source, opened in zip(payloads, found, strict=True):
                 if opened is not None and opened.fault is not None:
-                    with self._blame(what, source):
+                    with self.blame(what, source):
                         raise PayloadError(opened.fault)
             left = [at for at, opened in enumerate(found) if opened is None]
             if not left:
@@ -342,7 +342,7 @@ class VectorMessages:
         faults = decode_bounded([p.cpu() for p in payloads.values()], lengths, hosts, self._host())
         for source, fault in zip(payloads, faults, strict=True):
             if fault is not None:
-                with self._blame(what, source):
+                with self.blame(what, source):
                     raise PayloadError(fault)
         for out, host in zip(outs, hosts, strict=True):
             if host is not out:
@@ -361,7 +361,7 @@ class VectorMessages:
             if code is not ValueDtype.lossless(flat.dtype):
                 data, _ = self._values(flat, code, 0, zeros=mask is None)
                 flat = torch.zeros(flat.numel(), dtype=torch.float32, device=x.device)
-                self._backend(x.device).decode_add(data[:-1], flat)
+                self.backend(x.device).decode_add(data[:-1], flat)
         answered = None if mask is None or self.config.dense_gradient else Mask(entries=mask)
         return flat.view(x.shape).to(x.dtype), Message(_nothing(x.device), answered, 0)
 
@@ -385,14 +385,14 @@ class VectorMessages:
         """Message of a gradient that is not quantised, and the entries in it."""
         code = wire_dtype(flat.dtype, self.config.gradient_value_dtype, dense=mask is None)
         if mask is not None and mask.payload is not None:
-            payload, stats = encode_at(self._backend(flat.device), flat, mask.payload, code)
+            payload, stats = encode_at(self.backend(flat.device), flat, mask.payload, code)
             return _closed(payload[: stats.nbytes], 0), stats.nnz
         entries = self.entries(mask, shape, flat.device)
         return self._values(flat if entries is None else flat[entries.view(-1)], code, 0)
 
     def _read_plain_gradient(self, payload: Tensor, out: Tensor, mask: Mask | None) -> None:
         """Add to ``out``, fp32 zeros [rows * dim], what :meth:`_plain_gradient` has written."""
-        kernels = self._backend(out.device)
+        kernels = self.backend(out.device)
         entries = mask.entries if mask is not None else None
         if mask is not None and mask.payload is not None:
             kernels.decode_shared_add(payload, mask.payload, out)
@@ -412,7 +412,7 @@ class VectorMessages:
     def _values(self, flat: Tensor, code: ValueDtype, kind: int, *, zeros: bool = True) -> tuple[Tensor, int]:
         """Message of every entry (or every one but zeros), and their number."""
         writer = MessageWriter(flat.device)
-        encoded = encode_all(self._backend(flat.device), flat, writer, code, zeros=zeros)
+        encoded = encode_all(self.backend(flat.device), flat, writer, code, zeros=zeros)
         writer.reserve(1).fill_(kind)
         writer.advance(1)
         return writer.message, encoded.nnz
@@ -427,13 +427,13 @@ class VectorMessages:
         return np.asarray(kept[ends] - kept[ends - counts], dtype=np.int64)
 
     def _opened(self, message: Tensor, kind: int, source: int) -> tuple[Tensor, int]:
-        if not 0 <= kind <= _BOUNDED | _MASKED:
+        if not 0 <= kind <= BOUNDED | _MASKED:
             what = "no message" if kind < 0 else f"a message of unknown kind {kind}"
             raise PayloadError(f"{self.name}: {what} from rank {source} of the group")
         return message[:-1], kind
 
     @contextmanager
-    def _blame(self, what: str, source: int) -> Iterator[None]:
+    def blame(self, what: str, source: int) -> Iterator[None]:
         try:
             yield
         except PayloadError as error:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs.copies import to_device, to_host
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
@@ -210,7 +211,7 @@ class Requests:
     def _checked(self, ids: Tensor) -> Tensor:
         if ids.shape[1] != len(self.cardinalities):
             raise ValueError(_odd_shape(ids, len(self.cardinalities)))
-        return ids.to("cpu", torch.int64).contiguous()
+        return _on_host(ids).contiguous()
 
     # -- any number of rows per sample ---
 
@@ -284,13 +285,19 @@ def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[_Bag]:
             raise ValueError(_odd_shape(categorical, tables))
         samples, _, length = categorical.shape
         lengths = torch.full((samples,), length, dtype=torch.int64)
-        columns = categorical.to("cpu", torch.int64).transpose(0, 1).reshape(tables, -1)
+        columns = _on_host(categorical).transpose(0, 1).reshape(tables, -1)
         return [_Bag(column, lengths, length == 1) for column in columns]
     if len(categorical) != tables:
         raise ValueError(f"expected bags for {tables} tables, got {len(categorical)}")
+    flat = [part.reshape(-1) for bag in categorical for part in bag]
+    if {part.device.type for part in flat} <= {"cpu"}:
+        there = iter([part.to(torch.int64) for part in flat])
+    else:  # one copy for all tables
+        where = next(part.device for part in flat if part.device.type != "cpu")
+        joined = torch.cat([part.to(where, torch.int64) for part in flat])
+        there = iter(_on_host(joined).split([len(part) for part in flat]))
     bags = []
-    for number, (ids, lengths) in enumerate(categorical):
-        ids, lengths = ids.to("cpu", torch.int64), lengths.to("cpu", torch.int64)
+    for number, (ids, lengths) in enumerate(zip(there, there, strict=True)):
         if int(lengths.sum()) != len(ids) or len(lengths) != len(categorical[0].lengths):
             raise ValueError(f"table {number}: {len(ids)} ids do not fit the lengths of its bags")
         bags.append(_Bag(ids, lengths, bool((lengths == 1).all())))
@@ -311,11 +318,20 @@ def _distinct_bags(bag: _Bag) -> tuple[_Bag, Tensor]:
     return _Bag(distinct[:, 1:][filled], lengths, bag.one_hot), inverse
 
 
+def _on_host(ids: Tensor) -> Tensor:
+    """int64; ids of a device are copied here all at once."""
+    ids = ids.to(torch.int64)
+    return ids if ids.device.type == "cpu" else to_host(ids)
+
+
 def _on_device(assembly: _Assembly, device: torch.device) -> _Assembly:
     positions = assembly.positions
     if isinstance(positions, Tensor):
-        moved: Tensor | list[Tensor | None] = positions.to(device)
+        moved: Tensor | list[Tensor | None] = to_device(positions, device)
     else:
-        moved = [None if part is None else part.to(device) for part in positions]
-    pooled = {t: (where.to(device), lengths.to(device)) for t, (where, lengths) in assembly.pooled.items()}
+        moved = [None if part is None else to_device(part, device) for part in positions]
+    pooled = {
+        t: (to_device(where, device), to_device(lengths, device))
+        for t, (where, lengths) in assembly.pooled.items()
+    }
     return _Assembly(assembly.samples, moved, pooled)

@@ -8,6 +8,7 @@ same way back and stay with the owner. Gradients of equal rows are summed on the
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import zlib
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from ..codecs.copies import to_device
 from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
+from ..kernels import Framing
 from ..metrics import Metrics, Record
 from .channel import EmbeddingChannel, Route
+from .frames import Frames, Leg, Shape
 from .lookup import take_rows
 from .placement import Table, check_placement
 from .request_message import MOST_BYTES, Answer, Bags
@@ -33,7 +37,11 @@ __all__ = ["ShardedTables", "TableShard", "load_tables"]
 
 Pooling = Literal["sum", "mean"]
 
+logger = logging.getLogger("dct_plugin")
+
 _HOST = torch.device("cpu")
+#: What is known of a request beforehand.
+_REQUEST = Shape(1, 0, MOST_BYTES)
 
 
 class TableShard(nn.Module):
@@ -128,6 +136,7 @@ class ShardedTables(nn.Module):
             self.cardinalities, self.placement, rank=self.rank, config=self.config, name=name
         )
         self._fingerprint = zlib.crc32(f"{name}/ids".encode())
+        self._frames: Frames | None = None
         self._initialise()
 
     @property
@@ -172,9 +181,11 @@ class ShardedTables(nn.Module):
         weight = self.shard.weight
         backend = self.channel.backend(_HOST)
         exchange = self.channel.exchange(self.group, weight.device)
-        with exchange.preparing():  # peers learn of it in the exchange they are waiting in
+        leg = self._leg(exchange)
+        # Peers learn of an error in the exchange they are waiting in.
+        with exchange.preparing() if leg is None else leg.frames.telling(leg):
             request = self._requests.write(categorical, weight.device, backend, self.channel.host_kernels())
-        answers = self._exchange_requests(request, exchange)
+        answers = self._exchange_requests(request, exchange, leg)
         route = Route(
             sent_tables=[[t for t, _ in answer.segments] for answer in answers],
             sent_rows=[[n for _, n in answer.segments] for answer in answers],
@@ -185,12 +196,35 @@ class ShardedTables(nn.Module):
         received = self.channel(self._look_up(answers), route, self.group)
         return self._assemble(received, request).to(weight.dtype)
 
-    def _exchange_requests(self, request: Request, exchange: Exchange) -> list[Answer]:
+    def _leg(self, exchange: Exchange) -> Leg | None:
+        """Frames for requests, where sizes wait for a device; None: they are exchanged with their sizes."""
+        if not isinstance(self.channel.backend(exchange.device), Framing):
+            return None
+        if self._frames is None:
+            logger.info(
+                "dct: %s: ids are sorted out, requests written and read on the host (ids come from there, "
+                "their number decides over sizes); it waits once per forward pass for those of others",
+                self.name,
+            )
+        if self._frames is None or self._frames.exchange is not exchange:
+            self._frames = Frames(exchange, self._fingerprint)
+        shapes = [_REQUEST] * self.world_size
+        return self._frames.leg(shapes, shapes, exchange.device) if self._frames.known else None
+
+    def _exchange_requests(self, request: Request, exchange: Exchange, leg: Leg | None) -> list[Answer]:
         """What every rank asks for."""
         before, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
-        messages = [message.to(exchange.device) for message in request.messages]
-        bounds = [MOST_BYTES] * self.world_size
-        received = exchange.all_to_all(messages, self._fingerprint, bounds=bounds)
+        frames = self._frames
+        if leg is not None:
+            received = leg.frames.cross(leg, request.messages, _REQUEST)
+        else:
+            messages = [to_device(message, exchange.device) for message in request.messages]
+            bounds = [MOST_BYTES] * self.world_size
+            fingerprint = self._fingerprint if frames is None else frames.fingerprint
+            received = exchange.all_to_all(messages, fingerprint, bounds=bounds)
+            if frames is not None:
+                shapes = [_REQUEST] * self.world_size
+                frames.learn(shapes, messages, shapes, received)
         crossed = time.perf_counter()
         backend = self.channel.backend(_HOST)
         answers = [
@@ -220,17 +254,17 @@ class ShardedTables(nn.Module):
         weight = self.shard.weight
         device = weight.device
         kernels = self.channel.host_kernels()
-        rows = torch.cat([answer.rows for answer in answers]).to(device)
+        rows = to_device(torch.cat([answer.rows for answer in answers]), device)
         single_counts = [len(answer.rows) for answer in answers]
         bag_counts = [len(answer.bags.lengths) for answer in answers]
         if not sum(bag_counts):
             return take_rows(weight, rows, kernels, sparse=self.sparse)
-        ids = torch.cat([answer.bags.ids for answer in answers]).to(device)
+        ids = to_device(torch.cat([answer.bags.ids for answer in answers]), device)
         lengths = torch.cat([answer.bags.lengths for answer in answers])
         if bool((lengths == 1).all()):
             bags = take_rows(weight, ids, kernels, sparse=self.sparse)
         else:
-            bags = _pool(ids, lengths.to(device), weight, self.pooling, sparse=self.sparse)
+            bags = _pool(ids, to_device(lengths, device), weight, self.pooling, sparse=self.sparse)
         if not sum(single_counts):
             return bags
         singles = take_rows(weight, rows, kernels, sparse=self.sparse)

@@ -29,6 +29,7 @@ __all__ = [
     "get_backend",
     "read_stats",
     "register_backend",
+    "serves",
     "together",
 ]
 
@@ -62,6 +63,14 @@ def backend_names() -> tuple[str, ...]:
     return ("auto", *_factories)
 
 
+def serves(name: str, device: torch.device) -> bool:
+    """Whether a backend of :func:`backend_names` takes tensors of a device."""
+    if name == "auto":
+        return True
+    _, device_types = _factories[name]
+    return not device_types or device.type in device_types
+
+
 def get_backend(device: torch.device | str, name: str = "auto", *, threads: int | None = None) -> Backend:
     """The kernels for tensors on ``device``.
 
@@ -89,11 +98,10 @@ def _choose(device: torch.device, name: str) -> Backend:
             source = "DCT_KERNELS" if from_environment else "kernels.backend"
             allowed = ", ".join(backend_names())
             raise ValueError(f"{source}: kernel backend {name!r} is unknown; allowed: {allowed}")
-        _, device_types = _factories[name]
-        if not device_types or device.type in device_types:
+        if serves(name, device):
             return _instance(name)
         if not from_environment:
-            served = ", ".join(device_types)
+            served = ", ".join(_factories[name][1])
             raise ValueError(f"kernel backend {name!r} serves {served} tensors, not {device.type}")
     for candidate, (_, device_types) in reversed(list(_factories.items())):
         if device.type in device_types and candidate not in _failed:

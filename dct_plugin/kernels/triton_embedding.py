@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,18 +18,45 @@ from torch import Tensor
 from ..codecs.stats import read_figures
 from .embedding_format import HEADER_SIZE, Encoded, FloatArray, IntArray, Opened, Outgoing, fault_text
 from .embedding_reference import SLACK, SMALLEST_STEP
-from .triton_backend import launched_on, upload
 
 try:
     from . import triton_embedding_kernels as device
+    from .triton_batch import launched_on, upload
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
-__all__ = ["TritonEmbeddingKernels"]
+__all__ = ["Coded", "TritonEmbeddingKernels"]
 
 _CHUNK = 1024
 _STATUS = device.STATUS.value
 _POLYNOMIAL = device.POLYNOMIAL.value
+
+
+class Coded(NamedTuple):
+    """Messages as they are on the device.
+
+    Attributes:
+        buffer: uint8, with all of them.
+        starts: First byte of each, and the one behind the last.
+        sizes: int64 [messages, 4]: bytes of the payload, which the byte of its kind follows; the rest is for
+            :attr:`finite`.
+        values: fp32 [numel] of each, what a receiver gets; None if not wanted.
+    """
+
+    buffer: Tensor
+    starts: list[int]
+    sizes: Tensor
+    values: list[Tensor] | None
+
+    @property
+    def finite(self) -> Tensor:
+        """bool [messages] on the device: whether all entries are finite, and ``values`` with them."""
+        return self.sizes[:, _STATUS] == 0
+
+    def framed(self, number: int, room: int) -> Tensor:
+        """The first bytes of a message, at most ``room`` of them; some more may follow."""
+        start, end = self.starts[number], self.starts[number + 1]
+        return self.buffer[start : min(end, start + room)]
 
 
 class TritonEmbeddingKernels:
@@ -54,15 +82,34 @@ class TritonEmbeddingKernels:
         bounds: Sequence[FloatArray | Tensor] | None = None,
         decoded: bool = False,
     ) -> list[Encoded]:
+        """:meth:`write`, and what the host needs to know of it."""
+        if not parts:
+            return []
+        coded = self.write(parts, bounds=bounds, decoded=decoded)
+        (figures,) = read_figures((), (coded.sizes,))
+        results = []
+        for at, (part, start) in enumerate(zip(parts, coded.starts, strict=False)):
+            nbytes, finite = figures[4 * at], figures[4 * at + _STATUS] == 0
+            message = coded.buffer[start : start + nbytes + 1] if part.send else None
+            wanted = finite and (decoded or not part.send)
+            value = coded.values[at] if wanted and coded.values is not None else None
+            results.append(Encoded(message, value, None, finite))
+        return results
+
+    def write(
+        self,
+        parts: Sequence[Outgoing],
+        *,
+        bounds: Sequence[FloatArray | Tensor] | None = None,
+        decoded: bool = False,
+    ) -> Coded:
         """Quantise, and write the messages, packed.
 
         Args:
-            parts: Of all ranks, ``x`` on the device.
+            parts: Of all ranks, at least one; ``x`` on the device.
             bounds: float64 [segments] of each part, on the host or the device; None: those in the parts.
             decoded: Whether ``decoded`` is wanted of parts that are sent, too.
         """
-        if not parts:
-            return []
         where = parts[0].x.device
         x = torch.cat([part.x for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
@@ -99,15 +146,8 @@ class TritonEmbeddingKernels:
             chunks = -(-max(room) // (4 * _CHUNK)) + 1
             device.checksum[(chunks, len(parts))](words, table, sizes, advances, powers, checks)
             device.seal_codes[(len(parts),)](table, sizes, checks, powers, buffer, words)
-        (figures,) = read_figures((), (sizes,))
-        results = []
-        rounded = [None] * len(parts) if values is None else values.split([p.x.numel() for p in parts])
-        for at, (part, start, each) in enumerate(zip(parts, starts, rounded, strict=False)):
-            nbytes, finite = figures[4 * at], figures[4 * at + _STATUS] == 0
-            message = buffer[start : start + nbytes + 1] if part.send else None
-            wanted = finite and (decoded or not part.send)
-            results.append(Encoded(message, each if wanted else None, None, finite))
-        return results
+        numels = [part.x.numel() for part in parts]
+        return Coded(buffer, starts, sizes, None if values is None else list(values.split(numels)))
 
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
@@ -117,20 +157,45 @@ class TritonEmbeddingKernels:
         """
         if not payloads:
             return []
-        where = outs[0].device
         room = [-(-payload.numel() // 4) * 4 + 8 for payload in payloads]
         starts = list(itertools.accumulate(room, initial=0))
-        buffer = torch.zeros(starts[-1], dtype=torch.uint8, device=where)
+        buffer = torch.zeros(starts[-1], dtype=torch.uint8, device=outs[0].device)
         for payload, start in zip(payloads, starts, strict=False):
             buffer[start : start + payload.numel()] = payload
-        words = buffer.view(torch.int32)
+        nbytes = upload([payload.numel() for payload in payloads], buffer.device)
+        sizes = self.open(buffer, starts[:-1], nbytes, max(room), lengths, outs)
+        return self.opened(read_figures((), (sizes,))[0], lengths, outs)
+
+    def open(
+        self,
+        buffer: Tensor,
+        starts: Sequence[int],
+        nbytes: Tensor,
+        most: int,
+        lengths: Sequence[IntArray],
+        outs: Sequence[Tensor],
+    ) -> Tensor:
+        """Read payloads, without a look at them.
+
+        Args:
+            buffer: uint8, a multiple of 4 bytes.
+            starts: First byte of each payload, a multiple of 4.
+            nbytes: int64 [payloads] on the device, their sizes: at least one byte of the buffer follows each.
+            most: Bytes that none exceeds.
+            lengths, outs: As of :meth:`decode`.
+
+        Returns:
+            For :meth:`opened`, int64 [payloads, 4].
+        """
+        where, words = buffer.device, buffer.view(torch.int32)
         segments, units = _segments(lengths, where)
         count = sum(map(len, lengths))
         numels = [out.numel() for out in outs]
         befores = itertools.accumulate(numels, initial=0)
         firsts = itertools.accumulate(map(len, lengths), initial=0)
-        columns = zip(firsts, lengths, numels, starts, payloads, strict=False)
-        table = upload([[f, len(sizes), n, start, p.numel()] for f, sizes, n, start, p in columns], where)
+        columns = zip(firsts, lengths, numels, starts, strict=False)
+        known = upload([[first, len(sizes), numel, start] for first, sizes, numel, start in columns], where)
+        table = torch.cat([known, nbytes.unsqueeze(1)], dim=1)
         base = next((out for out in outs if out.numel()), outs[0])
         # Segments count their entries from those of the first message on.
         begins = [
@@ -138,18 +203,24 @@ class TritonEmbeddingKernels:
             for out, before in zip(outs, befores, strict=False)
         ]
         plans = torch.empty(count, 4, dtype=torch.int64, device=where)
-        sizes = torch.zeros(len(payloads), 4, dtype=torch.int64, device=where)
-        checks = torch.zeros(len(payloads), dtype=torch.int32, device=where)
+        sizes = torch.zeros(len(outs), 4, dtype=torch.int64, device=where)
+        checks = torch.zeros(len(outs), dtype=torch.int32, device=where)
         advances, powers = _advances(where)
         with launched_on(where):
-            device.open_codes[(len(payloads),)](segments, table, plans, sizes, buffer, words)
-            chunks = -(-max(room) // (4 * _CHUNK)) + 1
-            device.checksum[(chunks, len(payloads))](words, table, sizes, advances, powers, checks)
-            device.judge[(len(payloads),)](table, sizes, checks, powers, words)
+            device.open_codes[(len(outs),)](segments, table, plans, sizes, buffer, words)
+            chunks = -(-most // (4 * _CHUNK)) + 1
+            device.checksum[(chunks, len(outs))](words, table, sizes, advances, powers, checks)
+            device.judge[(len(outs),)](table, sizes, checks, powers, words)
             if units:
                 places = upload(begins, where)
                 device.read_codes[(units,)](segments, table, plans, sizes, words, base, places, count)
-        (figures,) = read_figures((), (sizes,))
+        return sizes
+
+    @staticmethod
+    def opened(
+        figures: Sequence[int], lengths: Sequence[IntArray], outs: Sequence[Tensor]
+    ) -> list[Opened | None]:
+        """What :meth:`open` found, from its figures on the host; as of :meth:`decode`."""
         found = zip(figures[_STATUS::4], figures[device.SHOWN.value :: 4], outs, lengths, strict=True)
         return [_opened(status, shown, out.numel(), len(each)) for status, shown, out, each in found]
 

@@ -31,7 +31,7 @@ pytestmark = [
 SIZES = ({"embedding": 5_000, "bias": 64}, {"layer": 4_501, "empty": 0})
 STEPS = 4
 #: The first step of a plan exchanges sizes; later ones look once at what all of their buckets left behind.
-ONE_LOOK = ["codecs/stats.py:cpu"]
+ONE_LOOK = ["codecs/copies.py:cpu"]
 
 
 def settings(name: str, **more: Any) -> tuple[DataParallelConfig, KernelConfig]:
@@ -98,14 +98,14 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
 def _train(rank: int, world_size: int, name: str) -> tuple[list[torch.Tensor], list[int]]:
     """torch DDP with several buckets, and how often figures were copied to the host in a step."""
     config, backend = settings(name)
-    copies, copied = 0, stats._to_host
+    copies, copied = 0, stats.to_host
 
     def counted(figures: torch.Tensor) -> torch.Tensor:
         nonlocal copies
         copies += 1
         return copied(figures)
 
-    stats._to_host = counted
+    stats.to_host = counted
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)]
     model = torch.nn.Sequential(*layers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import PayloadError
 from ...kernels.embedding import get_embedding_kernels
 from ...kernels.embedding_format import EmbeddingKernels, IntArray, Outgoing
-from ...stream import backend_of
+from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
 #: Entries that share a code, or a row's where that has more.
@@ -59,7 +59,7 @@ class Bounded(ActivationCompressor):
         add(out, values.to(out.device))
 
     def _kernels(self) -> EmbeddingKernels:
-        return get_embedding_kernels(backend_of(self.site.kernels, torch.device("cpu")))
+        return get_embedding_kernels(backend_beside(self.site.kernels, torch.device("cpu")))
 
 
 def _segments(shape: torch.Size) -> IntArray:
