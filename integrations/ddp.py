@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin import checkpoint
+from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.local import LocalUpdates, Weight
@@ -27,6 +28,7 @@ from dct_plugin.thresholds import Threshold
 
 from .host import lost_peers, reducer_files, startup
 from .host.nonfinite import PoisonedSteps
+from .host.patches import Patches
 from .host.replicas import Replicas
 from .host.reporting import Reporting
 from .host.steps import StepHooks
@@ -80,6 +82,9 @@ class DCTState:
         if self.config.data_parallel.parameters.enabled:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.scaler, self.time_limit = process_group, scaler, time_limit
+        self._scale = Mirror()
+        if scaler is not None:
+            Patches().wrap(scaler, "update", self._followed)
         self._optimizers = [] if optimizer is None else [optimizer]
         self._poisoned = PoisonedSteps(self.config.data_parallel, self._gradients, agree=False)
         if self._poisoned.skips and scaler is None:
@@ -304,7 +309,24 @@ class DCTState:
             self.steps.end(skipped=skipped, loss_scale=scale)
 
     def _loss_scale(self) -> float | None:
-        return None if self.scaler is None else float(self.scaler.get_scale())
+        if self.scaler is None:
+            return None
+        scale = self.scaler._get_scale_async()
+        return float(self.scaler.get_scale() if scale is None else self._scale.of(scale))
+
+    def _followed(self, update: Callable[..., None]) -> Callable[..., None]:
+        """The scale is on its way to the host from when the scaler has decided on it, not only when the next
+        backward pass asks for it: by then a device has a forward pass to do before it would answer.
+        """
+
+        def updated(*arguments: Any, **keywords: Any) -> None:
+            update(*arguments, **keywords)
+            assert self.scaler is not None
+            scale = self.scaler._get_scale_async()
+            if scale is not None:
+                self._scale.begin(scale)
+
+        return updated
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank, between two steps; save one per rank."""

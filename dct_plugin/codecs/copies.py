@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["to_device", "to_host"]
+__all__ = ["Mirror", "start_to_host", "to_device", "to_host"]
 
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, through pinned memory and a stream of its own: what is queued behind the tensor
     meanwhile is not waited for.
     """
+    return start_to_host(tensor)() if tensor.is_cuda else tensor.cpu()
+
+
+def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """:func:`to_host` of the tensor as it is now, which is waited for when the copy is asked for."""
     if not tensor.is_cuda:
-        return tensor.cpu()
+        copy = tensor.detach().to("cpu", copy=True)
+        return lambda: copy
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     stream = _reader(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
-        pinned.copy_(tensor, non_blocking=True)
-    stream.synchronize()
-    return pinned
+        pinned.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(stream)
+        there = stream.record_event()
+
+    def copied() -> Tensor:
+        there.synchronize()
+        return pinned
+
+    return copied
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -30,6 +43,28 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Mirror:
+    """What a tensor of a device holds, on the host: copied only after it was written, or replaced."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, int] | None = None
+        self._copy: Callable[[], Tensor] = lambda: torch.empty(0)
+
+    def begin(self, tensor: Tensor) -> None:
+        """Start to copy what the tensor holds now, if that is not known."""
+        if self._seen is None or self._seen[0] is not tensor or self._seen[1] != tensor._version:
+            self.keep(tensor, start_to_host(tensor))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What the tensor holds; not to be written."""
+        self.begin(tensor)
+        return self._copy()
+
+    def keep(self, tensor: Tensor, copy: Callable[[], Tensor]) -> None:
+        """The tensor holds what ``copy()`` gives."""
+        self._seen, self._copy = (tensor, tensor._version), copy
 
 
 @functools.cache

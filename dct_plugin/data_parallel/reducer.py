@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checkpoint
+from ..codecs.copies import to_host
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..feedback import unpacked
 from ..kernels import GRAD_DTYPES, Framing, together
-from ..kernels.reference import has_overflow
+from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
 from .accordion import Accordion
@@ -89,6 +90,10 @@ class GradientReducer(Member):
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
         self._framed = FramedReductions(self) if self._frames() else None
+        self._agreed: set[int] = set()
+        """What all ranks were found to sum densely."""
+        self._suspects: list[tuple[list[str], Tensor]] = []
+        """Names of tensors that were summed densely, and flags of those that are not finite."""
         self.deferred = False
         """Set by a host that calls :meth:`finish` before it uses what was reduced: then devices are waited
         for there, not in every reduction.
@@ -190,6 +195,12 @@ class GradientReducer(Member):
         """
         if self._framed is not None:
             self._framed.finish()
+        if self._suspects:
+            suspects, self._suspects = self._suspects, []
+            names = [name for names, _ in suspects for name in names]
+            flags = to_host(torch.cat([flags for _, flags in suspects])).tolist()
+            if (name := next(itertools.compress(names, flags), None)) is not None:
+                self._report_nonfinite(name)
 
     def exchange_changes(self, changes: Sequence[Change]) -> None:
         """Average what the ranks send of the changes of their weights (``update: "local"``), bitwise the
@@ -510,14 +521,21 @@ class GradientReducer(Member):
     def _sum_dense(self, entries: Sequence[tuple[str, Tensor]], whole: Record) -> None:
         # A rank whose warm-up is over would wait in another collective for ever.
         plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
-        self.exchange.agree(plan.fingerprint)
+        if self._framed is None:
+            self.exchange.agree(plan.fingerprint)
+        elif plan.fingerprint not in self._agreed:  # a device would be waited for: once, on the step as well
+            self.exchange.agree((plan.fingerprint + self.step) % (1 << 63))
+            self._agreed.add(plan.fingerprint)
         for dtype in dict.fromkeys(tensor.dtype for _, tensor in entries):
             same = [tensor for _, tensor in entries if tensor.dtype == dtype]
             flat = torch.cat(same)
             with whole.timed("exchange"):
                 size = self.exchange.all_reduce(flat)
             self._record(Record("gradient_warmup", size, size, flat.numel()), whole)
-            if not self._nonfinite_reported and has_overflow(flat):
+            if self._framed is not None and not self._nonfinite_reported:
+                names = [name for name, tensor in entries if tensor.dtype == dtype]
+                self._suspects.append((names, overflow_flags(same)))
+            elif not self._nonfinite_reported and has_overflow(flat):
                 poisoned = (name for name, t in entries if t.dtype == dtype and has_overflow(t))
                 if (name := next(poisoned, None)) is not None:  # the sum may be poisoned by others alone
                     self._report_nonfinite(name)

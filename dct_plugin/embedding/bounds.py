@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..codecs.copies import Mirror
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
 from ..kernels.embedding import get_embedding_kernels
@@ -82,7 +83,7 @@ class TableLimits(nn.Module):
         self._host: EmbeddingKernels | None = None
         self._measured = False  # in this step
         self._passes = 0  # forward passes in training since the last step
-        self._known: dict[str, tuple[Tensor, int, npt.NDArray[Any]]] = {}
+        self._mirrors = {name: Mirror() for name in ("tau", "bound_class", "steps")}
         self.tau: Tensor
         self.bound_class: Tensor
         self.steps: Tensor
@@ -107,9 +108,9 @@ class TableLimits(nn.Module):
 
     def end_step(self) -> None:
         """An optimizer step is over: warm-up, decay and life-span count it, thresholds may change."""
-        steps = self.known("steps") + 1
+        steps = torch.tensor(int(self.known("steps")) + 1)
         self.steps += 1
-        self._known["steps"] = self.steps, self.steps._version, steps
+        self._mirrors["steps"].keep(self.steps, lambda: steps)
         self.restart_step()
 
     def restart_step(self) -> None:
@@ -164,12 +165,7 @@ class TableLimits(nn.Module):
 
     def known(self, name: str) -> npt.NDArray[Any]:
         """What a buffer holds; it is read from its device only after it was written."""
-        buffer = getattr(self, name)
-        found = self._known.get(name)
-        if found is None or found[0] is not buffer or found[1] != buffer._version:
-            copy = buffer.detach().to("cpu", copy=True).numpy()
-            found = self._known[name] = buffer, buffer._version, copy
-        return found[2]
+        return self._mirrors[name].of(getattr(self, name)).numpy()
 
     def limits(self) -> Limits:
         """What applies to the coming forward pass."""

@@ -5,6 +5,7 @@ Large temporaries are kept from call to call, per thread and device: fresh pages
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from ..codecs.copies import to_device
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.splitmix import shift_right, signed, splitmix64
@@ -86,6 +88,20 @@ def has_overflow(x: Tensor) -> bool:
         return False
     low, high = torch.stack(torch.aminmax(x)).tolist()  # NaN propagates
     return not -OVERFLOW_MAGNITUDE < low <= high < OVERFLOW_MAGNITUDE
+
+
+def overflow_flags(tensors: Sequence[Tensor]) -> Tensor:
+    """:func:`has_overflow` of each, bool [tensors] on their device, without a look at them."""
+    flags = torch.zeros(len(tensors), dtype=torch.bool, device=tensors[0].device)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        which = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
+        if which:
+            largest = torch.stack(
+                torch._foreach_norm([tensors[i] for i in which], math.inf)
+            )  # NaN propagates
+            at = to_device(torch.tensor(which), flags.device)
+            flags[at] = ~(largest.to(torch.float32) < OVERFLOW_MAGNITUDE)
+    return flags
 
 
 class ReferenceBackend:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.codecs.copies import to_host
 from dct_plugin.collectives import roll_call
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.kernels.reference import has_overflow
+from dct_plugin.kernels.reference import overflow_flags
 
 __all__ = ["PoisonedSteps"]
 
@@ -48,18 +49,22 @@ class PoisonedSteps:
         if not self.skips:
             return False
         named = list(self._gradients())
-        names = [name for name, g in named if has_overflow(g._values() if g.is_sparse else g)]
+        if not named and not self._agree:
+            return False
         rank, nobody = dist.get_rank(), dist.get_world_size()
-        speaker = torch.tensor(rank if names else nobody)
+        flags = torch.zeros(0, dtype=torch.bool)
+        if named:
+            flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
+        speaker = torch.where(flags.any(), rank, nobody).view(1)
         if self._agree:
-            device = next((gradient.device for _, gradient in named), speaker.device)
-            speaker = speaker.to(device)
             with roll_call.transport("agreement on a step that is not finite", step=step):
                 dist.all_reduce(speaker, dist.ReduceOp.MIN)
-        if int(speaker) == nobody:
+        first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()
+        if first == nobody:
             return False
+        names = [name for (name, _), flag in zip(named, found, strict=True) if flag]
         self._count += 1
-        if rank == (int(speaker) if self._agree else 0) and not self._count & (self._count - 1):
+        if rank == (first if self._agree else 0) and not self._count & (self._count - 1):
             logger.warning(
                 "dct: rank %d: step %d is skipped on all ranks: the gradient of %s%s is not finite; skipped "
                 "so far: %d",

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin import checkpoint
+from dct_plugin.codecs.copies import Mirror
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead import StepAhead
@@ -110,6 +111,7 @@ class DataParallelHook(Hook):
         self._models = 0
         self._unnamed = 0
         self._scale: tuple[float, float] | None = None
+        self._mirror = Mirror()
         """Loss scale of this iteration's gradients, and of the next's."""
         self._overflow = False
         self._poisoned = PoisonedSteps(self.config, self._gradients, agree=True)
@@ -231,11 +233,11 @@ class DataParallelHook(Hook):
                 if self._skips:
                     self._overflow = True
                     return True
-            scale = float(optimizer.get_loss_scale()) if scaled else 1.0
+            scale = float(self._mirror.of(optimizer.get_loss_scale())) if scaled else 1.0
             overflow = bool(original(optimizer))
             self._overflow |= overflow
             if scaled:
-                self._scale = (scale, float(optimizer.get_loss_scale()))
+                self._scale = (scale, float(self._mirror.of(optimizer.get_loss_scale())))
             return overflow
 
         return prepare_grads

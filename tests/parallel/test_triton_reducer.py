@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,37 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
         assert looks[1] == looks[2] == ONE_LOOK
         assert len(looks[3]) >= 1  # what did not fit its frame was sent again
     assert any(len(looks[3]) > 1 for _, looks in found)
+
+
+def _warm_up(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
+    """Two buckets in four steps that sum densely, in one of which a gradient of rank 1 is not finite."""
+    config, backend = settings("interpreted", warmup_steps=4)
+    reducer = GradientReducer(config, kernels=backend)
+    reducer.deferred = True
+    looks, said = [], logging.getLogger("dct_plugin")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    said.addHandler(handler)
+    for step in range(4):
+        with HostReads() as reads:
+            for sizes in SIZES:
+                entries = gradients(rank, step, sizes)
+                if step == 2 and rank == 1 and "layer" in entries:
+                    entries["layer"][5] = float("inf")
+                reducer.all_reduce(list(entries.items()), scale=0.5)
+            reducer.end_step()
+        looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
+    said.removeHandler(handler)
+    return looks, lines
+
+
+def test_warm_up_steps_look_once_and_name_what_is_not_finite() -> None:
+    for rank, (looks, lines) in enumerate(run(2, _warm_up)):
+        assert looks[1] == looks[2] == ONE_LOOK
+        assert looks[3] == ([] if rank == 1 else ONE_LOOK)  # said once
+        assert len(lines) == rank
+        assert all("rank 1: the gradient of layer is not finite in step 2" in line for line in lines)
 
 
 def _train(rank: int, world_size: int, name: str) -> tuple[list[torch.Tensor], list[int]]:
