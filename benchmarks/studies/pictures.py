@@ -57,7 +57,7 @@ PICTURES = {
 
 @dataclass(frozen=True)
 class Point:
-    """A setting, its difference to dense, half of that's interval (None: one seed), times fewer bytes."""
+    """A setting, its difference to dense, half its interval (None: one seed), times fewer bytes."""
 
     name: str
     mean: float
