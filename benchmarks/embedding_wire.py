@@ -215,8 +215,9 @@ def work(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     mlps: dist.ProcessGroup | None = None
     if arguments.mlp == "apart":
-        os.environ["GLOO_SOCKET_IFNAME"] = MLPS
+        embeddings, os.environ["GLOO_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"], MLPS
         mlps = dist.new_group(backend="gloo")
+        os.environ["GLOO_SOCKET_IFNAME"] = embeddings
     clicks = load(arguments.format, arguments.data)
     names = list(dict.fromkeys(["dense", *arguments.settings]))
     runs = []
