@@ -37,7 +37,7 @@ from dct_plugin import Compressor
 from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
 from dct_plugin.codecs.frames import frame_bytes
 from dct_plugin.codecs.stats import read_figures
-from dct_plugin.kernels import Framing, get_backend
+from dct_plugin.kernels import Framing, get_backend, together
 from dct_plugin.kernels.embedding import get_device_codec, get_embedding_kernels
 from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -65,13 +65,17 @@ def milliseconds(call: Callable[[], Any], repeats: int) -> float:
     return min(found)
 
 
-def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds of each kernel of one call."""
+def kernels_of(call: Callable[[], Any]) -> list[Any]:
+    """The profiler's averages of what one call queues on the device."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    events = profile.key_averages()
-    return {event.key: event.device_time_total for event in events if event.device_time_total}
+    return [event for event in profile.key_averages() if event.device_time_total]
+
+
+def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of each kernel of one call."""
+    return {event.key: event.device_time_total for event in kernels_of(call)}
 
 
 def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row]]:
@@ -237,7 +241,8 @@ class BackToSender:
         self.writer.clear()
         grads = [parameter.grad.view(-1) for parameter in self.parameters if parameter.grad is not None]
         pairs = list(zip(self.streams, grads, strict=True))
-        encoded = [s.encode(g, [(0, g.numel(), self.writer)], clear=True) for s, g in pairs]
+        with together(self.kernels):
+            encoded = [s.encode(g, [(0, g.numel(), self.writer)], clear=True) for s, g in pairs]
         stats = [part for each in encoded for part in each.stats]
         late = 1
         if self.size and isinstance(self.kernels, Framing):
@@ -286,6 +291,9 @@ def one_process(batch: int, sparsity: float) -> list[Row]:
         reduce = BackToSender(job.model, sparsity) if what == "dct" else None
         # Thresholds are measured in steps 0, 1, 2, 4, 8 and 16: step 17 on is what most steps are.
         row = timed_steps(lambda j=job, r=reduce: j.step(j.model, r), warm=17, steps=12)
+        row["reduction_launches"] = 0
+        if reduce is not None:
+            row["reduction_launches"] = sum(event.count for event in kernels_of(reduce))
         rows.append({"what": f"{what}, one process", **row})
         del job, reduce
         torch.cuda.empty_cache()

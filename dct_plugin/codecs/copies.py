@@ -15,7 +15,11 @@ def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, through pinned memory and a stream of its own: what is queued behind the tensor
     meanwhile is not waited for.
     """
-    return start_to_host(tensor)() if tensor.is_cuda else tensor.cpu()
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    copied = start_to_host(tensor)
+    _reader(tensor.device).synchronize()  # which torch's debug mode for synchronisation counts
+    return copied()
 
 
 def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
@@ -54,13 +58,19 @@ class Mirror:
 
     def begin(self, tensor: Tensor) -> None:
         """Start to copy what the tensor holds now, if that is not known."""
-        if self._seen is None or self._seen[0] is not tensor or self._seen[1] != tensor._version:
+        if not self._knows(tensor):
             self.keep(tensor, start_to_host(tensor))
 
     def of(self, tensor: Tensor) -> Tensor:
         """What the tensor holds; not to be written."""
-        self.begin(tensor)
+        if not self._knows(tensor):
+            copy = to_host(tensor) if tensor.is_cuda else tensor.detach().to("cpu", copy=True)
+            self.keep(tensor, lambda: copy)
         return self._copy()
+
+    def _knows(self, tensor: Tensor) -> bool:
+        seen = self._seen
+        return seen is not None and seen[0] is tensor and seen[1] == tensor._version
 
     def keep(self, tensor: Tensor, copy: Callable[[], Tensor]) -> None:
         """The tensor holds what ``copy()`` gives."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
-from dct_plugin.config import EmbeddingChannelConfig
+from dct_plugin import kernels
+from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, TensorConfig
 from dct_plugin.embedding.messages import Block, VectorMessages
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import embedding, get_backend
@@ -26,6 +27,7 @@ from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.embedding_reference import ReferenceEmbeddingKernels
 from dct_plugin.kernels.triton_backend import TritonBackend
 from dct_plugin.kernels.triton_embedding import TritonEmbeddingKernels
+from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -135,3 +137,28 @@ def test_a_channel_s_messages(caplog: pytest.LogCaptureFixture) -> None:
     damaged[30] ^= 1
     with pytest.raises(PayloadError, match=r"t: message from rank 1 of the group: error-bounded payload has"):
         device.decode([rice[0].data, damaged], 0, own, rows)
+
+
+def test_bounded_activations_are_coded_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of the host's codes, which another rank may send."""
+    monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
+    monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
+    kernels.register_backend("interpreted", TritonBackend)
+    config = TensorConfig(method="bound", error_bound=0.1)
+    device, host = (
+        COMPRESSORS["bound"](config, Site("point", kernels=KernelConfig(backend=name)))
+        for name in ("interpreted", "reference")
+    )
+    parts = [torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.zeros(2, 7)]
+    with HostReads() as reads:
+        written = device.encode(parts)
+    assert [read for read in reads.places if not read.endswith(":tolist")] == ["codecs/copies.py:cpu"]
+    for part, mine, other in zip(parts, written.messages, host.encode(parts).messages, strict=True):
+        assert mine.numel() <= device.nbytes(part.shape, part.dtype)
+        outs = [torch.zeros_like(part) for _ in range(3)]
+        device.decode(mine, outs[0], 0)
+        host.decode(mine, outs[1], 0)
+        device.decode(other, outs[2], 0)
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+        assert float((outs[0] - part).abs().max()) <= 0.11

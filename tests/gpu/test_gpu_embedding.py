@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from support.processes import run
 
 pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.config import EmbeddingChannelConfig
+from dct_plugin.embedding import ShardedTables
 from dct_plugin.embedding.messages import Block, VectorMessages
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
@@ -61,3 +65,32 @@ def test_a_channel_s_messages(entropy: str) -> None:
     answers, _ = messages.encode_gradients(x, 0, rows, [None, None], quantised=True)
     back = messages.decode_gradients(answers, 0, x[0], rows, [None, None])
     assert float((back[500:] - x[1]).abs().max()) <= 0.11
+
+
+def _train(rank: int, world_size: int, device: str, config: dict[str, Any]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    made = EmbeddingChannelConfig.of({"entropy": "packed", **config})
+    module = ShardedTables([300, 70, 500], 16, config=made).to(device)
+    kept = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ids = torch.stack(
+            [torch.randint(rows, (200,), generator=generator) for rows in (300, 70, 500)], dim=1
+        )
+        module.shard.weight.grad = None
+        out = module(ids.to(device))
+        out.backward(torch.randn(out.shape, generator=generator).to(device))
+        module.end_step()
+        assert module.shard.weight.grad is not None
+        kept += [out.detach().cpu(), module.shard.weight.grad.cpu()]
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{}, {"error_bound": 0.01, "gradient_bound": 0.05}, {"sparsity": 0.5}])
+def test_tables_of_two_processes_on_one_device(config: dict[str, Any]) -> None:
+    expected, found = run(2, _train, "cpu", config), run(2, _train, "cuda", config)
+    for mine, other in zip(found, expected, strict=True):
+        for one, two in zip(mine, other, strict=True):
+            # Sums are taken in another order there: of equal rows' gradients, and of squares, for bounds.
+            assert torch.allclose(one, two, rtol=1e-4, atol=1e-4)

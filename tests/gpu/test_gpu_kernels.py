@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import get_backend
+from dct_plugin.kernels import Backend, Stats, get_backend, together
 from dct_plugin.kernels.backend import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
@@ -162,6 +163,10 @@ def test_nothing_waits_for_the_device() -> None:
 
     def compressed() -> None:
         writer.clear()
+        with TRITON.together():
+            written()
+
+    def written() -> None:
         for _ in range(3):
             tau = TRITON.sample_threshold(grad, residual, 0.01, 8192, seed=3)
             room = writer.reserve(payload_bound(NUMEL, 4000, ValueDtype.BF16))
@@ -180,6 +185,41 @@ def test_nothing_waits_for_the_device() -> None:
         for payload in payloads:
             TRITON.decode_add(payload, out)
     TRITON.sum_messages([message], [torch.zeros(NUMEL, device="cuda") for _ in range(3)])
+
+
+def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
+    """Tensors of three types at odd addresses, one of them poisoned, some dense; without waiting."""
+    sizes = [5, 70_001, 0, 3000, 4096, 200_000, 64]
+    flat = torch.randn(sum(sizes) + 1, generator=torch.Generator().manual_seed(1))[1:]
+    flat[-3] = math.nan
+    grads = [part.to(GRAD_DTYPES[i % 3]) for i, part in enumerate(flat.split(sizes))]
+    residuals = [gradient_of(size, 50 + i) for i, size in enumerate(sizes)]
+
+    def compressed(backend: Backend, device: str, *, at_once: bool) -> tuple[list[Any], list[Stats]]:
+        writer, kept, figures = MessageWriter(torch.device(device)), [], []
+        made = [[t.to(device, copy=True) for t in pair] for pair in zip(grads, residuals, strict=True)]
+        with together(backend) if at_once else nullcontext():
+            for number, (grad, residual) in enumerate(made):
+                left = residual if number % 2 else torch.empty_like(residual)
+                tau = 0.0
+                if grad.numel() > 64:
+                    tau = backend.sample_threshold(grad, residual, 0.01, 8192, seed=number)
+                room = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.INT8))
+                options = {"residual_out": left, "value_dtype": ValueDtype.INT8, "clear": True}
+                figures.append(backend.compress(grad, residual, tau, room, **options))
+                writer.advance(figures[-1])
+                kept += [grad, left]
+        return [writer, *kept], figures
+
+    compressed(TRITON, "cuda", at_once=True)  # compiles
+    torch.cuda.synchronize()
+    (first, *rest), expected_figures = compressed(REFERENCE, "cpu", at_once=False)
+    expected = [first.message, *rest]
+    for at_once in (True, False):
+        (writer, *kept), figures = compressed(TRITON, "cuda", at_once=at_once)
+        assert [each.counts for each in figures] == [each.counts for each in expected_figures]
+        found = [writer.message, *kept]
+        assert all(same_bits(one.cpu(), other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from ...kernels.embedding import get_embedding_kernels
-from ...kernels.embedding_format import EmbeddingKernels, IntArray, Outgoing
+from ...kernels.embedding import get_device_codec, get_embedding_kernels, say_once
+from ...kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
 from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
+
+if TYPE_CHECKING:
+    from ...kernels.triton_embedding import TritonEmbeddingKernels
 
 #: Entries that share a code, or a row's where that has more.
 _SEGMENT = 256
@@ -28,7 +31,8 @@ class Bounded(ActivationCompressor):
     Source: dual-level adaptive lossy compression (Feng et al., SC 2024, arXiv:2407.04272), whose bound is
     absolute; here it is ``error_bound`` times the root mean square of the tensor, so that one setting serves
     activations and gradients of any scale. No entry that arrives is further off. A tensor with a non-finite
-    entry decodes to NaN. The kernels work on the host.
+    entry decodes to NaN. Where the tensors' kernels write codes themselves, they are packed; else the host
+    writes and reads them.
     """
 
     exact = False
@@ -38,28 +42,50 @@ class Bounded(ActivationCompressor):
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         began = time.perf_counter()
-        outgoing = []
+        codec = self._device_codec(parts[0].device) if parts else None
+        relative = self.config.error_bound or 0.0
+        outgoing, bounds = [], []
         for part in parts:
-            rows, lengths = rows_of(part).cpu(), _segments(part.shape)
-            scale = float(rows.square().mean().sqrt()) if rows.numel() else 0.0
-            bound = (self.config.error_bound or 0.0) * scale if math.isfinite(scale) else 0.0
-            outgoing.append(Outgoing(rows.reshape(-1), lengths, np.full(len(lengths), bound)))
-        written = self._kernels().encode(outgoing, _BIT_COST) if outgoing else []
-        messages = [
-            torch.empty(0, dtype=torch.uint8) if one.message is None else one.message for one in written
-        ]
-        there = [message.to(part.device) for message, part in zip(messages, parts, strict=True)]
+            rows, lengths = rows_of(part), _segments(part.shape)
+            rows = rows if codec is not None else rows.cpu()
+            scale = rows.square().mean().sqrt() if rows.numel() else rows.new_zeros(())
+            bounds.append(torch.where(scale.isfinite(), relative * scale.to(torch.float64), 0.0))
+            outgoing.append(Outgoing(rows.reshape(-1), lengths, np.zeros(len(lengths))))
+        encoded: list[Encoded] = []
+        if codec is not None:
+            everywhere = [bound.expand(len(o.lengths)) for o, bound in zip(outgoing, bounds, strict=True)]
+            encoded = codec.encode(outgoing, bounds=everywhere)
+        elif outgoing:
+            absolute = [np.full(len(o.lengths), float(b)) for o, b in zip(outgoing, bounds, strict=True)]
+            bounded = [o._replace(bounds=b) for o, b in zip(outgoing, absolute, strict=True)]
+            encoded = self._kernels().encode(bounded, _BIT_COST)
+        there = [_message(one).to(part.device) for one, part in zip(encoded, parts, strict=True)]
         return self.written(there, [None] * len(there), parts, began)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
-        values = torch.empty(out.numel())
-        (opened,) = self._kernels().decode([message[:-1].cpu()], [_segments(out.shape)], [values])
+        codec, lengths, opened = self._device_codec(out.device), _segments(out.shape), None
+        values = torch.empty(out.numel(), device=out.device)
+        if codec is not None:
+            (opened,) = codec.decode([message[:-1]], [lengths], [values])
+            if opened is None:
+                say_once("a rank sends Rice codes, which the host reads")
+        if opened is None:
+            values = torch.empty(out.numel())
+            (opened,) = self._kernels().decode([message[:-1].cpu()], [lengths], [values])
         if opened.fault is not None:
             raise PayloadError(opened.fault)
         add(out, values.to(out.device))
 
+    def _device_codec(self, device: torch.device) -> TritonEmbeddingKernels | None:
+        return get_device_codec(backend_beside(self.site.kernels, device), "auto")
+
     def _kernels(self) -> EmbeddingKernels:
         return get_embedding_kernels(backend_beside(self.site.kernels, torch.device("cpu")))
+
+
+def _message(encoded: Encoded) -> Tensor:
+    assert encoded.message is not None
+    return encoded.message
 
 
 def _segments(shape: torch.Size) -> IntArray:
