@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -362,30 +362,23 @@ class _Tables:
     the recording: nothing may be uploaded there.
     """
 
-    REMEMBERED = 64
-
     def __init__(self) -> None:
-        self._recent: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+        self._recent: deque[tuple[torch.device, Sequence[Sequence[int]], Tensor]] = deque(maxlen=64)
         self._recorded: list[Tensor] = []
 
     def of(self, rows: Sequence[Sequence[int]], where: torch.device) -> Tensor:
         """int64 [rows, places]."""
-        if where.type != "cuda":
-            return upload(rows, where)
-        key = (where, *itertools.chain.from_iterable(rows))
-        if torch.cuda.is_current_stream_capturing():
-            if key not in self._recent:
-                raise RuntimeError(
-                    "CUDA graph: these tensors were not compressed before the recording; make the call once, "
-                    "with the same tensors and settings, and record it then"
-                )
-            self._recorded.append(self._recent[key])  # for as long as graphs may be replayed
-            return self._recent[key]
-        table = self._recent[key] = upload(rows, where)
-        self._recent.move_to_end(key)
-        if len(self._recent) > self.REMEMBERED:
-            self._recent.popitem(last=False)
-        return table
+        if where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._recent.append((where, rows, upload(rows, where)))
+            return self._recent[-1][2]
+        for there, content, table in reversed(self._recent):
+            if there == where and content == rows:
+                self._recorded.append(table)  # for as long as graphs may be replayed
+                return table
+        raise RuntimeError(
+            "CUDA graph: these tensors were not compressed before the recording; make the call once, with "
+            "the same tensors and settings, and record it then"
+        )
 
 
 tables = _Tables()
