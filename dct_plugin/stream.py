@@ -27,6 +27,7 @@ from .kernels import (
     GRAD_DTYPES,
     SMALLEST_TAU,
     Backend,
+    Framing,
     Stats,
     Tau,
     backend_names,
@@ -320,8 +321,11 @@ class Compressor(Stream):
                 clear=clear,
             )
             if self.velocity is not None and self.config.momentum_masking and not dense:
-                # The one path that waits for the device: which entries were sent is in the payload alone.
-                mask = self.backend(grad.device).decode_mask(room[: part.nbytes], length)
+                kernels = self.backend(grad.device)
+                if part.pending and isinstance(kernels, Framing):
+                    mask = kernels.written_mask(room, part, length)
+                else:
+                    mask = kernels.decode_mask(room[: part.nbytes], length)
                 self.velocity.restart(start, mask)
             writer.advance(part)
         if self.residual is not None and left is None:

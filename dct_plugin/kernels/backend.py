@@ -212,6 +212,15 @@ class Framing(Protocol):
         """
         ...
 
+    def written_mask(self, room: Tensor, stats: Stats, numel: int) -> Tensor:
+        """:meth:`Backend.decode_mask` of a payload of which no figure was read.
+
+        Args:
+            room: where :meth:`Backend.compress` has written it.
+            stats: what it returned.
+        """
+        ...
+
 
 @runtime_checkable
 class Batching(Protocol):

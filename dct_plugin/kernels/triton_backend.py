@@ -199,7 +199,7 @@ class TritonBackend:
                 dense = mask.header.encoding is IndexEncoding.DENSE
                 chunks = programs(nnz, CHUNK)
                 reading.overflow_at[(chunks,)](
-                    *(grad, opened.rows, opened.positions, state, self._error(where), nnz), GRAD=code
+                    *(grad, opened.rows, opened.positions, state, self._error(where)), GRAD=code
                 )
                 write(
                     *(table, None, None if dense else opened.positions, None, state, None, 1),
@@ -238,12 +238,22 @@ class TritonBackend:
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel, verify=False)
-        opened = self._open_one(payload)
-        with launched_on(payload.data.device):
-            mask = torch.zeros(numel, dtype=torch.uint8, device=payload.data.device)
-            reading.mark[(programs(payload.nnz, CHUNK),)](
-                opened.rows, opened.positions, mask, self._error(mask.device), payload.nnz
-            )
+        return self._marked(self._open_one(payload), numel, payload.nnz)
+
+    def written_mask(self, room: Tensor, stats: Stats, numel: int) -> Tensor:
+        """See :class:`.backend.Framing`."""
+        self._catch_up()
+        nbytes = stats.device_counts[:1]
+        ends = torch.cat([torch.zeros_like(nbytes), nbytes])
+        opened = self._open(room, [(0, len(room))], [numel], ends=ends)
+        return self._marked(opened, numel, min(4 * len(room), numel))
+
+    def _marked(self, opened: _Opened, numel: int, most: int) -> Tensor:
+        """bool [numel] of a single payload of at most so many kept entries."""
+        where = opened.buffer.device
+        with launched_on(where):
+            mask = torch.zeros(numel, dtype=torch.uint8, device=where)
+            reading.mark[(programs(most, CHUNK),)](opened.rows, opened.positions, mask, self._error(where))
             return mask.view(torch.bool)
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -331,8 +341,11 @@ class TritonBackend:
         *,
         framed: bool = False,
         single: bool = False,
+        ends: Tensor | None = None,
     ) -> _Opened:
-        """Check the messages between the ``bounds`` of ``buffer``, and find their positions."""
+        """Check the messages between the ``bounds`` of ``buffer``, and find their positions; ``ends`` are the
+        true ones, which only the device knows.
+        """
         self._catch_up()
         where, count, several = buffer.device, len(numels), len(bounds)
         longest, entries = max(end - begin for begin, end in bounds), sum(numels)
@@ -345,7 +358,8 @@ class TritonBackend:
         units = sum(-(-numel // BLOCK) for numel in numels) + longest // CHUNK + count
         with launched_on(where):
             reading.open_messages[(several,)](
-                *(buffer, buffer.view(torch.int64) if framed else None, upload(bounds, where), meta),
+                *(buffer, buffer.view(torch.int64) if framed else None),
+                *(upload(bounds, where) if ends is None else ends, meta),
                 *(rows, missing, count),
                 FRAMED=framed,
                 SINGLE=single,

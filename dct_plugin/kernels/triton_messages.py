@@ -487,30 +487,31 @@ def add(
 
 
 @triton.jit
-def _of_one(row, positions, errors, nnz):
+def _of_one(row, positions, errors):
     """Error of a single payload, which the host is told, and where the entries of this program are."""
     error = _error_of(row)
     if tl.program_id(0) == 0:
         tl.atomic_max(errors, error.to(tl.int32))
     rank = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    kept = rank < tl.load(row + COUNT)
     at = rank
     if tl.load(row + KIND) != DENSE:
-        at = _places(positions, rank, rank < nnz, False)
-    return error, at, rank < nnz
+        at = _places(positions, rank, kept, False)
+    return error, at, kept
 
 
-@triton.jit(do_not_specialize=["nnz"], do_not_specialize_on_alignment=["mask"])
-def mark(row, positions, mask, errors, nnz):
+@triton.jit(do_not_specialize_on_alignment=["mask"])
+def mark(row, positions, mask, errors):
     """``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
-    error, at, kept = _of_one(row, positions, errors, nnz)
+    error, at, kept = _of_one(row, positions, errors)
     if error == 0:
         tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=kept)
 
 
-@triton.jit(do_not_specialize=["nnz"])
-def overflow_at(source, row, positions, state, errors, nnz, GRAD: tl.constexpr):
+@triton.jit
+def overflow_at(source, row, positions, state, errors, GRAD: tl.constexpr):
     """Flag (in ``state``) what is to be sent if one of its entries overflows, or if its positions are bad."""
-    error, at, kept = _of_one(row, positions, errors, nnz)
+    error, at, kept = _of_one(row, positions, errors)
     if error == 0:
         _flag_unless(state, tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW)
     else:

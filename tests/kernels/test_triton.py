@@ -388,6 +388,32 @@ def test_a_stream_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert states[0]["threshold"] == states[1]["threshold"]
 
 
+def test_momentum_masking_does_not_look_at_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
+    monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
+    kernels.register_backend("interpreted", TritonBackend)
+    kernels.register_backend("plain", lambda: REFERENCE)
+    plain, interpreted = (
+        Compressor(
+            sparsity=0.9, momentum_correction=0.9, momentum_masking=True, kernels=KernelConfig(backend=name)
+        )
+        for name in ("plain", "interpreted")
+    )
+    for step in range(3):
+        grad = torch.randn(2000, generator=torch.Generator().manual_seed(step))
+        writers = [MessageWriter(grad.device) for _ in BOTH]
+        expected = plain.encode(grad, [(0, 900, writers[0]), (900, 2000, writers[0])])
+        with HostReads() as reads, together(interpreted.backend(grad.device)):
+            found = interpreted.encode(grad, [(0, 900, writers[1]), (900, 2000, writers[1])])
+        assert reads.places == []
+        plain.observe(expected)
+        interpreted.observe(found)
+        assert same_bits(*(writer.message for writer in writers))
+    assert plain.velocity is not None
+    assert interpreted.velocity is not None
+    assert same_bits(plain.velocity.buffer.current, interpreted.velocity.buffer.current)
+
+
 def test_cuda_tensors_take_triton_where_there_is_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
