@@ -41,6 +41,20 @@ def model_and_data() -> tuple[Any, Any]:
     return model, batch
 
 
+def dct_section(args: argparse.Namespace, stage: int) -> dict[str, Any]:
+    """Of ``--config``, or what the other options say."""
+    if args.config is not None:
+        return json.loads(args.config.read_text())["dct"]
+    data: dict[str, Any] = {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
+    if stage in (1, 2) and args.parameters:
+        data["parameters"] = {
+            "enabled": True,
+            "sparsity": args.parameters,
+            "value_dtype": args.parameters_dtype,
+        }
+    return {"data_parallel": data}
+
+
 def worker(args: argparse.Namespace) -> None:
     """One rank: every stage, dense and DCT, in this process."""
     import deepspeed
@@ -63,26 +77,20 @@ def worker(args: argparse.Namespace) -> None:
                 "bf16": {"enabled": args.bf16},
                 "steps_per_print": 10**9,
             }
+            if args.config is not None:
+                section["optimizer"] = json.loads(args.config.read_text())["optimizer"]
             if dct:
-                section["dct"] = {
-                    "data_parallel": {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
-                }
-                if stage in (1, 2) and args.parameters:
-                    section["dct"]["data_parallel"]["parameters"] = {
-                        "enabled": True,
-                        "sparsity": args.parameters,
-                        "value_dtype": args.parameters_dtype,
-                    }
+                section["dct"] = dct_section(args, stage)
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=section
             )
             dtype = torch.bfloat16 if args.bf16 else torch.float32
             counter, measured = InterfaceCounter(["lo"]), args.steps
-            density = None
-            for step in range(args.warmup + measured):
-                if step == args.warmup:
+            data = section["dct"]["data_parallel"] if dct else {}
+            uncounted = args.warmup + data.get("warmup_steps", 0) + data.get("sparsity_warmup_steps", 0)
+            for step in range(uncounted + measured):
+                if step == uncounted:
                     dist.barrier()
-                    before = engine.dct.metrics.summary() if dct else None
                     counter.start()
                 x, y = batch(dtype)
                 loss = torch.nn.functional.mse_loss(engine(x), y)
@@ -95,11 +103,7 @@ def worker(args: argparse.Namespace) -> None:
                 flat = torch.cat([p.detach().float().reshape(-1) for p in parameters])
             digests: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(digests, hash(flat.numpy().tobytes()))
-            if dct:
-                after = engine.dct.metrics.summary()
-                gradient = after.classes["gradient"]
-                density = gradient.density
-                del before
+            density = engine.dct.metrics.summary().classes["gradient"].density if dct else None
             results.append(
                 {
                     "stage": stage,
@@ -121,12 +125,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose dct section and optimizer to take")
     parser.add_argument("--sparsity", type=float, default=0.99)
     parser.add_argument("--parameters", type=float, default=0.97, help="sparsity of updated parameters")
     parser.add_argument("--parameters-dtype", default="bf16")
     parser.add_argument("--value-dtype", default="bf16")
     parser.add_argument("--bf16", action="store_true", help="bf16 training instead of fp32")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before the counters are read")
+    parser.add_argument(
+        "--warmup", type=int, default=10, help="steps before the counters are read, after the section's start"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps that are counted")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -154,7 +161,7 @@ def main() -> None:
         "bytes per step",
         "fewer than dense",
         "fewer than dense fp32 gradients",
-        "density",
+        "density, whole run",
         "ranks",
     )
     dense: dict[int, float] = {}
