@@ -76,6 +76,9 @@ def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | 
                 start = f"{arguments.ahead_warmup} dense + ramp {ramp}"
                 name = f"{where}, sparsity {sparsity:g}, step-ahead, {start}"
                 result[name] = ({"data_parallel": ahead}, topology)
+                for updates in arguments.updates if topology else ():
+                    both = {**ahead, "parameters": {"enabled": True, "sparsity": updates}}
+                    result[f"{name}, updates {updates:g}"] = ({"data_parallel": both}, topology)
     if arguments.settings:
         result = {name: found for name, found in result.items() if name in arguments.settings}
     return result
@@ -347,6 +350,9 @@ def main() -> None:
         "--ahead-warmup", type=int, default=60, metavar="STEPS", help="dense, with step-ahead"
     )
     parser.add_argument("--ahead-ramp", type=int, nargs="+", default=[60, 180], metavar="STEPS")
+    parser.add_argument(
+        "--updates", type=float, nargs="*", default=[], metavar="SPARSITY", help="of weights, with step-ahead"
+    )
     parser.add_argument(
         "--settings", nargs="+", metavar="NAME", help="rows of the table, by name; all without"
     )
