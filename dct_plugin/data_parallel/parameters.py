@@ -97,7 +97,7 @@ class ParameterUpdates(Member):
         return lossless or self.step < self.schedule.warmup_steps
 
     def record_full(self, numel: int, element_size: int) -> None:
-        """The host has gathered ``numel`` weights in full."""
+        """The host has gathered ``numel`` weights in full: nothing is pending."""
         self._own.clear()
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
