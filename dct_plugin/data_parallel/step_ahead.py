@@ -46,6 +46,11 @@ MEMORY = 0.8
 #: mean's: single entries ended runs.
 LIMIT = 50.0
 
+#: How often at most an owner counts what it has not sent of updated weights. The ranks' mean asks for the
+#: number of ranks, but what single ranks are displaced by disturbs their gradients in second order: in
+#: proportion to that number.
+MOST_TIMES = 4
+
 
 class Moments:
     """Second moment of one tensor's gradients as row and column means, ``outer(rows, columns) / mean(rows)``.
@@ -323,8 +328,8 @@ class StepAhead:
     What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows, and it
     displaces by the whole of it: that is the number of ranks times what is owed to the mean, so that the mean
     of the ranks' displacements, and with it, to first order, of their gradients, is as if all had known it.
-    The same goes for updates of weights that it has not sent (thresholded parameters): the number of ranks
-    times what its masters are ahead of the working weights.
+    The same goes for updates of weights that it has not sent (thresholded parameters): the number of ranks,
+    or :data:`MOST_TIMES`, times what its masters are ahead of the working weights.
 
     Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
     which they lay out their gradients.
@@ -453,7 +458,7 @@ class StepAhead:
                 coefficient=share,
                 gradient_unit=self._gradient_unit(),
                 pending=pending,
-                times=self._world_size,
+                times=min(self._world_size, MOST_TIMES),
                 out=buffer,
                 rooms=rooms,
             )
