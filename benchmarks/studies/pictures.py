@@ -46,7 +46,7 @@ PICTURES = {
     "tensor": [Panel(CLASSES, 2, "TP 2, sequence parallelism", NATS, limit=0.45)],
     "averaging": [
         Panel("Error averaging", 0, "DLRM, Diabetes, data shared out by label, 0.99", AUC),
-        Panel("Error averaging", 3, "GPT, 0.99, data shared out at random", NATS),
+        Panel("Error averaging", 2, "GPT, 0.99, data shared out at random", NATS),
     ],
     "values": [
         Panel(VALUES, 0, "GPT, 0.99 (bytes of the second half)", NATS),
