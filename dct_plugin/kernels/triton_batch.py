@@ -30,7 +30,7 @@ ROOM, MOST_ENTRIES = 256, 1 << 26
 _SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
 _DENSE = int(IndexEncoding.DENSE)
 _GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
-_LANES = 1 << 14  # samples that the search for a threshold looks at in one step
+_LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
 _ALIGNMENT = 16
 TILE, BLOCK, CHUNK = device.TILE.value, device.BLOCK.value, device.CHUNK.value
 STATE = device.STATE.value
@@ -254,7 +254,11 @@ class Batch:
         device.sample[(chunks,)](
             table, magnitudes, len(samples), GRAD=grad_code(grad), HAS_RESIDUAL=residual is not None
         )
-        device.kth_largest[(len(samples),)](table, magnitudes, self._taus, LANES=_LANES, num_warps=32)
+        most = max(each.samples for each in samples)
+        lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))
+        device.kth_largest[(len(samples),)](
+            table, magnitudes, self._taus, LANES=lanes, num_warps=min(32, lanes // 256)
+        )
 
     def _write(self, table: Tensor, kind: _Kind, count: int, units: Sequence[int], state: Tensor) -> None:
         tiles, blocks, chunks, entry_chunks, room = units

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
+from support.launches import counted_launches
+
 from dct_plugin import DCTState, dct_hook, kernels
 from dct_plugin.codecs import stats
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
@@ -94,6 +96,26 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
         assert looks[1] == looks[2] == ONE_LOOK
         assert len(looks[3]) >= 1  # what did not fit its frame was sent again
     assert any(len(looks[3]) > 1 for _, looks in found)
+
+
+def _launched(rank: int, world_size: int) -> list[int]:
+    """Kernels that a step launches with a bucket of four tensors, and with one of eight."""
+    launched = []
+    for tensors in (4, 8):
+        config, backend = settings("interpreted", exchange="direct", min_numel=100)
+        reducer = GradientReducer(config, kernels=backend)
+        sizes = {f"{at}": (400, 30, 260, 1)[at % 4] for at in range(tensors)}
+        for step in range(2):  # the second one's messages travel in frames
+            with counted_launches() as names:
+                reducer.all_reduce(list(gradients(rank, step, sizes).items()), scale=0.5)
+            reducer.end_step()
+        launched.append(len(names))
+    return launched
+
+
+def test_a_bucket_takes_as_many_launches_whatever_the_number_of_tensors() -> None:
+    for few, many in run(2, _launched):
+        assert few == many < 40
 
 
 def _warm_up(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
