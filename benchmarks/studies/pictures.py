@@ -41,9 +41,12 @@ PICTURES = {
         Panel("Accordion", 1, "DLRM, Diabetes", AUC),
         Panel("Accordion", 2, "GPT", NATS),
     ],
-    "activations": [Panel(CLASSES, 0, "Two pipeline stages", NATS, limit=0.45)],
-    "directions": [Panel(CLASSES, 1, "Two pipeline stages, one direction alone", NATS, limit=0.45)],
-    "tensor": [Panel(CLASSES, 2, "TP 2, sequence parallelism", NATS, limit=0.45)],
+    "activations": [
+        Panel(CLASSES, 0, "Two pipeline stages, learning rate 8e-3", NATS, limit=0.45),
+        Panel(CLASSES, 1, "Two pipeline stages, learning rate 1.2e-2", NATS, limit=0.45),
+    ],
+    "directions": [Panel(CLASSES, 2, "Two pipeline stages, one direction alone", NATS, limit=0.45)],
+    "tensor": [Panel(CLASSES, 3, "TP 2, sequence parallelism", NATS, limit=0.45)],
     "averaging": [
         Panel("Error averaging", 0, "DLRM, Diabetes, data shared out by label, 0.99", AUC),
         Panel("Error averaging", 2, "GPT, 0.99, data shared out at random", NATS),
