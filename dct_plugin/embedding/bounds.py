@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..codecs.copies import Mirror
+from ..codecs.copies import Mirror, to_device, to_host
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels import SMALLEST_TAU, Backend
+from ..kernels import SMALLEST_TAU, Backend, together
 from ..kernels.embedding import get_embedding_kernels
 from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
 from ..stream import as_flat, backend_beside
@@ -265,9 +265,12 @@ class TableLimits(nn.Module):
                     by_table[table].append(part)
         if due:
             groups = by_table if self.config.granularity == "table" else [[p for ps in by_table for p in ps]]
-            for number, parts in enumerate(groups[: self.tau.numel()]):
-                if parts:
-                    self._update_threshold(number, torch.cat([part.reshape(-1) for part in parts]))
+            flats = {
+                number: torch.cat([part.reshape(-1) for part in parts])
+                for number, parts in enumerate(groups[: self.tau.numel()])
+                if parts
+            }
+            self._update_thresholds(flats)
         if classes and limits.bound is not None:
             for table, parts in enumerate(by_table):
                 if parts:
@@ -275,14 +278,26 @@ class TableLimits(nn.Module):
                         torch.cat(parts), limits.bound, self.host_kernels()
                     )
 
-    def _update_threshold(self, number: int, flat: Tensor) -> None:
-        keep = max(1, round((1.0 - self.config.sparsity) * flat.numel()))
-        measured = self.backend(flat.device).exact_threshold(as_flat(flat), None, keep)
-        if not math.isfinite(measured):
+    def _update_thresholds(self, flats: dict[int, Tensor]) -> None:
+        """From the entries of tables, by their numbers; a device is read once for all."""
+        if not flats:
             return
-        old = float(self.known("tau")[number])
-        weight = self.config.threshold_smoothing if old > 0 else 0.0
-        self.tau[number] = max(weight * old + (1.0 - weight) * measured, SMALLEST_TAU)
+        backend = self.backend(next(iter(flats.values())).device)
+        density = 1.0 - self.config.sparsity
+        with together(backend):
+            measured = [
+                backend.exact_threshold(as_flat(flat), None, max(1, round(density * flat.numel())))
+                for flat in flats.values()
+            ]
+        found = [tau for tau in measured if not isinstance(tau, Tensor)]
+        if not found:
+            found = to_host(torch.stack([tau for tau in measured if isinstance(tau, Tensor)])).tolist()
+        taus = self.known("tau").tolist()
+        for number, tau in zip(flats, found, strict=True):
+            if math.isfinite(tau):
+                weight = self.config.threshold_smoothing if taus[number] > 0 else 0.0
+                taus[number] = max(weight * taus[number] + (1.0 - weight) * tau, SMALLEST_TAU)
+        self.tau.copy_(to_device(torch.tensor(taus), self.tau.device))
 
 
 def _bound_class(rows: Tensor, bound: float, kernels: EmbeddingKernels) -> int:

@@ -167,7 +167,9 @@ class _Crossing:
         quantised = limits.bound is not None
         frames = channel.frames(self.exchange, "forward", quantised=quantised, masked=limits.threshold)
         if frames is not None and frames.known:
-            crossing = self._framed(frames, blocks, route.sent_rows, route.received_rows, rounded=True)
+            crossing = self._framed(
+                report, frames, blocks, route.sent_rows, route.received_rows, rounded=True
+            )
             if quantised:
                 bounds = channel.bounds(limits)
                 received = crossing.bounded([bounds[tables] for tables in route.sent_tables])
@@ -210,10 +212,13 @@ class _Crossing:
             flat = self._plain(report, gradient, route.received_rows, route.sent_rows)
             return self._scaled(flat)
         quantised = self.limits.gradients
-        masked = any(mask is not None for mask in (*self.sent_masks, *self.received_masks))
+        # By what all ranks know: there may be no masks on one of them.
+        masked = self.limits.threshold
         frames = channel.frames(self.exchange, "backward", quantised=quantised, masked=masked)
         if frames is not None and frames.known:
-            crossing = self._framed(frames, parts, route.received_rows, route.sent_rows, rounded=False)
+            crossing = self._framed(
+                report, frames, parts, route.received_rows, route.sent_rows, rounded=False
+            )
             if quantised:
                 flat = crossing.bounded(None, channel.config.gradient_bound or 0.0)
             else:
@@ -250,6 +255,7 @@ class _Crossing:
 
     def _framed(
         self,
+        report: _Report,
         frames: Frames,
         blocks: Sequence[Tensor],
         sent: Sequence[list[int]],
@@ -258,7 +264,7 @@ class _Crossing:
         rounded: bool,
     ) -> VectorFrames:
         lengths = ([_lengths(rows, self.channel.dim) for rows in each] for each in (sent, got))
-        return VectorFrames(self.channel.messages, frames, blocks, *lengths, rounded=rounded)
+        return VectorFrames(self.channel.messages, frames, blocks, *lengths, rounded=rounded, lap=report.lap)
 
     def _learn(
         self,

@@ -7,7 +7,7 @@ threshold this is not possible: what crosses decides over sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -56,6 +56,7 @@ class VectorFrames:
         blocks: What goes to every rank, [rows, dim].
         sent, got: Entries of the segments that go to every rank, and that come from it.
         rounded: Whether what stays here becomes what a peer would get.
+        lap: Called when messages are queued, and when their exchange is.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class VectorFrames:
         got: Sequence[IntArray],
         *,
         rounded: bool,
+        lap: Callable[[], None],
     ) -> None:
-        self._messages, self._frames = messages, frames
+        self._messages, self._frames, self._lap = messages, frames, lap
         self._rank = frames.exchange.rank
         self._flats = [as_flat(block) for block in blocks]
         self._sent, self._got, self._rounded = sent, got, rounded
@@ -116,7 +118,7 @@ class VectorFrames:
             coded = codec.write(parts, bounds=found) if parts else None
             if coded is not None:
                 self._fill(leg, coded)
-        self._frames.send(leg)
+        self._send(leg)
         if coded is not None and coded.values is not None:  # the own ones are the last
             exact = self._flats[self._rank].to(torch.float32)  # what is not finite, nobody rounds
             torch.where(coded.finite[-1], coded.values[-1], exact, out=self._parts[self._rank])
@@ -197,7 +199,7 @@ class VectorFrames:
                 if r == self._rank:
                     frame = own = own.new_empty(PREFIX + sent[r].fixed)
                 kernels.write_frame(writer, frame, self._frames.fingerprint)
-        self._frames.send(leg)
+        self._send(leg)
         for s in self._senders:
             self._parts[s].zero_()
         if len(own):
@@ -222,6 +224,11 @@ class VectorFrames:
     def _leg(self, sent: Sequence[Shape], got: Sequence[Shape]) -> Leg:
         self._shapes = sent, got
         return self._frames.leg(sent, got, self._device)
+
+    def _send(self, leg: Leg) -> None:
+        self._lap()
+        self._frames.send(leg)
+        self._lap()
 
     def _words(self, leg: Leg) -> Tensor:
         return leg.words(self._senders)

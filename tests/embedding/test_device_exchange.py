@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.host_reads import HostReads
 from support.processes import run
 from torch import Tensor
@@ -16,11 +17,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 from dct_plugin import kernels
-from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
+from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfig
 from dct_plugin.embedding import Bags, ShardedTables, channel
 from dct_plugin.errors import DesyncError
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+from dct_plugin.metrics import Metrics
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,6 +33,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bf16": {"value_dtype": "bf16", "gradient_value_dtype": "fp16"},
     "bounded": {"error_bound": 0.01, "gradient_bound": 0.5},
+    "threshold": {"sparsity": 0.5, "warmup_steps": 3},  # in frames at first, then with sizes
 }
 #: The one copy that the host waits for.
 ONE_WAIT = ["codecs/copies.py:cpu"]
@@ -41,7 +44,10 @@ def tables(backend: str, layers: dict[str, Any]) -> ShardedTables:
     kernels.register_backend("interpreted", TritonBackend)
     torch.manual_seed(0)
     config = EmbeddingChannelConfig.of({"entropy": "packed" if backend == "plain" else "auto", **layers})
-    return ShardedTables(CARDINALITIES, DIM, config=config, kernels=KernelConfig(backend=backend))
+    metrics = Metrics(MetricsConfig(), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return ShardedTables(
+        CARDINALITIES, DIM, config=config, kernels=KernelConfig(backend=backend), metrics=metrics
+    )
 
 
 def waits(reads: HostReads) -> list[str]:
@@ -90,6 +96,9 @@ def _train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Te
         assert module.shard.weight.grad is not None
         kept += [out.detach(), module.shard.weight.grad.clone()]
         waited += [waits(forward), waits(backward)]
+    assert module.metrics is not None
+    classes = module.metrics.summary().classes
+    assert {"embedding_ids", "embedding_forward", "embedding_backward"} <= classes.keys()
     return kept, waited
 
 
@@ -102,6 +111,8 @@ def test_the_values_of_the_host_with_one_wait_per_direction(kind: str) -> None:
             # Root mean squares are summed in another order: a bound's last bit may differ.
             off = 0.0 if kind != "bounded" else 1e-5 * float(two.nan_to_num().abs().max())
             assert float((one - two).nan_to_num().abs().max()) <= off
+        if kind == "threshold":  # what crosses decides over sizes
+            continue
         # The first exchange is one with sizes; in step 3 some messages are sent again.
         assert waited[2] == waited[4] == 2 * ONE_WAIT  # requests and vectors
         assert waited[3] == waited[5] == ONE_WAIT
