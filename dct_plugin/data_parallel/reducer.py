@@ -195,12 +195,6 @@ class GradientReducer(Member):
         """
         if self._framed is not None:
             self._framed.finish()
-        if self._suspects:
-            suspects, self._suspects = self._suspects, []
-            names = [name for names, _ in suspects for name in names]
-            flags = to_host(torch.cat([flags for _, flags in suspects])).tolist()
-            if (name := next(itertools.compress(names, flags), None)) is not None:
-                self._report_nonfinite(name)
 
     def exchange_changes(self, changes: Sequence[Change]) -> None:
         """Average what the ranks send of the changes of their weights (``update: "local"``), bitwise the
@@ -319,6 +313,7 @@ class GradientReducer(Member):
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
         """
         self.finish()
+        self._name_suspects()
         if reduced_at is not None:
             self.loss_scale = reduced_at
         members: list[Compressor | StepAhead | Accordion] = [*self.streams.values()]
@@ -541,6 +536,15 @@ class GradientReducer(Member):
                     self._report_nonfinite(name)
             for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(reduced)
+
+    def _name_suspects(self) -> None:
+        """Say which gradient of a warm-up step is not finite, if one is."""
+        suspects, self._suspects = self._suspects, []
+        if suspects:
+            names = [name for names, _ in suspects for name in names]
+            flags = to_host(torch.cat([flags for _, flags in suspects])).tolist()
+            if (name := next(itertools.compress(names, flags), None)) is not None:
+                self._report_nonfinite(name)
 
     def _pay(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """A single rank thresholds nothing: what a checkpoint of several still owes is paid at once."""
