@@ -13,6 +13,7 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
 from .member import Member, Written
 from .plan import Item, Plan, Shard
+
+logger = logging.getLogger("dct_plugin")
 
 #: The option that switches it on, as errors name it.
 KEY = "dct.data_parallel.parameters.enabled"
@@ -76,6 +79,13 @@ class ParameterUpdates(Member):
         super().__init__(
             settings, group, metrics=metrics, device=device, kernels=kernels, transactional=False, step=step
         )
+        if self.rank == 0 and self.config.sparsity and config.error_feedback != "step_ahead":
+            logger.warning(
+                "dct: %s = true with error_feedback = '%s': passes run at weights that lag behind, which "
+                "cost quality under Adam; 'step_ahead' makes up for it",
+                KEY,
+                config.error_feedback,
+            )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._writer = MessageWriter(self.device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
