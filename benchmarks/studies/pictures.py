@@ -112,7 +112,7 @@ def draw_differences(axis: Any, panel: Panel, shown: list[Point]) -> None:
     axis.set_yticks(range(len(shown)), [point.name for point in shown])
     axis.set(xlabel=panel.unit, title=panel.title, ylim=(len(shown) - 0.4, -0.6))
     axis.set_xlim(right=panel.limit)
-    axis.locator_params(axis="x", nbins=5)
+    axis.locator_params(axis="x", nbins=4)
 
 
 def draw_bytes(axis: Any, shown: list[Point]) -> None:
