@@ -5,7 +5,8 @@ order in which the rows come back: forward and backward messages need no index. 
 taken apart into their rows when that is less and nothing lossy applies; otherwise each distinct bag crosses
 once.
 
-All of it is done on the host, where requests are written; positions go back to the tables' device.
+Requests are written on the host. Distinct rows are found where the ids are, if that is one row per sample and
+the tables' device, and otherwise on the host.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
 from ..kernels.embedding_format import EmbeddingKernels, OutOfRange
+from .distinct import DistinctRows
 from .request_message import Answer, Bags, Wanted, answer_to, read_request, write_request
 
 __all__ = ["Request", "Requests"]
@@ -105,6 +107,7 @@ class Requests:
         ]
         self._limits = np.array(cardinalities, dtype=np.int64)
         self._order = np.array([t for tables in placement for t in tables], dtype=np.int64)
+        self._on_device: dict[torch.device, DistinctRows] = {}
         self._base = np.zeros(len(cardinalities), dtype=np.int64)
         for tables, first_rows in zip(placement, self._first_rows, strict=True):
             self._base[tables] = first_rows[:-1]
@@ -129,7 +132,7 @@ class Requests:
         """
         began = time.perf_counter()
         if isinstance(categorical, Tensor) and categorical.dim() == 2:
-            assembly, wanted = self._of_rows(self._checked(categorical), kernels)
+            assembly, wanted = self._of_rows(self._checked(categorical, device), kernels)
         else:
             assembly, wanted = self._of_bags(_as_bags(categorical, len(self.cardinalities)))
         found = time.perf_counter()
@@ -183,7 +186,7 @@ class Requests:
     # -- one row per sample ---
 
     def _of_rows(self, ids: Tensor, kernels: EmbeddingKernels) -> tuple[_Assembly, list[Wanted]]:
-        """Of ids, int64 [B, F] on the host."""
+        """Of ids, int64 [B, F] on the host, or where distinct rows are found."""
         samples = len(ids)
         sizes = [len(tables) for tables in self.placement]
         if not self._deduplicates:
@@ -197,7 +200,10 @@ class Requests:
             turns[torch.from_numpy(self._order)] = torch.arange(len(self._order))
             return _Assembly(samples, turns * samples + torch.arange(samples).unsqueeze(1), {}), wanted
         try:
-            rows, counts, positions = kernels.distinct_rows(ids, self._order, self._limits, self._base)
+            if ids.device.type == "cpu":
+                rows, counts, positions = kernels.distinct_rows(ids, self._order, self._limits, self._base)
+            else:
+                rows, counts, positions = self._distinct_on(ids.device)(ids)
         except OutOfRange as error:
             raise self._outside(error.column, error.found) from None
         wanted = []
@@ -208,10 +214,17 @@ class Requests:
             at, row = at + size, row + sum(each)
         return _Assembly(samples, positions, {}), wanted
 
-    def _checked(self, ids: Tensor) -> Tensor:
+    def _distinct_on(self, device: torch.device) -> DistinctRows:
+        if device not in self._on_device:
+            self._on_device[device] = DistinctRows(self._order, self._limits, self._base, device)
+        return self._on_device[device]
+
+    def _checked(self, ids: Tensor, device: torch.device) -> Tensor:
+        """int64, where distinct rows are found."""
         if ids.shape[1] != len(self.cardinalities):
             raise ValueError(_odd_shape(ids, len(self.cardinalities)))
-        return _on_host(ids).contiguous()
+        stay = self._deduplicates and ids.device == device and ids.numel() > 0
+        return (ids.to(torch.int64) if stay else _on_host(ids)).contiguous()
 
     # -- any number of rows per sample ---
 

@@ -202,8 +202,9 @@ class ShardedTables(nn.Module):
             return None
         if self._frames is None:
             logger.info(
-                "dct: %s: ids are sorted out, requests written and read on the host (ids come from there, "
-                "their number decides over sizes); it waits once per forward pass for those of others",
+                "dct: %s: requests are written and read on the host (the number of distinct rows decides "
+                "over sizes), and so are ids sorted out that come from there or are several per sample; it "
+                "waits once per forward pass for requests of others",
                 self.name,
             )
         if self._frames is None or self._frames.exchange is not exchange:

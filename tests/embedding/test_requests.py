@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.host_reads import HostReads
 from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
+from dct_plugin.embedding.distinct import DistinctRows
 from dct_plugin.embedding.request_message import Answer
 from dct_plugin.embedding.requests import Request, Requests
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
-from dct_plugin.kernels.embedding_format import EmbeddingKernels
+from dct_plugin.kernels.embedding_format import EmbeddingKernels, OutOfRange
 
 CARDINALITIES, PLACEMENT = (9, 300, 4), [[1], [0, 2]]
 CPU = torch.device("cpu")
@@ -92,6 +94,27 @@ def test_tables_of_millions_of_rows_are_sorted_too() -> None:
     found = [kernels.distinct_rows(ids, order, limits.numpy(), base) for kernels in (HOST, REFERENCE)]
     for one, other in zip(*found, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_rows_found_where_the_ids_are_are_those_found_on_the_host(
+    samples: int, limits: list[int], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    order, base = rng.permutation(len(limits)), rng.integers(0, 2**33, len(limits))
+    ids = torch.stack([torch.from_numpy(rng.integers(0, n, samples)) for n in limits], dim=1)
+    distinct = DistinctRows(order, np.array(limits), base, torch.device("cpu"))
+    with HostReads() as reads:
+        found = distinct(ids)
+    assert [place for place in reads.places if place.endswith(":cpu")] == ["codecs/copies.py:cpu"]
+    for one, other in zip(found, REFERENCE.distinct_rows(ids, order, np.array(limits), base), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    table = int(order[-1])
+    ids[samples // 2, table] = limits[table]
+    with pytest.raises(OutOfRange) as raised:
+        distinct(ids)
+    assert (raised.value.column, raised.value.found) == (table, limits[table])
 
 
 def test_equal_bags_cross_once() -> None:
