@@ -328,34 +328,52 @@ AVX512 static inline __m512 load16_fp16(const void *p, size_t i) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)p + i)));
 }
 
+/* For every mask of 8 lanes the numbers of those that it has, in order, a byte each. */
+static uint64_t together[256];
+
+__attribute__((constructor)) static void fill_together(void) {
+    for (unsigned mask = 0; mask < 256; mask++)
+        for (unsigned lane = 0, n = 0; lane < 8; lane++)
+            if (mask >> lane & 1) together[mask] |= (uint64_t)lane << (8 * n++);
+}
+
 #define X86(NAME, SIZE, OVERFLOW)                                                                                     \
     AVX2 static size_t select_avx2_##NAME(const void *grad, const float *residual, float *left, size_t n, float tau,  \
                                           uint32_t base, uint32_t *idx, float *val) {                                 \
+        enum { GROUP_OF = 32 };                                                                                       \
         const __m256 vtau = _mm256_set1_ps(tau);                                                                      \
         const __m256 sign = _mm256_set1_ps(-0.0f);                                                                    \
-        size_t k = 0, i = 0;                                                                                          \
-        for (; i + 32 <= n; i += 32) {                                                                                \
-            __m256 x[4];                                                                                              \
+        _Alignas(32) float room[BLOCK];                                                                               \
+        float *acc = left ? left : room;                                                                              \
+        uint32_t masks[BLOCK / GROUP_OF];                                                                             \
+        uint8_t hit[BLOCK / GROUP_OF];                                                                                \
+        size_t k = 0, i = 0, hits = 0;                                                                                \
+        /* Which groups have an entry to keep is noted without a branch, and their entries are moved together by table:\
+         * a mispredicted branch waits for the memory that its condition comes from. */                               \
+        for (; i + GROUP_OF <= n; i += GROUP_OF) {                                                                    \
             uint32_t mask = 0;                                                                                        \
-            prefetch(grad, SIZE * (i + PREFETCH_AHEAD), SIZE * 32);                                                   \
-            prefetch(residual, sizeof(float) * (i + PREFETCH_AHEAD), sizeof(float) * 32);                             \
+            prefetch(grad, SIZE * (i + PREFETCH_AHEAD), SIZE * GROUP_OF);                                             \
+            prefetch(residual, sizeof(float) * (i + PREFETCH_AHEAD), sizeof(float) * GROUP_OF);                       \
             for (int v = 0; v < 4; v++) {                                                                             \
-                x[v] = load8_##NAME(grad, i + 8 * (size_t)v);                                                         \
-                if (residual) x[v] = _mm256_add_ps(x[v], _mm256_loadu_ps(residual + i + 8 * v));                      \
-                const __m256 hit = _mm256_cmp_ps(_mm256_andnot_ps(sign, x[v]), vtau, _CMP_GE_OQ);                     \
-                mask |= (uint32_t)_mm256_movemask_ps(hit) << (8 * v);                                                 \
+                __m256 x = load8_##NAME(grad, i + 8 * (size_t)v);                                                     \
+                if (residual) x = _mm256_add_ps(x, _mm256_loadu_ps(residual + i + 8 * v));                            \
+                const __m256 keep = _mm256_cmp_ps(_mm256_andnot_ps(sign, x), vtau, _CMP_GE_OQ);                       \
+                mask |= (uint32_t)_mm256_movemask_ps(keep) << (8 * v);                                                \
+                _mm256_storeu_ps(acc + i + 8 * v, x);                                                                 \
             }                                                                                                         \
-            if (left)                                                                                                 \
-                for (int v = 0; v < 4; v++) _mm256_storeu_ps(left + i + 8 * v, x[v]);                                 \
-            if (mask) {                                                                                               \
-                _Alignas(32) float all[32];                                                                           \
-                for (int v = 0; v < 4; v++) _mm256_store_ps(all + 8 * v, x[v]);                                       \
-                do {                                                                                                  \
-                    const int j = __builtin_ctz(mask);                                                                \
-                    idx[k] = base + (uint32_t)i + (uint32_t)j;                                                        \
-                    val[k++] = all[j];                                                                                \
-                    mask &= mask - 1;                                                                                 \
-                } while (mask);                                                                                       \
+            masks[i / GROUP_OF] = mask;                                                                               \
+            hit[hits] = (uint8_t)(i / GROUP_OF);                                                                      \
+            hits += mask != 0;                                                                                        \
+        }                                                                                                             \
+        for (size_t h = 0; h < hits; h++) {                                                                           \
+            const size_t at = GROUP_OF * (size_t)hit[h];                                                              \
+            for (int v = 0; v < 4; v++) {                                                                             \
+                const uint32_t mask = masks[hit[h]] >> (8 * v) & 255, from = (uint32_t)at + 8 * (uint32_t)v;          \
+                const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(together + mask)));      \
+                const __m256i where = _mm256_add_epi32(lanes, _mm256_set1_epi32((int32_t)(base + from)));             \
+                _mm256_storeu_ps(val + k, _mm256_permutevar8x32_ps(_mm256_loadu_ps(acc + from), lanes));              \
+                _mm256_storeu_si256((__m256i *)(idx + k), where);                                                     \
+                k += (size_t)__builtin_popcount(mask);                                                                \
             }                                                                                                         \
         }                                                                                                             \
         return k + select_generic_##NAME((const char *)grad + SIZE * i, residual ? residual + i : NULL,               \
