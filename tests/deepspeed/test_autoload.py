@@ -83,18 +83,19 @@ def test_import_torch_loads_the_stub_and_nothing_more() -> None:
 
 
 @pytest.mark.slow
-def test_cost_without_a_section() -> None:
-    """Processor time; under 5 ms is the aim, twice that is left for odd machines."""
-    code = """
-        import sys, time, torch  # what torch has loaded anyway is no cost of ours
-        assert "dct_plugin.integrations" not in sys.modules
-        start = time.process_time()
+def test_the_stub_costs_its_own_modules_alone() -> None:
+    """What it imports besides, also of the standard library, is there anyway: some 2 ms in all."""
+    loaded = python(
+        """
+        import json, sys, torch
+        before = set(sys.modules)
         from dct_plugin.integrations.autoload import autoload
         autoload()
-        print(1e3 * (time.process_time() - start))
-        """
-    milliseconds = [float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in range(2)]
-    assert min(milliseconds) < 10
+        print(json.dumps(sorted(set(sys.modules) - before)))
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert json.loads(loaded) == STUB
 
 
 @pytest.mark.slow
