@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,6 +27,9 @@ import torch.multiprocessing as mp
 #: A hung collective is a failed test, not a lost afternoon.
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = 240.0
+#: A process with more threads is replaced: those of a process group wake up a hundred times a second, and
+#: live as long as something refers to it (Megatron makes groups by the dozen).
+_MOST_THREADS = 200
 
 _context = mp.get_context("spawn")
 _workers: list[tuple[Any, Any]] = []  # (process, its tasks)
@@ -49,7 +53,7 @@ def _serve(position: int, tasks: Any, results: Any) -> None:
         dist.destroy_process_group()
         # Through a file: queues share tensors by descriptors that die with the process.
         torch.save(outcome, f"{store_path}.rank{position}")
-        results.put((number, position))
+        results.put((number, position, psutil.Process().num_threads()))
 
 
 def _stop() -> None:
@@ -80,11 +84,11 @@ def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> li
         path = str(Path(folder) / "store")
         for _, tasks in _workers[:world_size]:
             tasks.put((number, world_size, path, function, arguments))
-        missing = set(range(world_size))
+        missing, threads = set(range(world_size)), 0
         limit = time.monotonic() + _PATIENCE
         while missing:
             try:
-                answered, position = _results.get(timeout=1.0)
+                answered, position, has = _results.get(timeout=1.0)
             except queue.Empty:
                 dead = [rank for rank in missing if not _workers[rank][0].is_alive()]
                 if not dead and time.monotonic() < limit:
@@ -97,6 +101,9 @@ def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> li
                 ) from None
             if answered == number:
                 missing.discard(position)
+                threads = max(threads, has)
+        if threads > _MOST_THREADS:
+            _stop()
         return [torch.load(f"{path}.rank{r}", weights_only=False) for r in range(world_size)]
 
 
