@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from dct_plugin.collectives import Exchange
 from dct_plugin.config import DCTConfig
 from dct_plugin.metrics import Metrics
 
@@ -40,6 +41,18 @@ def ideal(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+class Meeting:
+    """Sends eight bytes: what ranks that have to wait for each other cannot be faster than."""
+
+    def __init__(self) -> None:
+        self._exchange = Exchange(None, torch.device("cpu"))
+        self._message = torch.zeros(8, dtype=torch.uint8)
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self._exchange.all_gather(self._message)
+        return ideal(bucket)
 
 
 class TopK:
@@ -99,9 +112,9 @@ class Trained:
         yield
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside, steps send nothing."""
-        with self.using(ideal), apart(self.ddp.parameters()):
+    def apart(self, hook: Hook) -> Iterator[None]:
+        """Inside, steps go through a hook that leaves every rank its own gradients."""
+        with self.using(hook), apart(self.ddp.parameters()):
             yield
 
 
@@ -123,9 +136,15 @@ class DDP:
         shared, small, one_bucket = (
             Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, SMALL_BUCKET_MB, 1e6)
         )
-        methods = methods_of(shared, one_bucket, SETTINGS)
+        ideal_step, *others = methods_of(shared, one_bucket, SETTINGS)
+        meeting = Method("a meeting", shared.step, around=partial(shared.apart, Meeting()))
         note = f", {SMALL_BUCKET_MB} MB buckets"
-        return [*methods, *(_dct(small, 0.99, values, note) for values in ("int8", "int4"))]
+        return [
+            ideal_step,
+            meeting,
+            *others,
+            *(_dct(small, 0.99, values, note) for values in ("int8", "int4")),
+        ]
 
     def close(self) -> None:
         pass
@@ -136,7 +155,7 @@ def methods_of(shared: Trained, one_bucket: Trained, settings: Sequence[tuple[fl
     group = dist.group.WORLD
     assert group is not None
     methods = [
-        Method("ideal", shared.step, around=shared.alone),
+        Method("ideal", shared.step, around=partial(shared.apart, ideal)),
         _method("fp32", shared, partial(default_hooks.allreduce_hook, group)),
         _method("bf16", shared, partial(default_hooks.bf16_compress_hook, group)),
         _method("fp16", shared, partial(default_hooks.fp16_compress_hook, group)),
