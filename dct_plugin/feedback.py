@@ -11,8 +11,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .codecs.payload import OVERFLOW_MAGNITUDE
-from .kernels.backend import PACK_BLOCK, PACK_EXPONENTS, Backend
+from .kernels.backend import PACK_BLOCK, PACK_EXPONENTS, Backend, Batching
 from .kernels.reference import ReferenceBackend
 
 Saved: TypeAlias = Tensor | dict[str, Tensor]
@@ -217,7 +216,8 @@ class PackedResidual(_Transaction[PackedTensor]):
         numel, device, transactional: See :class:`Residual`.
         dtype: bf16 or int8.
         kernels: Of the device.
-        rooms: Scratch memory, of the size of the largest stream that shares it.
+        rooms: Scratch memory, of the size of the largest stream that shares it; not for passes where many
+            streams' are one batch (:class:`.kernels.backend.Batching`).
         seed: Of the stream.
     """
 
@@ -235,7 +235,8 @@ class PackedResidual(_Transaction[PackedTensor]):
         self.numel = numel
         self._committed = PackedTensor(numel, dtype, kernels, device)
         self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
-        self._rooms, self._seed, self._beside = rooms, seed, device.type == "cuda"
+        self._rooms, self._seed, self._batched = rooms, seed, isinstance(kernels, Batching)
+        self._left: Tensor | None = None
 
     @property
     def current(self) -> Tensor:
@@ -248,15 +249,19 @@ class PackedResidual(_Transaction[PackedTensor]):
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Residual.begin`."""
-        source = self.show(self._rooms, "pass")
-        return source, self._rooms.take("beside", source) if self._beside else source
+        if self._batched:
+            source = self._newest.read(torch.empty_like(self._newest.values, dtype=torch.float32))
+            self._left = torch.empty_like(source)
+        else:
+            source = self._left = self.show(self._rooms, "pass")
+        return source, self._left
 
     def end(self, step: int) -> None:
         """See :meth:`Residual.end`."""
+        assert self._left is not None, "begin() comes first"
         target = self._committed if self._pending is None else self._pending
-        left = self._rooms.take("beside" if self._beside else "pass", target.values)
-        target.write(left, self._seed + 0x9E3779B9 * (step + 1))
-        self._dirty = True
+        target.write(self._left, self._seed + 0x9E3779B9 * (step + 1))
+        self._left, self._dirty = None, True
 
     def rescale(self, factor: float) -> None:
         """See :meth:`Residual.rescale`; but for powers of two it is rounded."""
@@ -295,29 +300,32 @@ class Velocity:
         numel: Entries of the stream.
         device: Where the stream lives.
         momentum: In (0, 1).
+        kernels: Of the device.
         transactional: Support :meth:`Residual.rollback`.
     """
 
     def __init__(
-        self, numel: int, device: torch.device, momentum: float, *, transactional: bool = False
+        self,
+        numel: int,
+        device: torch.device,
+        momentum: float,
+        kernels: Backend,
+        *,
+        transactional: bool = False,
     ) -> None:
         self.momentum = momentum
         self.buffer = Residual(numel, device, transactional=transactional)
+        self._kernels = kernels
 
-    def accumulate(self, grad: Tensor) -> Tensor:
-        """Add a gradient (1-D, any floating-point type); returns the velocity, fp32, with memory of its own.
+    def accumulate(self, grad: Tensor, *, clear: bool) -> tuple[Tensor, Tensor]:
+        """Add a gradient (1-D, fp32, bf16 or fp16), and leave zeros there if ``clear``.
 
-        One that the kernels will refuse (see :meth:`~dct_plugin.kernels.Backend.compress`) is returned and
-        not kept. No value crosses to the host.
+        One that the kernels will refuse (see :meth:`~dct_plugin.kernels.Backend.compress`) is not kept. No
+        value crosses to the host.
+
+        Returns:
+            The velocity, fp32, with memory of its own; and what is kept of it, where the entries that are
+            sent start over.
         """
         source, target = self.buffer.begin()
-        velocity = source.mul(self.momentum).add_(grad)
-        if velocity.numel():
-            low, high = torch.aminmax(velocity)  # NaN propagates
-            finite = (high < OVERFLOW_MAGNITUDE) & (low > -OVERFLOW_MAGNITUDE)
-            torch.where(finite, velocity, source, out=target)
-        return velocity
-
-    def restart(self, start: int, mask: Tensor) -> None:
-        """The entries from ``start`` on where ``mask`` (bool) is set were sent."""
-        self.buffer.current[start : start + mask.numel()].masked_fill_(mask, 0.0)
+        return self._kernels.accumulate(grad, source, self.momentum, target, clear=clear), target

@@ -75,8 +75,18 @@ class _Sums:
     waited_ms: float = 0.0
 
     def count(self, record: Record) -> None:
-        for name in _ADDED:
-            setattr(self, name, getattr(self, name) + getattr(record, name))
+        # One by one: this is done for every tensor, and a loop over names takes four times as long.
+        self.dense_bytes += record.dense_bytes
+        self.sent_bytes += record.sent_bytes
+        self.numel += record.numel
+        self.nnz += record.nnz
+        self.refreshes += record.refreshes
+        self.select_ms += record.select_ms
+        self.encode_ms += record.encode_ms
+        self.exchange_ms += record.exchange_ms
+        self.decode_ms += record.decode_ms
+        self.hidden_ms += record.hidden_ms
+        self.waited_ms += record.waited_ms
         target = record.target_density * record.numel
         self.target += target
         if record.target_density < 1:
@@ -97,9 +107,8 @@ class _Sums:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
-#: What the sums take from a record as it is.
+#: Milliseconds that sums and records have.
 _TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms")
-_ADDED = ("dense_bytes", "sent_bytes", "numel", "nnz", "refreshes", *_TIMES)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -160,7 +169,7 @@ class Summary(ClassSummary):
     classes: dict[str, ClassSummary] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     """One message, of one tensor or of ``tensors`` tensors.
 
@@ -246,7 +255,10 @@ class Metrics:
     def record(self, record: Record) -> None:
         """Add one message to the current step."""
         with self._lock:
-            self._window.setdefault(record.cls, _Sums()).count(record)
+            sums = self._window.get(record.cls)
+            if sums is None:
+                sums = self._window[record.cls] = _Sums()
+            sums.count(record)
 
     def step(self, n: int) -> None:
         """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from .kernels import (
     GRAD_DTYPES,
     SMALLEST_TAU,
     Backend,
-    Framing,
     Stats,
     Tau,
     backend_names,
@@ -48,13 +47,25 @@ _START_STRIDE = 0x9E3779B1
 _PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
+class Totals(NamedTuple):
+    """Figures of all payloads of a tensor together."""
+
+    nnz: int
+    """Entries sent."""
+    above: int
+    """Entries that reached the threshold, before any capacity limit."""
+    nonfinite: bool
+    """Whether a payload is flagged: the tensor held an entry that is not finite, or far too large."""
+    tau: float
+    """Threshold; 0 for what is sent dense."""
+
+
 @dataclass
 class Encoded:
     """What was written of one tensor (or of the parts of one).
 
     Attributes:
-        stats: One entry per payload. Figures that lie on a device are read, all at once, by the first
-            property that needs them.
+        stats: One entry per payload.
         numel: Entries of the tensor.
         density: Share of them that was wanted; 1 for what is sent dense.
         refreshes: Measurements of the threshold that this took.
@@ -65,36 +76,32 @@ class Encoded:
     density: float = 1.0
     refreshes: int = 0
 
-    @property
-    def tau(self) -> float:
-        """Threshold; 0 for what is sent dense."""
-        return max((part.tau for part in read_stats(self.stats)), default=0.0)
+    def totals(self) -> Totals:
+        """Of all payloads; figures that lie on a device are read, all at once."""
+        if len(self.stats) == 1:  # most often, and every microsecond counts where cores are busy
+            _, nnz, above, nonfinite = self.stats[0].counts
+            return Totals(nnz, above, nonfinite, self.stats[0].tau)
+        parts = read_stats(self.stats)
+        return Totals(
+            sum(part.nnz for part in parts),
+            sum(part.above for part in parts),
+            any(part.nonfinite for part in parts),
+            max((part.tau for part in parts), default=0.0),
+        )
 
-    @property
-    def nnz(self) -> int:
-        """Entries sent."""
-        return sum(part.nnz for part in read_stats(self.stats))
-
-    @property
-    def above(self) -> int:
-        """Entries that reached the threshold, before any capacity limit."""
-        return sum(part.above for part in read_stats(self.stats))
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether a payload is flagged: the tensor held an entry that is not finite, or far too large."""
-        return any(part.nonfinite for part in read_stats(self.stats))
-
-    def record(self, cls: str, *, dense_bytes: float, sent_bytes: float) -> Record:
-        """The metrics' record of it."""
+    def record(
+        self, cls: str, *, dense_bytes: float, sent_bytes: float, totals: Totals | None = None
+    ) -> Record:
+        """The metrics' record of it; ``totals`` are its own, where the caller has asked for them."""
+        totals = self.totals() if totals is None else totals
         return Record(
             cls,
             dense_bytes=round(dense_bytes),
             sent_bytes=round(sent_bytes),
             numel=self.numel,
-            nnz=self.nnz,
+            nnz=totals.nnz,
             target_density=self.density,
-            tau=self.tau,
+            tau=totals.tau,
             refreshes=self.refreshes,
             select_ms=sum(part.select_ns for part in self.stats) / 1e6,
             encode_ms=sum(part.encode_ns for part in self.stats) / 1e6,
@@ -149,6 +156,7 @@ class Stream:
         residual: Sequence[Tensor | None] = (None, None),
         encoding: IndexEncoding | None = None,
         clear: bool = False,
+        restart: Tensor | None = None,
     ) -> Stats:
         """One payload into ``out``, uint8 of ``payload_bound`` bytes; ``residual`` is ``(read, written)``.
 
@@ -166,6 +174,7 @@ class Stream:
             value_dtype=value_dtype,
             encoding=encoding,
             clear=clear,
+            restart=restart,
         )
         encoded.stats.append(stats)
         return stats
@@ -297,12 +306,13 @@ class Compressor(Stream):
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
         buffers = self._residual_buffers(numel, grad.device) if left is None else (None, left)
-        if self.velocity is not None:
-            velocity = self.velocity.accumulate(grad)
-            if clear:
-                grad.zero_()
-            grad, clear = velocity, False
         dense = encoded.density >= 1.0 or not numel
+        restart = None
+        if self.velocity is not None:
+            grad, kept = self.velocity.accumulate(grad, clear=clear)
+            clear = False
+            if self.config.momentum_masking and not dense:
+                restart = kept
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
         for start, stop, writer in parts:
             length = stop - start
@@ -310,23 +320,17 @@ class Compressor(Stream):
             room = writer.reserve(payload_bound(length, capacity, self._value_dtype, self._encoding))
             part = self.write(
                 encoded,
-                grad[start:stop],
+                _part(grad, start, stop),
                 room,
                 tau=tau,
                 step=step,
                 capacity=capacity,
                 value_dtype=self._value_dtype,
-                residual=[None if buffer is None else buffer[start:stop] for buffer in buffers],
+                residual=[None if buffer is None else _part(buffer, start, stop) for buffer in buffers],
                 encoding=self._encoding,
                 clear=clear,
+                restart=None if restart is None else restart[start:stop],
             )
-            if self.velocity is not None and self.config.momentum_masking and not dense:
-                kernels = self.backend(grad.device)
-                if part.pending and isinstance(kernels, Framing):
-                    mask = kernels.written_mask(room, part, length)
-                else:
-                    mask = kernels.decode_mask(room[: part.nbytes], length)
-                self.velocity.restart(start, mask)
             writer.advance(part)
         if self.residual is not None and left is None:
             self.residual.end(step)
@@ -359,13 +363,18 @@ class Compressor(Stream):
             writer.advance(part)
         return encoded
 
-    def observe(self, encoded: Encoded) -> None:
-        """Close the step: the threshold lives on, unless a part was non-finite."""
-        if encoded.nonfinite:
+    def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:
+        """Close the step: the threshold lives on, unless a part was non-finite.
+
+        Args:
+            totals: Those of ``encoded``, where the caller has asked for them.
+        """
+        totals = encoded.totals() if totals is None else totals
+        if totals.nonfinite:
             self.threshold.reject()
         elif encoded.density < 1.0 and encoded.numel:
-            self.threshold.accept(encoded.tau)
-            self.threshold.observe(encoded.above, encoded.numel)
+            self.threshold.accept(totals.tau)
+            self.threshold.observe(totals.above, encoded.numel)
         else:
             self.threshold.step += 1
 
@@ -437,7 +446,11 @@ class Compressor(Stream):
             self.residual = self._new_residual(numel, device)
             if self.config.momentum_correction > 0.0:
                 self.velocity = Velocity(
-                    numel, device, self.config.momentum_correction, transactional=self._transactional
+                    numel,
+                    device,
+                    self.config.momentum_correction,
+                    self.backend(device),
+                    transactional=self._transactional,
                 )
             self._adopt_loaded()
         if self.residual.numel != numel:
@@ -474,6 +487,11 @@ class Compressor(Stream):
                 buffer.restore(self._loaded.pop(name))
 
 
+def _part(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """``tensor[start:stop]``; most often that is all of it, and making a view takes microseconds."""
+    return tensor if start == 0 and stop == tensor.numel() else tensor[start:stop]
+
+
 # -- shared by every path ---
 
 
@@ -504,7 +522,7 @@ def backend_beside(kernels: KernelConfig | None, device: torch.device) -> Backen
 
 def as_flat(tensor: Tensor) -> Tensor:
     """``tensor`` as the kernels read it: detached, 1-D, contiguous; fp32, bf16, fp16 (fp64 is rounded)."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
     return flat if flat.dtype in GRAD_DTYPES else flat.to(torch.float32)
 
 

@@ -1,14 +1,15 @@
 """How messages get from rank to rank: over connections of our own, by gloo, or by the device's transport.
 
-A message is announced with a prefix of fixed size, to which all ranks' answers are awaited, and delivered
-when it is known how long it is; or it is transferred, where the receiver knows that beforehand.
+A message is announced by a row of numbers, to which all ranks' answers are awaited, and delivered when it is
+known how long it is; or it is transferred, where the receiver knows that beforehand.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,11 @@ from . import mesh
 
 logger = logging.getLogger("dct_plugin.collectives")
 
-#: Bytes of a message that travel with its prefix through gloo: room that every receiver has ready, so the
+#: Size and fingerprint of a message (size negative: the sender failed), and what its sender was busy with.
+Row: TypeAlias = tuple[int, int, int]
+_ROW = struct.Struct("=3q")
+
+#: Bytes of a message that travel with its row through gloo: room that every receiver has ready, so the
 #: same on all ranks.
 HEAD_BYTES = 1 << 18
 #: Bytes of a message nobody wants that are read so that the next one is understood, and seconds for that.
@@ -38,18 +43,23 @@ class Carrier(Protocol):
     def expect(self) -> None:
         """The next message is an announced one: be ready to receive before it is made."""
 
-    def announce(self, prefixes: Tensor, messages: Sequence[Tensor] | None) -> Tensor:
-        """Send row ``r`` of ``prefixes``, int64 [ranks, n] on the host, to rank ``r``, and return everyone's;
-        ``messages`` (None: there are none) may be on their way when this returns.
+    def post(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> None:
+        """``rows[r]`` and ``messages[r]`` (None: there are no messages) may leave for rank ``r`` from now on.
+        Several may be posted; what follows is called for one after the other.
+        """
+
+    def answers(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> list[Row]:
+        """The row to this rank from every rank, to what was posted so."""
+        ...
+
+    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool) -> list[Tensor]:
+        """The messages that follow these answers, and are so long; unless there is ``more`` to come, all
+        that was posted has left when this returns.
         """
         ...
 
-    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """What was announced last; ``sizes`` are those of the messages that come."""
-        ...
-
     def drop(self, sizes: Sequence[int]) -> None:
-        """Nobody wants what was announced last, of which so many bytes may be on their way."""
+        """Nobody wants the messages that follow these answers, of which so many bytes may be on their way."""
 
     def transfer(self, messages: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
         """Send ``messages[r]`` to rank ``r`` and fill ``rooms[r]`` from it; the own ones are left alone."""
@@ -93,36 +103,46 @@ class _Places:
     def expect(self) -> None:
         pass
 
+    def post(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> None:
+        pass
+
     def drop(self, sizes: Sequence[int]) -> None:
         pass
 
 
 class _Sockets(_Places):
-    """Connections of our own: a message follows its prefix at once."""
+    """Connections of our own: a message follows its row at once."""
 
     def __init__(self, group: dist.ProcessGroup | None, connections: mesh.Mesh) -> None:
         super().__init__(group)
         self._mesh = connections
 
-    def announce(self, prefixes: Tensor, messages: Sequence[Tensor] | None) -> Tensor:
-        rows, answer = prefixes.view(torch.uint8), prefixes.clone()
-        rooms = answer.view(torch.uint8)
-        for source, target in self.peers:
-            parts = [rows[target]] if messages is None else [rows[target], messages[target]]
-            self.sent_bytes += sum(part.numel() for part in parts)
-            self._mesh.send(target, *parts)
-            self._mesh.receive(source, rooms[source])
-        self._mesh.complete(sent=False)
-        return answer
+    def post(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> None:
+        # Bytes, not tensors: where cores are busy a call of torch takes 20 to 130 microseconds.
+        for _, target in self.peers:
+            row = _ROW.pack(*rows[target])
+            if messages is None:
+                self._mesh.send(target, row)
+            else:
+                self._mesh.send(target, row, messages[target])
+                self.sent_bytes += messages[target].numel()
+            self.sent_bytes += _ROW.size
 
-    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def answers(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> list[Row]:
+        rooms = {source: bytearray(_ROW.size) for source, _ in self.peers}
+        for source, room in rooms.items():
+            self._mesh.receive(source, room)
+        self._mesh.complete(sent=False)
+        return [_ROW.unpack(rooms[r]) if r in rooms else row for r, row in enumerate(rows)]
+
+    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool) -> list[Tensor]:
         received = [
             messages[r] if r == self.rank else torch.empty(size, dtype=torch.uint8)
             for r, size in enumerate(sizes)
         ]
         for source, _ in self.peers:
             self._mesh.receive(source, received[source])
-        self._mesh.complete()
+        self._mesh.complete(sent=not more)
         return received
 
     def drop(self, sizes: Sequence[int]) -> None:
@@ -162,7 +182,7 @@ class _PointToPoint(_Places):
 
 
 class _Gloo(_PointToPoint):
-    """gloo, whose receivers take less than they have room for: a prefix and a message's first bytes are one
+    """gloo, whose receivers take less than they have room for: a row and a message's first bytes are one
     transfer, and most messages are no longer than that.
     """
 
@@ -170,21 +190,19 @@ class _Gloo(_PointToPoint):
         super().__init__(group)
         self._expected: dict[int, tuple[Tensor, Any]] = {}
         self._heads: dict[int, Tensor] = {}
-        self._prefix_bytes = 0
 
     def expect(self) -> None:
         # gloo asks receivers before it sends, and is answered while the message is made.
-        if self._prefix_bytes and not self._expected:
+        if not self._expected:
             for source, _ in self.peers:
-                room = torch.empty(self._prefix_bytes + HEAD_BYTES, dtype=torch.uint8)
+                room = torch.empty(_ROW.size + HEAD_BYTES, dtype=torch.uint8)
                 self._expected[source] = room, dist.irecv(room, self.ranks[source], self.group)
 
-    def announce(self, prefixes: Tensor, messages: Sequence[Tensor] | None) -> Tensor:
-        rows, answer = prefixes.view(torch.uint8), prefixes.clone()
-        self._prefix_bytes = rows.shape[1]
-        sent = list(rows)
+    def answers(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> list[Row]:
+        answer = torch.tensor(rows, dtype=torch.int64)
+        sent = list(answer.view(torch.uint8).clone())
         if messages is not None:
-            first = {id(m): torch.cat([r, m[:HEAD_BYTES]]) for r, m in zip(rows, messages, strict=True)}
+            first = {id(m): torch.cat([r, m[:HEAD_BYTES]]) for r, m in zip(sent, messages, strict=True)}
             sent = [first[id(m)] for m in messages]
         self.expect()
         expected, self._expected = self._expected, {}
@@ -194,12 +212,12 @@ class _Gloo(_PointToPoint):
             self.sent_bytes += sent[target].numel()
         for work in under_way:
             work.wait()
-        self._heads = {source: room[self._prefix_bytes :] for source, (room, _) in expected.items()}
+        self._heads = {source: room[_ROW.size :] for source, (room, _) in expected.items()}
         for source, (room, _) in expected.items():
-            answer.view(torch.uint8)[source] = room[: self._prefix_bytes]
-        return answer
+            answer.view(torch.uint8)[source] = room[: _ROW.size]
+        return [tuple(row) for row in answer.tolist()]
 
-    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool) -> list[Tensor]:
         received = []
         for r, size in enumerate(sizes):
             if r == self.rank:
@@ -214,22 +232,21 @@ class _Gloo(_PointToPoint):
 
 
 class _Device(_PointToPoint):
-    """The transport of a device (nccl): prefixes go first, in one small all-to-all."""
+    """The transport of a device (nccl): rows go first, in one small all-to-all."""
 
     def __init__(self, group: dist.ProcessGroup | None, wire: torch.device) -> None:
         super().__init__(group)
         self._wire = wire
 
-    def announce(self, prefixes: Tensor, messages: Sequence[Tensor] | None) -> Tensor:
-        there = (prefixes.pin_memory() if self._wire.type == "cuda" else prefixes).to(
-            self._wire, non_blocking=True
-        )
+    def answers(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> list[Row]:
+        prefixes = torch.tensor(rows, dtype=torch.int64, pin_memory=self._wire.type == "cuda")
+        there = prefixes.to(self._wire, non_blocking=True)
         answer = torch.empty_like(there)
         dist.all_to_all_single(answer, there, group=self.group)
-        self.sent_bytes += prefixes[0].nbytes * (self.world_size - 1)
-        return answer.cpu()
+        self.sent_bytes += _ROW.size * (self.world_size - 1)
+        return [tuple(row) for row in answer.tolist()]
 
-    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def deliver(self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool) -> list[Tensor]:
         received = [
             messages[r] if r == self.rank else torch.empty(size, dtype=torch.uint8, device=self._wire)
             for r, size in enumerate(sizes)

@@ -7,10 +7,14 @@ before it stops. How the bytes travel is said in :mod:`.carriers`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +22,25 @@ from torch import Tensor
 
 from ..errors import DesyncError
 from . import roll_call
-from .carriers import Carrier, carrier_of
+from .carriers import Carrier, Row, carrier_of
 
 logger = logging.getLogger("dct_plugin.collectives")
 
 _FAILED = -1
+
+
+class _Posted(NamedTuple):
+    """What was announced and not answered yet."""
+
+    rows: Sequence[Row]
+    """To every rank: size, fingerprint, nanoseconds since the last exchange."""
+    messages: Sequence[Tensor] | None
+    fingerprint: int
+    busy: int
+    at: int
+    """Nanoseconds of this rank's clock."""
+
+
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
 _ROOM, _MOST_PER_ENTRY = 4096, 16
 
@@ -37,8 +55,13 @@ def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.devi
     backends = str(dist.get_backend_config(group)).split(",")
     if device.type == "cpu" or f"{device.type}:gloo" not in backends:
         return device
-    logger.warning("gloo carries messages of %s through the host; nccl would not", device)
+    _say_once(device)
     return torch.device("cpu")
+
+
+@functools.cache
+def _say_once(device: torch.device) -> None:
+    logger.warning("gloo carries messages of %s through the host; nccl would not", device)
 
 
 class Exchange:
@@ -67,6 +90,10 @@ class Exchange:
         self._summed_bytes = 0
         self._left = 0
         """When the last exchange was over, nanoseconds of this rank's clock; 0 before the first."""
+        self._posted: deque[_Posted] = deque()
+        self._posts = 0
+        self._lost = False
+        """Whether the transport failed."""
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
     @property
@@ -89,11 +116,26 @@ class Exchange:
             DesyncError: A rank reported a failure, is at another operation, announces more bytes than it can
                 have, or was lost; names the ranks.
         """
-        own, messages = messages[self.rank], self._outgoing(messages)
-        sizes = self._agreed([m.numel() for m in messages], fingerprint, messages, bounds)
+        self.post(messages, fingerprint)
+        return self.collect(messages[self.rank], bounds=bounds)
+
+    def post(self, messages: Sequence[Tensor], fingerprint: int = 0) -> None:
+        """The first half of :meth:`all_to_all`: what can leave leaves. Any number may be posted before they
+        are collected, and stay as they are until the last of them is.
+        """
+        messages = self._outgoing(messages)
+        self._post([m.numel() for m in messages], fingerprint, messages)
+
+    def collect(self, own: Tensor, *, bounds: Sequence[int] | None = None) -> list[Tensor]:
+        """The second half of :meth:`all_to_all`, for the oldest of the messages that were posted; ``own`` is
+        the one to this rank. After an error nothing is posted any more.
+        """
+        messages, sizes = self._posted[0].messages, self._agreed(bounds)
+        assert messages is not None
         with self._transport("exchange of messages"):
-            received = self._carried().deliver(messages, sizes)
-        self._left = time.perf_counter_ns()
+            received = self._carried().deliver(messages, sizes, more=bool(self._posted))
+        if not self._posted:
+            self._left = time.perf_counter_ns()
         return self._arrived(received, own)
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -154,7 +196,8 @@ class Exchange:
 
     def agree(self, fingerprint: int) -> None:
         """Every rank is about to do what ``fingerprint`` describes, or all stop as in :meth:`all_to_all`."""
-        self._agreed([0] * self.world_size, fingerprint)
+        self._post([0] * self.world_size, fingerprint, None)
+        self._agreed(None)
 
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; returns the bytes that count as sent."""
@@ -172,67 +215,102 @@ class Exchange:
         return self.all_to_all([message] * self.world_size, fingerprint, bounds=bounds)
 
     @contextmanager
-    def preparing(self, *, announced: bool = True) -> Iterator[None]:
+    def preparing(self, *, announced: bool = True, posts: int = 1) -> Iterator[None]:
         """Around the work that makes the messages of the next exchange. Its receivers are ready from the
         start, and the other ranks, who may be waiting in it already, are told of an error.
 
         Args:
             announced: Whether that is one that says how long its messages are: all but :meth:`transfer`.
+            posts: Of the exchanges that are prepared here; the block may have posted some when it fails.
         """
+        before = self._posts
         try:
             if announced:
                 with self._transport("exchange of sizes"):
                     self._carried().expect()
             yield
         except BaseException:
-            self.abort()
+            self.abort(posts - (self._posts - before))
             raise
 
-    def abort(self) -> None:
-        """Tell the ranks that are waiting in their next exchange that this one failed. Never raises."""
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around the work on what was posted: after an error the rest is taken from the ranks that sent it,
+        who may be well, and forgotten.
+        """
         try:
-            rows = self._announce([_FAILED] * self.world_size, 0)
-            self._carried().drop([size for size, _ in rows])
-        except Exception:  # the transport is gone as well: the others will see that
+            yield
+        except BaseException:
+            self.abort(0)
+            raise
+
+    def abort(self, posts: int = 1) -> None:
+        """Tell the ranks that are waiting in their next exchange, or the next ``posts``, that this one
+        failed. Never raises.
+        """
+        if self._lost:  # the others see that
             return
+        with contextlib.suppress(Exception):
+            for _ in range(posts):
+                self._post([_FAILED] * self.world_size, 0, None)
+            self._drain()
+        self._posted.clear()
 
     def _carried(self) -> Carrier:
         if self._carrier is None:
             self._carrier = carrier_of(self.group, self._wire)
         return self._carrier
 
-    def _transport(self, what: str) -> AbstractContextManager[None]:
+    def _transport(self, what: str) -> roll_call.transport:
         """Around the transport's own work: what it raises names addresses at best, not ranks."""
-        return roll_call.transport(what, self.group, self.step)
+        return roll_call.transport(what, self.group, self.step, self._give_up)
 
-    def _agreed(
-        self,
-        sizes: Sequence[int],
-        fingerprint: int,
-        messages: Sequence[Tensor] | None = None,
-        bounds: Sequence[int] | None = None,
-    ) -> list[int]:
-        """Announce messages of these sizes; those of the messages that come."""
-        rows = self._announce(sizes, fingerprint, messages)
+    def _give_up(self) -> None:
+        self._lost = True
+        self._posted.clear()
+
+    def _post(self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None) -> None:
+        at = time.perf_counter_ns()
+        busy = at - self._left if self._left else 0
+        rows = [(size, fingerprint, busy) for size in sizes]
+        self._posted.append(_Posted(rows, messages, fingerprint, busy, at))
+        self._posts += 1
+        with self._transport("exchange of sizes"):
+            self._carried().post(rows, messages)
+
+    def _agreed(self, bounds: Sequence[int] | None) -> list[int]:
+        """Sizes of the messages that come, to the oldest that was posted."""
+        fingerprint, rows = self._posted[0].fingerprint, self._answers()
         try:
             return self.checked(rows, fingerprint, bounds)
         except DesyncError:
             self._carried().drop([size for size, _ in rows])
+            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                self._drain()
             raise
 
-    def _announce(
-        self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None = None
-    ) -> list[list[int]]:
+    def _answers(self) -> list[tuple[int, int]]:
         """Size and fingerprint of the message from every rank."""
-        entered = time.perf_counter_ns()
-        busy = entered - self._left if self._left else 0
+        posted, entered = self._posted.popleft(), time.perf_counter_ns()
         with self._transport("exchange of sizes"):
-            own = torch.tensor([[size, fingerprint, busy] for size in sizes], dtype=torch.int64)
-            rows = self._carried().announce(own, messages).tolist()
+            rows = self._carried().answers(posted.rows, posted.messages)
         # Ranks leave an exchange together, so that of what they did since then the longest is what all wait
-        # for; their clocks need not agree.
-        self._left = time.perf_counter_ns()
+        # for, from when they come here; their clocks need not agree.
+        now = time.perf_counter_ns()
+        if not self._posted:
+            self._left = now
         others = [row[2] for row in rows]
         if all(others):
-            self.waited_ms += min(max(others) - busy, self._left - entered) / 1e6
-        return [row[:2] for row in rows]
+            late = max(others) - posted.busy - (entered - posted.at)
+            self.waited_ms += max(0, min(late, now - entered)) / 1e6
+        return [(size, fingerprint) for size, fingerprint, _ in rows]
+
+    def _drain(self) -> None:
+        """Take what the others send to what was posted, and forget it: they may be well, and go on."""
+        while self._posted:
+            messages = self._posted[0].messages
+            sizes = [size for size, _ in self._answers()]
+            if messages is None or min(sizes) < 0:  # then nobody takes it
+                self._carried().drop(sizes)
+            else:
+                self._carried().deliver(messages, sizes, more=bool(self._posted))

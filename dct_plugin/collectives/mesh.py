@@ -107,17 +107,19 @@ class Mesh:
         self._peers = {position: _Peer(found, ranks[position]) for position, found in connections.items()}
         self._limit = limit
 
-    def send(self, position: int, *parts: Tensor) -> None:
-        """Send tensors (1-D uint8), one behind the other, from now on; they stay as they are until
+    def send(self, position: int, *parts: Tensor | bytes) -> None:
+        """Send tensors (1-D uint8) and bytes, one behind the other, from now on; they stay as they are until
         :meth:`complete` returns.
         """
         peer = self._peers[position]
-        peer.outgoing.extend(_bytes(part) for part in parts if part.numel())
+        for part in parts:
+            if len(part):
+                peer.outgoing.append(_bytes(part))
         peer.push()
 
-    def receive(self, position: int, room: Tensor) -> None:
-        """Have the next ``room.numel()`` bytes put there by :meth:`complete`."""
-        if room.numel():
+    def receive(self, position: int, room: Tensor | bytearray) -> None:
+        """Have the next ``len(room)`` bytes put there by :meth:`complete`."""
+        if len(room):
             self._peers[position].incoming.append(_bytes(room))
 
     def complete(self, *, sent: bool = True, limit: float | None = None) -> None:
@@ -200,8 +202,8 @@ def connect(group: dist.ProcessGroup | None) -> tuple[Mesh | None, str]:
     return None, reason or "another rank could not be connected"
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.numpy().data
+def _bytes(part: Tensor | bytes | bytearray) -> memoryview:
+    return part.numpy().data if isinstance(part, Tensor) else memoryview(part)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

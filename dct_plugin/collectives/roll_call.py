@@ -11,7 +11,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -30,24 +31,41 @@ def introduce() -> None:
         _store().set(_process_key(dist.get_rank()), processes.this())
 
 
-@contextlib.contextmanager
-def transport(what: str, group: dist.ProcessGroup | None = None, step: int | None = None) -> Iterator[None]:
+class transport:  # used as a statement
     """Around a collective: what the transport raises becomes an error that names ranks.
 
     Args:
         what: The collective, in words.
         group: Whose collective it is; None for that of all ranks.
         step: Optimizer steps so far, where there are any.
+        failed: Called then.
 
     Raises:
         DesyncError: With the ranks that are gone.
     """
-    try:
-        yield
-    except DCTError:
-        raise
-    except RuntimeError as error:
-        raise DesyncError(after_failure(what, error, group, step)) from error
+
+    # Not a generator: it is entered several times per message.
+    __slots__ = ("_failed", "_group", "_step", "_what")
+
+    def __init__(
+        self,
+        what: str,
+        group: dist.ProcessGroup | None = None,
+        step: int | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
+        self._what, self._group, self._step, self._failed = what, group, step, failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, DCTError):
+            if self._failed is not None:
+                self._failed()
+            raise DesyncError(after_failure(self._what, error, self._group, self._step)) from error
 
 
 def after_failure(

@@ -1,16 +1,17 @@
-"""Reductions that wait for the device once: messages in frames whose size all ranks know beforehand.
+"""Exchanges that wait for the device once: messages in frames whose size all ranks know beforehand.
 
 The kernels of a device write a message whose size the host does not know. So that it need not wait to learn
 it, a message travels in a frame (:mod:`dct_plugin.codecs.frames`) of a size that follows from those of the
-last messages of the same reduction between the same two ranks: both have seen them. Frames are opened and
-added up on the device. Sizes, figures and errors of all reductions are read in one copy when they are
-finished, once in a step where the host framework says so (:attr:`.reducer.GradientReducer.deferred`).
+last messages of the same exchange between the same two ranks: both have seen them. Frames are opened and
+added up on the device. Sizes, figures and errors of all exchanges are read in one copy when they are
+finished: of reductions once in a step where the host framework says so
+(:attr:`.reducer.GradientReducer.deferred`), of updates of weights before weights are used again.
 
-A message that turns out too long for its frame was added nowhere: who lacked it made NaN of the sums, which
-leaves residuals alone, and says so in its own answer. Such messages are sent again, whole, when the
-reduction is finished, and what depends on them is done again, with the bits of a message that had fit. The
-first time that tensors are reduced together, sizes are exchanged, and with them the proof that all ranks mean
-the same tensors.
+A message that turns out too long for its frame was added nowhere. Weights stay as they were; who lacked a
+part of a sum made NaN of it, which leaves residuals alone, and says so in its own answer. Such messages are
+sent again, whole, when the exchange is finished, and what depends on them is done again, with the bits of a
+message that had fit. The first time that tensors are exchanged together, sizes are, too, and with them the
+proof that all ranks mean the same tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,10 +38,12 @@ from .plan import Item, Plan, Shard
 
 #: Sizes of so many messages decide over the next frame.
 _REMEMBERED = 4
+#: Kinds of plans in which a rank sends the same message to all.
+_ALIKE = ("direct", "parameters")
 
 
-class Reducing(Protocol):
-    """What is asked of a :class:`.reducer.GradientReducer`."""
+class Exchanging(Protocol):
+    """What is asked of a :class:`.member.Member`."""
 
     rank: int
     world_size: int
@@ -49,8 +52,23 @@ class Reducing(Protocol):
     backend: Backend
 
     def recorded(self, cls: str) -> AbstractContextManager[Record]: ...
-    def prepare(self, plan: Plan, whole: Record) -> None: ...
     def write(self, plan: Plan, writers: Sequence[MessageWriter], *, copies: int) -> list[Written]: ...
+    def account(self, written: Sequence[Written], whole: Record) -> None: ...
+
+
+class Updating(Exchanging, Protocol):
+    """What is asked of :class:`.parameters.ParameterUpdates`."""
+
+    def add_frame(
+        self, plan: Plan, owner: int, buffer: Tensor, bounds: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]: ...
+    def add_message(self, plan: Plan, owner: int, message: Tensor) -> None: ...
+
+
+class Reducing(Exchanging, Protocol):
+    """What is asked of a :class:`.reducer.GradientReducer`."""
+
+    def prepare(self, plan: Plan, whole: Record) -> None: ...
     def totals(self, owned: Sequence[tuple[Item, Shard]]) -> list[Tensor]: ...
     def write_answers(
         self, owned: Sequence[tuple[Item, Shard]], totals: Sequence[Tensor], answer: MessageWriter
@@ -64,7 +82,6 @@ class Reducing(Protocol):
         *,
         sender: int = 0,
     ) -> None: ...
-    def account(self, written: Sequence[Written], whole: Record) -> None: ...
     def learn(self, plan: Plan) -> None: ...
 
 
@@ -110,7 +127,7 @@ class _Leg:
 
 @dataclass
 class _Round:
-    """A reduction under way."""
+    """An exchange under way."""
 
     plan: Plan
     scale: float
@@ -137,13 +154,22 @@ class _Found:
         """Senders whose message stands for nothing."""
 
 
-class FramedReductions:
-    """The reductions of a :class:`.reducer.GradientReducer` whose kernels write frames."""
+_Member = TypeVar("_Member", bound=Exchanging)
 
-    def __init__(self, reducer: Reducing) -> None:
-        self._reducer = reducer
-        self._exchange = reducer.exchange
-        self._kernels = cast(Framing, reducer.backend)
+
+class _FramedExchange(Generic[_Member]):
+    """The exchanges of a member whose kernels write frames.
+
+    Args:
+        member: Whose they are.
+        cls: Of the records of an exchange as a whole.
+    """
+
+    def __init__(self, member: _Member, cls: str) -> None:
+        self._member = member
+        self._cls = cls
+        self._exchange = member.exchange
+        self._kernels = cast(Framing, member.backend)
         self._sizes: dict[tuple[int, int], _Sizes] = {}
         self._pending: list[_Round] = []
         self._spare: list[list[MessageWriter]] = []
@@ -160,44 +186,36 @@ class FramedReductions:
     # -- under way ---
 
     def start(self, plan: Plan, scale: float, whole: Record) -> None:
-        """Queue everything that the reduction takes."""
+        """Queue everything that the exchange takes."""
         names = {item.name for item in plan.items}
         if any(item.name in names for made in self._pending for item in made.plan.items):
             self.finish()  # a stream's next step needs to know what its last one sent
-        reducer, ranks = self._reducer, self._reducer.world_size
-        direct, two_phase = plan.kind == "direct", plan.kind == "two_phase"
+        member, ranks = self._member, self._member.world_size
         writers = (
-            self._spare.pop() if self._spare else [MessageWriter(reducer.device) for _ in range(ranks + 1)]
+            self._spare.pop() if self._spare else [MessageWriter(member.device) for _ in range(ranks + 1)]
         )
         made = _Round(plan, scale, writers)
         for writer in writers:
             writer.clear()
-        reducer.prepare(plan, whole)
+        self._prepare(plan, whole)
+        alike = plan.kind in _ALIKE
         try:
-            written = reducer.write(plan, writers, copies=ranks - 1 if direct else 1)
+            written = member.write(plan, writers, copies=ranks - 1 if alike else 1)
         except BaseException:
             self._fail(plan)
             raise
-        first = self._frames(plan, 0, [writers[0]] * ranks if direct else writers[:ranks], written)
+        first = self._frames(plan, 0, [writers[0]] * ranks if alike else writers[:ranks], written)
         self._send(plan, first, whole)
         made.legs.append(first)
-        owned = plan.owned_by(reducer.rank)
-        if two_phase:
-            totals = reducer.totals(owned)
-            first.wrong, missing = self._add(first, first.bounds, totals, 1.0, whole)
-            answered = reducer.write_answers(owned, totals, writers[-1])
-            second = self._frames(plan, 1, [writers[-1]] * ranks, answered, missing.amax())
-            self._send(plan, second, whole)
-            made.legs.append(second)
-            wrong = []
-            for owner, bound in enumerate(second.bounds):
-                views = _views(plan.owned_by(owner))
-                wrong.append(self._add(second, [bound], views, scale, whole)[0])
-            second.wrong = torch.cat(wrong)
-        else:
-            outs = [item.tensor for item in plan.items] if direct else _views(owned)
-            first.wrong, _ = self._add(first, first.bounds, outs, scale, whole)
+        self._add_up(made, whole)
         self._pending.append(made)
+
+    def _prepare(self, plan: Plan, whole: Record) -> None:
+        """What comes before the plan's tensors are written."""
+
+    def _add_up(self, made: _Round, whole: Record) -> None:
+        """What is done with the first frames; an answer to them."""
+        raise NotImplementedError
 
     def _frames(
         self,
@@ -212,15 +230,15 @@ class FramedReductions:
         rooms = [frame_bytes(series) for series in sizes.sent]
         ends = list(itertools.accumulate((frame_bytes(series) for series in sizes.got), initial=0))
         bounds = list(itertools.pairwise(ends))
-        buffer = torch.empty(ends[-1], dtype=torch.uint8, device=self._reducer.device)
+        buffer = torch.empty(ends[-1], dtype=torch.uint8, device=self._member.device)
         made = _Leg(sizes, writers, written, rooms, buffer, bounds, torch.empty(0))
-        rank = self._reducer.rank
+        rank = self._member.rank
         self._kernels.write_frame(writers[rank], made.frame(rank), plan.fingerprint, incomplete)
         return made
 
     def _send(self, plan: Plan, leg: _Leg, whole: Record) -> None:
         """To every rank its frame, and from every rank the one for this."""
-        rank, frames = self._reducer.rank, {}
+        rank, frames = self._member.rank, {}
         own = leg.writers[rank]
         for receiver, (writer, room) in enumerate(zip(leg.writers, leg.rooms, strict=True)):
             if receiver != rank and writer is not own:
@@ -230,17 +248,6 @@ class FramedReductions:
         leaving = [frames.get(receiver, arriving[rank]) for receiver in range(len(leg.bounds))]
         with whole.timed("exchange"):
             self._exchange.transfer_into(leaving, arriving)
-
-    def _add(
-        self,
-        leg: _Leg,
-        bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Tensor],
-        scale: float,
-        whole: Record,
-    ) -> tuple[Tensor, Tensor]:
-        with whole.timed("decode"):
-            return self._kernels.sum_frames(leg.buffer, bounds, outs, scale)
 
     def _fail(self, plan: Plan) -> None:
         """Send frames that say so to the ranks that are waiting for these. Never raises."""
@@ -253,7 +260,7 @@ class FramedReductions:
                 )
                 for frame in leaving:
                     frame.view(torch.int64)[0] = FAILED
-                device = self._reducer.device
+                device = self._member.device
                 self._exchange.transfer_into(
                     [frame.to(device) for frame in leaving], [frame.to(device) for frame in arriving]
                 )
@@ -263,7 +270,7 @@ class FramedReductions:
     # -- finished ---
 
     def finish(self) -> None:
-        """Wait for the reductions under way; what did not fit is exchanged now.
+        """Wait for the exchanges under way; what did not fit is exchanged now.
 
         Raises:
             DesyncError: A rank failed, or reduces other tensors.
@@ -276,33 +283,29 @@ class FramedReductions:
         stats = [part for leg in legs for each in leg.written for part in each.encoded.stats]
         also = [table for leg in legs for table in (leg.words(), leg.wrong.to(torch.int64))]
         read = iter(read_figures(stats, also))
-        with self._reducer.recorded("gradient") as whole:
+        with self._member.recorded(self._cls) as whole:
             for each in pending:
                 self._close(each, [_Found(leg, next(read), next(read)) for leg in each.legs], whole)
 
     def _close(self, made: _Round, found: Sequence[_Found], whole: Record) -> None:
-        """What a reduction found, and what it still lacks."""
-        plan, reducer = made.plan, self._reducer
+        """What an exchange found; what it still lacks is fetched."""
         for number, leg in enumerate(found):
-            self._check(plan, number, leg)
-        messages = self._again(found[0])
-        owned = plan.owned_by(reducer.rank)
-        if plan.kind == "two_phase":
-            if affected := found[1].late | found[1].lacking:
-                self._answer_again(made, found[1], sorted(affected), messages, whole)
-        elif messages:
-            outs = [item.tensor for item in plan.items] if plan.kind == "direct" else _views(owned)
-            self._sum_anew(messages, outs, made.scale, whole)
+            self._check(made.plan, number, leg)
+        self._mend(made, found, self._again(found[0]), whole)
         for leg in found:
             leg.leg.sizes.add(leg.sent, leg.got)
-            reducer.account(leg.leg.written, whole)
+            self._member.account(leg.leg.written, whole)
         self._spare.append(made.writers)
-        reducer.learn(plan)
+
+    def _mend(self, made: _Round, found: Sequence[_Found], messages: Sequence[Tensor], whole: Record) -> None:
+        """Do again what depends on first ``messages`` that did not fit (none: all did), or on others."""
+        raise NotImplementedError
 
     def _check(self, plan: Plan, number: int, found: _Found) -> None:
         exchange, ranks = self._exchange, range(self._exchange.world_size)
         here = 0 if plan.kind == "direct" else exchange.rank
-        bounds = [plan.bound(sender if number else here) for sender in ranks]
+        answers = number > 0 or plan.kind == "parameters"  # of owners
+        bounds = [plan.bound(sender if answers else here) for sender in ranks]
         exchange.checked([row[:2] for row in found.rows], plan.fingerprint, bounds)
         for sender, error in enumerate(found.wrong):
             if error:
@@ -328,29 +331,104 @@ class FramedReductions:
             for sender, size in enumerate(found.got)
         ]
 
+
+class FramedUpdates(_FramedExchange[Updating]):
+    """Updates of weights, which every owner sends to all."""
+
+    def _add_up(self, made: _Round, whole: Record) -> None:
+        (leg,) = made.legs
+        with whole.timed("decode"):
+            found = [
+                self._member.add_frame(made.plan, owner, leg.buffer, bounds)
+                for owner, bounds in enumerate(leg.bounds)
+            ]
+        leg.wrong = torch.cat([wrong for wrong, _ in found])
+
+    def _mend(self, made: _Round, found: Sequence[_Found], messages: Sequence[Tensor], whole: Record) -> None:
+        for owner in sorted(found[0].late):
+            with whole.timed("decode"):
+                self._member.add_message(made.plan, owner, messages[owner])
+
+
+class FramedReductions(_FramedExchange[Reducing]):
+    """The reductions of a :class:`.reducer.GradientReducer`."""
+
+    def moved(self, name: str, tensor: Tensor) -> None:
+        """See :meth:`.reducer.GradientReducer.moved`."""
+        for item in (item for made in self._pending for item in made.plan.items if item.name == name):
+            item.tensor = tensor
+
+    def _prepare(self, plan: Plan, whole: Record) -> None:
+        self._member.prepare(plan, whole)
+
+    def _add_up(self, made: _Round, whole: Record) -> None:
+        plan, scale, member, (first,) = made.plan, made.scale, self._member, made.legs
+        owned = plan.owned_by(member.rank)
+        if plan.kind != "two_phase":
+            outs = [item.tensor for item in plan.items] if plan.kind == "direct" else _views(owned)
+            first.wrong, _ = self._add(first, first.bounds, outs, scale, whole)
+            return
+        totals = member.totals(owned)
+        first.wrong, missing = self._add(first, first.bounds, totals, 1.0, whole)
+        answer, ranks = made.writers[-1], member.world_size
+        answered = member.write_answers(owned, totals, answer)
+        second = self._frames(plan, 1, [answer] * ranks, answered, missing.amax())
+        self._send(plan, second, whole)
+        made.legs.append(second)
+        wrong = []
+        for owner, bound in enumerate(second.bounds):
+            views = _views(plan.owned_by(owner))
+            wrong.append(self._add(second, [bound], views, scale, whole)[0])
+        second.wrong = torch.cat(wrong)
+
+    def _add(
+        self,
+        leg: _Leg,
+        bounds: Sequence[tuple[int, int]],
+        outs: Sequence[Tensor],
+        scale: float,
+        whole: Record,
+    ) -> tuple[Tensor, Tensor]:
+        with whole.timed("decode"):
+            return self._kernels.sum_frames(leg.buffer, bounds, outs, scale)
+
+    def _mend(self, made: _Round, found: Sequence[_Found], messages: Sequence[Tensor], whole: Record) -> None:
+        plan = made.plan
+        if plan.kind == "two_phase":
+            if affected := found[1].late | found[1].lacking:
+                self._answer_again(made, found[1], sorted(affected), messages, whole)
+        elif messages:
+            direct, owned = plan.kind == "direct", plan.owned_by(self._member.rank)
+            outs = [item.tensor for item in plan.items] if direct else _views(owned)
+            self._sum_anew(messages, outs, made.scale, whole)
+
+    def _close(self, made: _Round, found: Sequence[_Found], whole: Record) -> None:
+        super()._close(made, found, whole)
+        self._member.learn(made.plan)
+
     def _sum_anew(
         self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float, whole: Record, sender: int = 0
     ) -> None:
         for out in outs:
             out.zero_()
-        self._reducer.sum_into(messages, outs, scale, whole, sender=sender)
+        self._member.sum_into(messages, outs, scale, whole, sender=sender)
 
     def _answer_again(
         self, made: _Round, found: _Found, affected: Sequence[int], messages: Sequence[Tensor], whole: Record
     ) -> None:
         """Answers of owners that lacked a message, and those that did not fit, with their sizes."""
-        plan, reducer, leg = made.plan, self._reducer, found.leg
+        plan, member, leg = made.plan, self._member, found.leg
         writer, message = made.writers[-1], leg.buffer[:0]
-        if reducer.rank in found.lacking:
-            owned = plan.owned_by(reducer.rank)
-            totals = reducer.totals(owned)
+        if member.rank in found.lacking:
+            owned = plan.owned_by(member.rank)
+            totals = member.totals(owned)
             self._sum_anew(messages, totals, 1.0, whole)
             writer.clear()
-            leg.written = reducer.write_answers(owned, totals, writer)
-        if reducer.rank in affected:
+            leg.written = member.write_answers(owned, totals, writer)
+        if member.rank in affected:
             message = writer.message
-            found.sent = [message.numel()] * reducer.world_size
-        bounds = [plan.bound(owner) for owner in range(reducer.world_size)]
+            found.sent = [message.numel()] * member.world_size
+        bounds = [plan.bound(owner) for owner in range(member.world_size)]
         answers = self._exchange.all_gather(message, plan.fingerprint, bounds=bounds)
         for owner in affected:
             found.got[owner] = answers[owner].numel()

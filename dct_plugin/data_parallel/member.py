@@ -21,6 +21,7 @@ from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
 from ..feedback import Rooms
+from ..kernels import Framing
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, backend_of
@@ -114,6 +115,12 @@ class Member:
             self.streams[name] = stream
         return stream
 
+    @property
+    def frames(self) -> bool:
+        """Whether messages travel in frames."""
+        waits = self._settings.index_encoding == "rice"
+        return isinstance(self.backend, Framing) and self.world_size > 1 and not waits
+
     def complete(
         self, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record
     ) -> list[Tensor]:
@@ -127,12 +134,13 @@ class Member:
     def account(self, written: Sequence[Written], whole: Record) -> None:
         """Thresholds follow what was written, metrics record it; the first look reads all figures."""
         for name, cls, encoded, stream, dense_bytes, copies, share in written:
-            if name is not None and not self._nonfinite_reported and encoded.nonfinite:
+            totals = encoded.totals()
+            if totals.nonfinite and name is not None and not self._nonfinite_reported:
                 self._report_nonfinite(name)
             if stream is not None:
-                stream.observe(encoded)
-            sent = sum(n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True))
-            record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent)
+                stream.observe(encoded, totals)
+            sent = sum([n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True)])
+            record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
             self._record(record, whole)
             if share and self.metrics is not None:
                 self.metrics.record(replace(record, cls=f"{cls}/{share}"))

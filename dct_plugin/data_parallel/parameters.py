@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,11 @@ from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
-from ..kernels.backend import split_message
+from ..kernels import GRAD_DTYPES, Framing, together
+from ..kernels.backend import Batching, split_message
 from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
+from .framed import FramedUpdates
 from .member import Member, Written
 from .plan import Item, Plan, Shard
 
@@ -89,6 +91,8 @@ class ParameterUpdates(Member):
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._writer = MessageWriter(self.device)
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._framed = FramedUpdates(self, "parameter") if self.frames else None
+        self._master_of: Callable[[str], Tensor] | None = None
         self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
         """What was last thresholded here: this rank's shards, their working weights and masters."""
 
@@ -131,18 +135,36 @@ class ParameterUpdates(Member):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
+        self._master_of = master_of
+        framed = self._framed
+        if framed is not None and any(working.dtype not in GRAD_DTYPES for _, working, _ in entries):
+            framed = None
         with self.recorded("parameter") as whole:
-            with self.exchange.preparing():
+            with self.exchange.preparing(announced=framed is None):
                 small = self._settings.min_numel
                 items = [Item(n, t, list(s), t.numel() < small) for n, t, s in entries]
-                plan = Plan("parameters", items)
-                message = self._encode(plan, master_of, whole)
-            with whole.timed("exchange"):
-                bounds = [plan.bound(owner) for owner in range(self.world_size)]
-                messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
-            with whole.timed("decode"):
-                for owner, received in enumerate(messages):
-                    self._apply(plan, owner, received)
+                plan = Plan("parameters", items, framed=framed is not None)
+            if framed is not None and framed.knows(plan):
+                framed.start(plan, 1.0, whole)
+            else:
+                self._update(plan, whole)
+        if framed is not None:
+            framed.finish()
+
+    def _update(self, plan: Plan, whole: Record) -> None:
+        """With messages that say how long they are."""
+        self._writer.clear()
+        with self.exchange.preparing():
+            written = self.write(plan, [self._writer], copies=self.world_size - 1)
+            (message,) = self.complete([self._writer], written, whole)
+        with whole.timed("exchange"):
+            bounds = [plan.bound(owner) for owner in range(self.world_size)]
+            messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
+        if self._framed is not None:
+            self._framed.learn(plan, 0, [message] * self.world_size, messages)
+        with whole.timed("decode"):
+            for owner, received in enumerate(messages):
+                self.add_message(plan, owner, received)
 
     @torch.no_grad()
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
@@ -175,38 +197,73 @@ class ParameterUpdates(Member):
 
     # -- inside ---
 
-    def _encode(self, plan: Plan, master_of: Callable[[str], Tensor], whole: Record) -> Tensor:
-        self._writer.clear()
-        density, receivers, written = self.schedule.density(self.step), self.world_size - 1, []
-        for item, shard in plan.owned_by(self.rank):
-            working, master = item.view(shard), master_of(item.name)
-            stream = None
-            if item.small:
-                encoded = encode_all(self.backend, master.to(working.dtype), self._writer)
-            else:
-                stream = self.stream(item.name)
-                self._own[item.name] = shard, working, master
-                difference = self._difference(working, master)
-                encoded = stream.encode(difference, [(0, working.numel(), self._writer)], density)
-            name = "parameter_small" if item.small else "parameter"
-            dense = receivers * encoded.numel * item.entry_bytes
-            written.append(Written(None, name, encoded, stream, dense, [receivers]))
-        (message,) = self.complete([self._writer], written, whole)
-        return message
+    def write(self, plan: Plan, writers: Sequence[MessageWriter], *, copies: int) -> list[Written]:
+        """This rank's shards into the message that all ranks get, the first one, which is empty."""
+        assert self._master_of is not None, "update() says what the masters are"
+        writer, density, written = writers[0], self.schedule.density(self.step), []
+        owned = [
+            (item, shard, item.view(shard), self._master_of(item.name))
+            for item, shard in plan.owned_by(self.rank)
+        ]
+        rounded = iter(_rounded([(master, held.dtype) for item, _, held, master in owned if item.small]))
+        with together(self.backend):
+            for item, shard, working, master in owned:
+                stream = None
+                if item.small:
+                    encoded = encode_all(self.backend, next(rounded), writer)
+                else:
+                    stream = self.stream(item.name)
+                    self._own[item.name] = shard, working, master
+                    difference = self._difference(working, master)
+                    encoded = stream.encode(difference, [(0, working.numel(), writer)], density)
+                name = "parameter_small" if item.small else "parameter"
+                dense = copies * encoded.numel * item.entry_bytes
+                written.append(Written(None, name, encoded, stream, dense, [copies]))
+        return written
 
     def _difference(self, working: Tensor, master: Tensor) -> Tensor:
-        """What the working weights lack, fp32, in memory that the next call uses again."""
-        if self._scratch.numel() < working.numel():
-            self._scratch = torch.empty(working.numel(), dtype=torch.float32, device=self.device)
-        out = self._scratch[: working.numel()]
-        out.copy_(master.to(working.dtype))
-        return out.sub_(working)
+        """What the working weights lack, fp32; in memory of its own where kernels may not have been launched
+        by the next call, else in memory which that uses again.
+        """
+        numel = working.numel()
+        if isinstance(self.backend, Batching):
+            out = torch.empty(numel, dtype=torch.float32, device=self.device)
+        else:
+            if self._scratch.numel() < numel:
+                self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
+            out = self._scratch[:numel]
+        self.backend.difference(master, working, out)
+        return out
 
-    def _apply(self, plan: Plan, owner: int, message: Tensor) -> None:
-        owned = [(item, item.view(shard)) for item, shard in plan.owned_by(owner)]
+    def add_frame(
+        self, plan: Plan, owner: int, buffer: Tensor, bounds: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Bring working weights to what a frame holds, see :meth:`.kernels.Framing.add_frame`."""
+        workings = self._cleared(plan, owner)
+        return cast(Framing, self.backend).add_frame(buffer, bounds, workings)
+
+    def add_message(self, plan: Plan, owner: int, message: Tensor) -> None:
+        """Bring working weights to what an owner's message holds.
+
+        Raises:
+            PayloadError: It is damaged.
+        """
+        workings = self._cleared(plan, owner)
         with self._naming_sender(owner):
-            payloads = split_message([message], 0, [working for _, working in owned])
-            for (item, working), payload in zip(owned, payloads, strict=True):
-                if item.small:
-                    working.zero_()
+            for working, payload in zip(workings, split_message([message], 0, workings), strict=True):
                 add_payload(self.backend, payload, working)
+
+    def _cleared(self, plan: Plan, owner: int) -> list[Tensor]:
+        """An owner's working weights, zeros where they are sent whole."""
+        owned = [(item, item.view(shard)) for item, shard in plan.owned_by(owner)]
+        if whole := [working for item, working in owned if item.small]:
+            torch._foreach_zero_(whole)
+        return [working for _, working in owned]
+
+
+def _rounded(masters: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+    """Masters in the types of their working weights, with few launches for many of them."""
+    made = [torch.empty(master.numel(), dtype=dtype, device=master.device) for master, dtype in masters]
+    if made:
+        torch._foreach_copy_(made, [master for master, _ in masters])
+    return made

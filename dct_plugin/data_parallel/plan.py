@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +15,8 @@ from ..collectives.exchange import most_bytes
 #: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
 #: the balance.
 MIN_SHARD = 16_384
+#: Entries sent that are worth a message of their own, some 100 kB; and what is not, at the end.
+PIECE, SCRAP = 50_000, 12_500
 
 
 class Shard(NamedTuple):
@@ -44,6 +48,17 @@ def shards_in(start: int, numel: int, each: int) -> list[Shard]:
     ]
 
 
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(
+    kind: str, items: tuple[tuple[str, int, tuple[Shard, ...]], ...], sampled: tuple[str, ...], framed: bool
+) -> int:
+    text = [kind, *(f"{name}:{numel}:{list(shards)}" for name, numel, shards in items)]
+    text += [*sampled, *(["in frames"] if framed else [])]
+    low = zlib.crc32("\n".join(text).encode())
+    high = zlib.adler32("\n".join(text).encode())
+    return (high << 31 ^ low) & (2**63 - 1)
+
+
 class Change(NamedTuple):
     """What a rank owes of one tensor, for :meth:`~.reducer.GradientReducer.exchange_changes`."""
 
@@ -71,6 +86,8 @@ class Item:
 
     def __post_init__(self) -> None:
         self.entry_bytes = self.entry_bytes or self.tensor.element_size()
+        if len(self.shards) == 1 and self.shards[0][1:] == (0, self.tensor.numel()):
+            return
         covered = 0
         for shard in sorted(self.shards, key=lambda s: s.start):
             if shard.start != covered or shard.stop < shard.start:
@@ -98,11 +115,32 @@ class Plan:
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
-        text = [self.kind, *(f"{item.name}:{item.tensor.numel()}:{item.shards}" for item in self.items)]
-        text += [*self.sampled, *(["in frames"] if self.framed else [])]
-        low = zlib.crc32("\n".join(text).encode())
-        high = zlib.adler32("\n".join(text).encode())
-        self.fingerprint = (high << 31 ^ low) & (2**63 - 1)
+        items = tuple([(item.name, item.tensor.numel(), tuple(item.shards)) for item in self.items])
+        self.fingerprint = _fingerprint(self.kind, items, tuple(self.sampled), self.framed)
+
+    def pieces(self, density: Callable[[Item], float]) -> list[Plan]:
+        """The plan in order, in pieces of whole tensors: while the message of one is on its way, the next is
+        made.
+
+        Args:
+            density: Share of a tensor's entries that is sent; the same on every rank.
+        """
+        groups: list[list[Item]] = []
+        kept = float(PIECE)
+        for item in self.items:
+            if kept >= PIECE:
+                groups.append([])
+                kept = 0.0
+            groups[-1].append(item)
+            kept += item.tensor.numel() * (1.0 if item.small else density(item))
+        if kept < SCRAP and len(groups) > 1:
+            scrap = groups.pop()
+            groups[-1] += scrap
+        if self.framed or len(groups) <= 1:
+            return [self]
+        # What the whole says besides is compared with the first.
+        sampled = [self.sampled] + [[]] * (len(groups) - 1)
+        return [Plan(self.kind, group, names) for group, names in zip(groups, sampled, strict=True)]
 
     def bound(self, rank: int) -> int:
         """Bytes that a message with the shards of ``rank`` cannot reach, however its payloads are coded."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..codecs.copies import to_host
-from ..codecs.message import MessageWriter
+from ..codecs.message import MessageWriter, read_messages
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..feedback import unpacked
-from ..kernels import GRAD_DTYPES, Framing, together
+from ..kernels import GRAD_DTYPES, together
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
@@ -84,12 +84,13 @@ class GradientReducer(Member):
         every = config.error_averaging_interval
         self._averaging = None if every is None else ErrorAveraging(self, every, config.error_averaging_dtype)
         self.loss_scale = loss_scale
-        self._writers = [MessageWriter(self.device) for _ in range(self.world_size)]
+        self._writers: list[list[MessageWriter]] = []
+        """To every rank, for every piece of a plan."""
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
         self._paid: set[str] = set()
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
-        self._framed = FramedReductions(self) if self._frames() else None
+        self._framed = FramedReductions(self, "gradient") if self.frames else None
         self._agreed: set[int] = set()
         """What all ranks were found to sum densely."""
         self._suspects: list[tuple[list[str], Tensor]] = []
@@ -196,6 +197,13 @@ class GradientReducer(Member):
         if self._framed is not None:
             self._framed.finish()
 
+    def moved(self, name: str, tensor: Tensor) -> None:
+        """The host has copied a tensor that it reduces since the last :meth:`finish`, as it was, to
+        ``tensor``, and uses it there: what :meth:`finish` has to put right it puts right there.
+        """
+        if self._framed is not None:
+            self._framed.moved(name, tensor)
+
     def exchange_changes(self, changes: Sequence[Change]) -> None:
         """Average what the ranks send of the changes of their weights (``update: "local"``), bitwise the
         same on all; the rest is left to each rank.
@@ -235,8 +243,11 @@ class GradientReducer(Member):
         elif plan.kind == "two_phase":
             self._all_reduce_two_phase(plan, scale, whole)
         else:
-            owned = [item.view(shard) for item, shard in plan.owned_by(self.rank)]
-            self.sum_into(self._send_to_owners(plan, whole), owned, scale, whole)
+            posted = self._post(plan, whole, copies=1)
+            with self.exchange.collecting():
+                for piece, messages in posted:
+                    owned = [item.view(shard) for item, shard in piece.owned_by(self.rank)]
+                    self.sum_into(self._collect(piece, messages, whole), owned, scale, whole)
         self.learn(plan)
 
     def reduce_scatter(
@@ -264,31 +275,29 @@ class GradientReducer(Member):
 
     def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
         """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
-        message, *_ = self._encode(plan, whole, copies=self.world_size - 1)
-        with whole.timed("exchange"):
-            bounds = [plan.bound(0)] * self.world_size
-            messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
-        if self._framed is not None:
-            self._framed.learn(plan, 0, [message] * self.world_size, messages)
-        self.sum_into(messages, [item.tensor for item in plan.items], scale, whole)
+        posted = self._post(plan, whole, copies=self.world_size - 1)
+        with self.exchange.collecting():
+            for piece, messages in posted:
+                outs = [item.tensor for item in piece.items]
+                self.sum_into(self._collect(piece, messages, whole), outs, scale, whole)
 
     def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
         """Sparse to the owners, who sum and threshold again, and from them to all."""
-        received = self._send_to_owners(plan, whole)
-        answer = MessageWriter(self.device)
-        with self.exchange.preparing():
-            owned = plan.owned_by(self.rank)
-            totals = self.totals(owned)
-            self.sum_into(received, totals, 1.0, whole)
-            (message,) = self.complete([answer], self.write_answers(owned, totals, answer), whole)
-        with whole.timed("exchange"):
-            bounds = [plan.bound(owner) for owner in range(self.world_size)]
-            answers = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
-        if self._framed is not None:
-            self._framed.learn(plan, 1, [message] * self.world_size, answers)
-        for owner, message in enumerate(answers):
-            views = [item.view(shard) for item, shard in plan.owned_by(owner)]
-            self.sum_into([message], views, scale, whole, sender=owner)
+        posted, answered = self._post(plan, whole, copies=1), list[tuple[Plan, list[Tensor]]]()
+        with self.exchange.collecting():  # all: a rank that failed on the way will not answer any
+            received = [(piece, self._collect(piece, messages, whole)) for piece, messages in posted]
+        with self.exchange.preparing(posts=len(received)):
+            for piece, messages in received:
+                owned, answer = piece.owned_by(self.rank), MessageWriter(self.device)
+                totals = self.totals(owned)
+                self.sum_into(messages, totals, 1.0, whole)
+                written = self.write_answers(owned, totals, answer)
+                answered.append((piece, self._send(piece, [answer], written, whole)))
+        with self.exchange.collecting():
+            for piece, messages in answered:
+                for owner, message in enumerate(self._collect(piece, messages, whole, answers=True)):
+                    views = [item.view(shard) for item, shard in piece.owned_by(owner)]
+                    self.sum_into([message], views, scale, whole, sender=owner)
 
     # -- steps ---
 
@@ -435,12 +444,6 @@ class GradientReducer(Member):
 
     # -- planning ---
 
-    def _frames(self) -> bool:
-        """Whether messages travel in frames."""
-        kernels, settings = self.backend, self.config
-        waits = settings.index_encoding == "rice" or settings.momentum_masking
-        return isinstance(kernels, Framing) and self.world_size > 1 and not waits
-
     def _direct(self) -> bool:
         if self.config.exchange == "auto":
             # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
@@ -554,13 +557,37 @@ class GradientReducer(Member):
                 tensor += unpacked(saved["residual"]).to(tensor)
                 self._paid.add(name)
 
-    def _encode(self, plan: Plan, whole: Record, *, copies: int) -> list[Tensor]:
-        """One message per receiver. A failure is passed on to the ranks waiting in the exchange."""
+    def _post(self, plan: Plan, whole: Record, *, copies: int) -> list[tuple[Plan, list[Tensor]]]:
+        """The plan's pieces, each with its messages to all ranks, which are on their way. A failure is passed
+        on to the ranks waiting in the exchange.
+        """
         self.prepare(plan, whole)
-        for writer in self._writers:
-            writer.clear()
         with self.exchange.preparing():
-            return self.complete(self._writers, self.write(plan, self._writers, copies=copies), whole)
+            pieces = plan.pieces(self._density)
+        ranks = 1 if plan.kind == "direct" else self.world_size  # that get messages of their own
+        with self.exchange.preparing(posts=len(pieces)):
+            while len(self._writers) < len(pieces):
+                self._writers.append([MessageWriter(self.device) for _ in range(self.world_size)])
+            posted = []
+            for piece, every in zip(pieces, self._writers, strict=False):
+                writers = every[:ranks]
+                for writer in writers:
+                    writer.clear()
+                written = self.write(piece, writers, copies=copies)
+                posted.append((piece, self._send(piece, writers, written, whole)))
+        return posted
+
+    def _send(
+        self, piece: Plan, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record
+    ) -> list[Tensor]:
+        """The messages to all ranks, on their way; one that all get has one writer."""
+        messages = read_messages(writers)
+        if len(messages) < self.world_size:
+            messages *= self.world_size
+        with whole.timed("exchange"):
+            self.exchange.post(messages, piece.fingerprint)
+        self.account(written, whole)
+        return messages
 
     def prepare(self, plan: Plan, whole: Record) -> None:
         """What is exchanged besides, before the plan's tensors are: Accordion, averaged residuals."""
@@ -651,14 +678,20 @@ class GradientReducer(Member):
 
     # -- receiving ---
 
-    def _send_to_owners(self, plan: Plan, whole: Record) -> list[Tensor]:
-        """From every sender, the message with the shards owned here in the plan's order."""
-        messages = self._encode(plan, whole, copies=1)
+    def _collect(
+        self, piece: Plan, messages: Sequence[Tensor], whole: Record, *, answers: bool = False
+    ) -> list[Tensor]:
+        """From every rank the message with the shards owned here, or there (``answers``), in the plan's
+        order; ``messages`` were posted.
+        """
+        if answers:
+            bounds = [piece.bound(owner) for owner in range(self.world_size)]
+        else:
+            bounds = [piece.bound(0 if piece.kind == "direct" else self.rank)] * self.world_size
         with whole.timed("exchange"):
-            bounds = [plan.bound(self.rank)] * self.world_size
-            received = self.exchange.all_to_all(messages, plan.fingerprint, bounds=bounds)
+            received = self.exchange.collect(messages[self.rank], bounds=bounds)
         if self._framed is not None:
-            self._framed.learn(plan, 0, messages, received)
+            self._framed.learn(piece, int(answers), messages, received)
         return received
 
     def sum_into(

@@ -1,6 +1,9 @@
-"""Which rows a rank's ids name, found where the ids are: one wait, and no copy of the ids."""
+"""Which rows a rank's ids name, found where the ids are: at most one wait, and no copy of the ids."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +12,24 @@ from torch import Tensor
 from ..codecs.copies import to_device, to_host
 from ..kernels.embedding_format import IntArray, OutOfRange
 
-__all__ = ["DistinctRows"]
+__all__ = ["DistinctRows", "Found"]
+
+
+class Found(NamedTuple):
+    """What :meth:`DistinctRows.find` leaves on the device.
+
+    Attributes:
+        rows: int64 [ids], of which the first are the distinct rows, table by table and ascending.
+        counts: int64 [tables], how many of each table.
+        outside: int64 [2]: the first id that is outside its table, counted through the tables, and what it
+            is; as many as there are ids: none is.
+        positions: int64 [samples, tables], which of the rows every sample has.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    outside: Tensor
+    positions: Tensor
 
 
 class DistinctRows:
@@ -39,6 +59,20 @@ class DistinctRows:
         Raises:
             OutOfRange: A table has no such row.
         """
+        found = self.find(ids)
+        told = to_host(torch.cat([found.rows, found.counts, found.outside]))
+        self.check(ids, told[-2:].tolist())
+        each = told[ids.numel() : -2]
+        return told[: int(each.sum())].clone(), each.numpy().copy(), found.positions
+
+    def check(self, ids: Tensor, outside: Sequence[int]) -> None:
+        """Raise :class:`OutOfRange` if an id was found outside its table."""
+        at, value = outside
+        if at < ids.numel():
+            raise OutOfRange(int(self._order[at // len(ids)]), value)
+
+    def find(self, ids: Tensor) -> Found:
+        """The same, without a look at it."""
         samples, tables = ids.shape
         columns = ids.t().index_select(0, self._columns)
         flat, limits = columns.reshape(-1), self._limits.unsqueeze(1)
@@ -55,9 +89,4 @@ class DistinctRows:
         of_columns = torch.empty_like(named).scatter_(0, where, rank).view(tables, samples)
         positions = torch.empty_like(of_columns).index_copy_(0, self._columns, of_columns).t().contiguous()
         found = flat.gather(0, wrong.clamp(max=len(flat) - 1).view(1))
-        told = to_host(torch.cat([rows, counts, wrong.view(1), found]))
-        at, value = told[-2:].tolist()
-        if at < len(flat):
-            raise OutOfRange(int(self._order[at // samples]), value)
-        each = told[len(flat) : -2]
-        return told[: int(each.sum())].clone(), each.numpy().copy(), positions
+        return Found(rows, counts, torch.cat([wrong.view(1), found]), positions)

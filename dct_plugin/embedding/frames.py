@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -189,9 +189,13 @@ class Frames:
     ) -> None:
         """What messages to and from all ranks have taken."""
         self.known = True
-        for all_series, shapes, each in zip(self.series, (sent, got), (messages, received), strict=True):
-            for series, shape, message in zip(all_series, shapes, each, strict=True):
-                series.add(shape, message.numel())
+        self.note(sent, {r: message.numel() for r, message in enumerate(messages)}, 0)
+        self.note(got, {r: message.numel() for r, message in enumerate(received)}, 1)
+
+    def note(self, shapes: Sequence[Shape], sizes: Mapping[int, int], direction: int) -> None:
+        """What messages to some ranks (0), or from some (1), have taken."""
+        for r, size in sizes.items():
+            self.series[direction][r].add(shapes[r], size)
 
     def checked(self, words: Sequence[int], senders: Sequence[int], got: Sequence[Shape]) -> dict[int, int]:
         """Bytes of the messages of ``senders``, from the first words of their frames.

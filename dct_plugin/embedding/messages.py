@@ -415,7 +415,7 @@ class VectorMessages:
         encoded = encode_all(self.backend(flat.device), flat, writer, code, zeros=zeros)
         writer.reserve(1).fill_(kind)
         writer.advance(1)
-        return writer.message, encoded.nnz
+        return writer.message, encoded.totals().nnz
 
     def _gradient_lengths(self, rows: Sequence[int], entries: Tensor | None) -> IntArray:
         """Entries of each segment of a gradient message."""

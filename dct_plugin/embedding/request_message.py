@@ -48,7 +48,7 @@ class Answer(NamedTuple):
     Attributes:
         samples: Of that rank.
         segments: (own table, vectors) in the order of the answer.
-        rows: int64 on the host, rows of the shard's matrix.
+        rows: int64, rows of the shard's matrix; on the host, or on its device.
         bags: Bags of rows of the shard's matrix on the host; they follow ``rows``.
     """
 

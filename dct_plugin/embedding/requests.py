@@ -5,8 +5,8 @@ order in which the rows come back: forward and backward messages need no index. 
 taken apart into their rows when that is less and nothing lossy applies; otherwise each distinct bag crosses
 once.
 
-Requests are written on the host. Distinct rows are found where the ids are, if that is one row per sample and
-the tables' device, and otherwise on the host.
+Requests are written on the host, but for ids that are one row per sample and on the tables' device
+(:mod:`.device_requests`): there distinct rows are found, in any case.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ class Requests:
         # A bound on rows is none on their sum, and a threshold is meant for what the model sees.
         self._keeps_bags = config.sparsity > 0 or config.error_bound is not None
         # Rows of every rank are numbered through its tables.
-        self._first_rows = [
+        self.first_rows = [
             list(itertools.accumulate((cardinalities[t] for t in tables), initial=0)) for tables in placement
         ]
         self._limits = np.array(cardinalities, dtype=np.int64)
         self._order = np.array([t for tables in placement for t in tables], dtype=np.int64)
         self._on_device: dict[torch.device, DistinctRows] = {}
         self._base = np.zeros(len(cardinalities), dtype=np.int64)
-        for tables, first_rows in zip(placement, self._first_rows, strict=True):
+        for tables, first_rows in zip(placement, self.first_rows, strict=True):
             self._base[tables] = first_rows[:-1]
 
     def write(
@@ -132,7 +132,7 @@ class Requests:
         """
         began = time.perf_counter()
         if isinstance(categorical, Tensor) and categorical.dim() == 2:
-            assembly, wanted = self._of_rows(self._checked(categorical, device), kernels)
+            assembly, wanted = self._of_rows(self.checked(categorical, device), kernels)
         else:
             assembly, wanted = self._of_bags(_as_bags(categorical, len(self.cardinalities)))
         found = time.perf_counter()
@@ -140,9 +140,9 @@ class Requests:
             _NO_BYTES
             if owner == self.rank
             else write_request(assembly.samples, want, first_rows[-1], backend)
-            for owner, (want, first_rows) in enumerate(zip(wanted, self._first_rows, strict=True))
+            for owner, (want, first_rows) in enumerate(zip(wanted, self.first_rows, strict=True))
         ]
-        own = answer_to(wanted[self.rank], assembly.samples, self._first_rows[self.rank])
+        own = answer_to(wanted[self.rank], assembly.samples, self.first_rows[self.rank])
         if device.type != "cpu":
             assembly = _on_device(assembly, device)
         written = time.perf_counter()
@@ -167,7 +167,7 @@ class Requests:
             PayloadError: the request is damaged, or about other tables.
         """
         try:
-            return read_request(message, self._first_rows[self.rank], backend)
+            return read_request(message, self.first_rows[self.rank], backend)
         except PayloadError as error:
             raise PayloadError(
                 f"{self.name}: rank {self.rank}: request from rank {source} of the group: {error}"
@@ -203,9 +203,9 @@ class Requests:
             if ids.device.type == "cpu":
                 rows, counts, positions = kernels.distinct_rows(ids, self._order, self._limits, self._base)
             else:
-                rows, counts, positions = self._distinct_on(ids.device)(ids)
+                rows, counts, positions = self.distinct_on(ids.device)(ids)
         except OutOfRange as error:
-            raise self._outside(error.column, error.found) from None
+            raise self.outside(error.column, error.found) from None
         wanted = []
         at = row = 0
         for size in sizes:
@@ -214,17 +214,23 @@ class Requests:
             at, row = at + size, row + sum(each)
         return _Assembly(samples, positions, {}), wanted
 
-    def _distinct_on(self, device: torch.device) -> DistinctRows:
+    def distinct_on(self, device: torch.device) -> DistinctRows:
+        """What finds distinct rows on a device."""
         if device not in self._on_device:
             self._on_device[device] = DistinctRows(self._order, self._limits, self._base, device)
         return self._on_device[device]
 
-    def _checked(self, ids: Tensor, device: torch.device) -> Tensor:
-        """int64, where distinct rows are found."""
+    def checked(self, ids: Tensor, device: torch.device) -> Tensor:
+        """int64, where distinct rows are found. Raises ``ValueError`` for ids of another shape."""
         if ids.shape[1] != len(self.cardinalities):
             raise ValueError(_odd_shape(ids, len(self.cardinalities)))
-        stay = self._deduplicates and ids.device == device and ids.numel() > 0
-        return (ids.to(torch.int64) if stay else _on_host(ids)).contiguous()
+        return (ids.to(torch.int64) if self.stays(ids, device) else _on_host(ids)).contiguous()
+
+    def stays(self, categorical: Tensor | Sequence[Bags], device: torch.device) -> bool:
+        """Whether distinct rows are found on the tables' device."""
+        if not isinstance(categorical, Tensor) or categorical.dim() != 2 or not self._deduplicates:
+            return False
+        return categorical.device == device and categorical.numel() > 0
 
     # -- any number of rows per sample ---
 
@@ -236,7 +242,7 @@ class Requests:
             if bag.ids.numel():
                 low, high = torch.stack(torch.aminmax(bag.ids)).tolist()
                 if low < 0 or high >= self.cardinalities[table]:
-                    raise self._outside(table, low if low < 0 else high)
+                    raise self.outside(table, low if low < 0 else high)
         wanted = []
         first = 0
         for tables in self.placement:
@@ -278,9 +284,10 @@ class Requests:
         outside = ((ids < 0) | (ids >= torch.from_numpy(self._limits))).nonzero()
         if len(outside):
             sample, table = outside[0].tolist()
-            raise self._outside(table, int(ids[sample, table]))
+            raise self.outside(table, int(ids[sample, table]))
 
-    def _outside(self, table: int, found: int) -> IndexError:
+    def outside(self, table: int, found: int) -> IndexError:
+        """The error for an id that its table does not have."""
         return IndexError(
             f"{self.name}: rank {self.rank}: id {found} is outside table {table}, "
             f"which has {self.cardinalities[table]} rows"

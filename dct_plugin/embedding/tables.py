@@ -25,9 +25,11 @@ from ..codecs.copies import to_device
 from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import Framing
+from ..kernels.embedding import get_device_requests
 from ..metrics import Metrics, Record
 from .channel import EmbeddingChannel, Route
-from .frames import Frames, Leg, Shape
+from .device_requests import REQUEST, DeviceRequests
+from .frames import Frames, Leg
 from .lookup import take_rows
 from .placement import Table, check_placement
 from .request_message import MOST_BYTES, Answer, Bags
@@ -40,8 +42,6 @@ Pooling = Literal["sum", "mean"]
 logger = logging.getLogger("dct_plugin")
 
 _HOST = torch.device("cpu")
-#: What is known of a request beforehand.
-_REQUEST = Shape(1, 0, MOST_BYTES)
 
 
 class TableShard(nn.Module):
@@ -137,6 +137,8 @@ class ShardedTables(nn.Module):
         )
         self._fingerprint = zlib.crc32(f"{name}/ids".encode())
         self._frames: Frames | None = None
+        self._device_requests: dict[torch.device, DeviceRequests | None] = {}
+        self._said = False
         self._initialise()
 
     @property
@@ -179,13 +181,8 @@ class ShardedTables(nn.Module):
             IndexError: an id outside its table; named with table and rank.
         """
         weight = self.shard.weight
-        backend = self.channel.backend(_HOST)
         exchange = self.channel.exchange(self.group, weight.device)
-        leg = self._leg(exchange)
-        # Peers learn of an error in the exchange they are waiting in.
-        with exchange.preparing() if leg is None else leg.frames.telling(leg):
-            request = self._requests.write(categorical, weight.device, backend, self.channel.host_kernels())
-        answers = self._exchange_requests(request, exchange, leg)
+        request, answers = self._asked(categorical, exchange)
         route = Route(
             sent_tables=[[t for t, _ in answer.segments] for answer in answers],
             sent_rows=[[n for _, n in answer.segments] for answer in answers],
@@ -196,42 +193,37 @@ class ShardedTables(nn.Module):
         received = self.channel(self._look_up(answers), route, self.group)
         return self._assemble(received, request).to(weight.dtype)
 
-    def _leg(self, exchange: Exchange) -> Leg | None:
-        """Frames for requests, where sizes wait for a device; None: they are exchanged with their sizes."""
-        if not isinstance(self.channel.backend(exchange.device), Framing):
-            return None
-        if self._frames is None:
-            logger.info(
-                "dct: %s: requests are written and read on the host (the number of distinct rows decides "
-                "over sizes), and so are ids sorted out that come from there or are several per sample; it "
-                "waits once per forward pass for requests of others",
-                self.name,
-            )
-        if self._frames is None or self._frames.exchange is not exchange:
-            self._frames = Frames(exchange, self._fingerprint)
-        shapes = [_REQUEST] * self.world_size
-        return self._frames.leg(shapes, shapes, exchange.device) if self._frames.known else None
-
-    def _exchange_requests(self, request: Request, exchange: Exchange, leg: Leg | None) -> list[Answer]:
-        """What every rank asks for."""
-        before, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
-        frames = self._frames
-        if leg is not None:
-            received = leg.frames.cross(leg, request.messages, _REQUEST)
+    def _asked(
+        self, categorical: Tensor | Sequence[Bags], exchange: Exchange
+    ) -> tuple[Request, list[Answer]]:
+        """This rank's request, and what every rank asks for."""
+        before, waited = exchange.sent_bytes, exchange.waited_ms
+        leg, backend = self._leg(exchange), self.channel.backend(_HOST)
+        stays = self._requests.stays(categorical, exchange.device)
+        on_device = self._on_device(exchange.device) if stays and self.world_size > 1 else None
+        if leg is not None and on_device is not None:
+            assert isinstance(categorical, Tensor)
+            request, answers, (exchange_ms, decode_ms) = on_device.cross(categorical, leg, backend)
         else:
-            messages = [to_device(message, exchange.device) for message in request.messages]
-            bounds = [MOST_BYTES] * self.world_size
-            fingerprint = self._fingerprint if frames is None else frames.fingerprint
-            received = exchange.all_to_all(messages, fingerprint, bounds=bounds)
-            if frames is not None:
-                shapes = [_REQUEST] * self.world_size
-                frames.learn(shapes, messages, shapes, received)
-        crossed = time.perf_counter()
-        backend = self.channel.backend(_HOST)
-        answers = [
-            request.own if source == self.rank else self._requests.read(message, source, backend)
-            for source, message in enumerate(received)
-        ]
+            if self._frames is not None and not stays and not self._said:
+                self._said = True
+                logger.info(
+                    "dct: %s: requests for ids that come from the host, or are several per sample, are "
+                    "written and read there; the device is waited for once per forward pass",
+                    self.name,
+                )
+            # Peers learn of an error in the exchange they are waiting in.
+            with exchange.preparing() if leg is None else leg.frames.telling(leg):
+                kernels = self.channel.host_kernels()
+                request = self._requests.write(categorical, exchange.device, backend, kernels)
+            began = time.perf_counter()
+            received = self._cross(request, exchange, leg)
+            crossed = time.perf_counter()
+            answers = [
+                request.own if source == self.rank else self._requests.read(message, source, backend)
+                for source, message in enumerate(received)
+            ]
+            exchange_ms, decode_ms = 1e3 * (crossed - began), 1e3 * (time.perf_counter() - crossed)
         if self.metrics is not None and self.world_size > 1:
             ids = self._requests.ids_to_peers(request)
             self.metrics.record(
@@ -243,19 +235,56 @@ class ShardedTables(nn.Module):
                     nnz=ids,
                     select_ms=request.distinct_ms,
                     encode_ms=request.encode_ms,
-                    exchange_ms=1e3 * (crossed - began),
+                    exchange_ms=exchange_ms,
                     waited_ms=exchange.waited_ms - waited,
-                    decode_ms=1e3 * (time.perf_counter() - crossed),
+                    decode_ms=decode_ms,
                 )
             )
-        return answers
+        return request, answers
+
+    def _leg(self, exchange: Exchange) -> Leg | None:
+        """Frames for requests, where sizes wait for a device; None: they are exchanged with their sizes."""
+        if not isinstance(self.channel.backend(exchange.device), Framing):
+            return None
+        if self._frames is None or self._frames.exchange is not exchange:
+            self._frames = Frames(exchange, self._fingerprint)
+        shapes = [REQUEST] * self.world_size
+        return self._frames.leg(shapes, shapes, exchange.device) if self._frames.known else None
+
+    def _on_device(self, device: torch.device) -> DeviceRequests | None:
+        """The way of requests whose ids are on the device; None: the host writes and reads them."""
+        if device not in self._device_requests:
+            limits = [first_rows[-1] for first_rows in self._requests.first_rows]
+            tables = [len(each) for each in self.placement]
+            backend = self.channel.backend(device)
+            codec = get_device_requests(backend, tables, limits, self.rank, device)
+            way = None if codec is None else DeviceRequests(self._requests, codec, device)
+            self._device_requests[device] = way
+        return self._device_requests[device]
+
+    def _cross(self, request: Request, exchange: Exchange, leg: Leg | None) -> list[Tensor]:
+        """What every rank says, on the host; what this one has to say is there, too."""
+        if leg is not None:
+            return leg.frames.cross(leg, request.messages, REQUEST)
+        frames = self._frames
+        messages = [to_device(message, exchange.device) for message in request.messages]
+        bounds = [MOST_BYTES] * self.world_size
+        fingerprint = self._fingerprint if frames is None else frames.fingerprint
+        received = exchange.all_to_all(messages, fingerprint, bounds=bounds)
+        if frames is not None:
+            shapes = [REQUEST] * self.world_size
+            frames.learn(shapes, messages, shapes, received)
+        return received
 
     def _look_up(self, answers: Sequence[Answer]) -> Tensor:
         """The vectors for every rank, [rows, dim], in rank order; one gather for all of them."""
         weight = self.shard.weight
         device = weight.device
         kernels = self.channel.host_kernels()
-        rows = to_device(torch.cat([answer.rows for answer in answers]), device)
+        if all(answer.rows.device.type == "cpu" for answer in answers):  # one copy
+            rows = to_device(torch.cat([answer.rows for answer in answers]), device)
+        else:
+            rows = torch.cat([to_device(answer.rows, device) for answer in answers])
         single_counts = [len(answer.rows) for answer in answers]
         bag_counts = [len(answer.bags.lengths) for answer in answers]
         if not sum(bag_counts):

@@ -234,9 +234,8 @@ class VectorFrames:
         return leg.words(self._senders)
 
     def _learn(self, sent: dict[int, int], arrived: dict[int, int]) -> None:
-        for sizes, shapes, series in zip((sent, arrived), self._shapes, self._frames.series, strict=True):
-            for r, size in sizes.items():
-                series[r].add(shapes[r], size)
+        for direction, sizes in enumerate((sent, arrived)):
+            self._frames.note(self._shapes[direction], sizes, direction)
 
     def _refuse(self, source: int, what: str) -> None:
         with self._messages.blame("message", source):

@@ -10,6 +10,7 @@ for all tensors of a collective at once. What the host needs in between, the roo
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,6 +58,7 @@ class Backend(Protocol):
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
+        restart: Tensor | None = None,
     ) -> Stats:
         """Error feedback, selection and encoding in one go (DCT, Gupta et al., KDD 2021, section 3).
 
@@ -74,6 +76,8 @@ class Backend(Protocol):
             encoding: force an index encoding (tests, benchmarks).
             clear: leave zeros in ``grad``, where the sum of all ranks can be added up then
                 (:meth:`sum_messages`).
+            restart: fp32 [numel], apart from the others: gets zeros where an entry is sent (momentum factor
+                masking; Lin et al., ICLR 2018, section 3.3).
         Raises:
             ValueError, TypeError: arguments that do not fit each other; nothing has been changed then.
         If ``grad`` holds a non-finite entry or one of magnitude >= 2**126, ``residual_out`` gets the old
@@ -166,6 +170,30 @@ class Backend(Protocol):
         """The values (fp32) that :meth:`pack` wrote, exactly."""
         ...
 
+    def accumulate(
+        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
+    ) -> Tensor:
+        """``momentum * velocity + grad``, fp32, rounded twice, in memory of its own (momentum correction; Lin
+        et al., ICLR 2018, section 3.2).
+
+        Args:
+            grad: fp32, bf16 or fp16 [numel]; left alone, unless ``clear``.
+            velocity: fp32 [numel].
+            kept: fp32 [numel], ``velocity`` itself or apart from it: becomes the sum, or the velocity as it
+                was where :meth:`compress` would refuse the sum.
+            clear: leave zeros in ``grad``.
+        """
+        ...
+
+    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
+        """``out = wanted - held``, fp32; ``wanted`` is rounded to the type of ``held`` before.
+
+        Args:
+            wanted, held: Of any floating-point types, [numel].
+            out: fp32 [numel], apart from both.
+        """
+        ...
+
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
     ) -> tuple[IndexEncoding, int, Tensor]:
@@ -212,12 +240,14 @@ class Framing(Protocol):
         """
         ...
 
-    def written_mask(self, room: Tensor, stats: Stats, numel: int) -> Tensor:
-        """:meth:`Backend.decode_mask` of a payload of which no figure was read.
+    def add_frame(
+        self, buffer: Tensor, bounds: tuple[int, int], outs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Add the message in one frame to ``outs`` (fp32, bf16 or fp16 [numel]), which hold anything: each
+        entry's sum is formed in fp32 and rounded. A frame that does not hold its message leaves them alone.
 
-        Args:
-            room: where :meth:`Backend.compress` has written it.
-            stats: what it returned.
+        Returns:
+            As of :meth:`sum_frames`.
         """
         ...
 
@@ -237,7 +267,12 @@ class Batching(Protocol):
 
 def together(backend: Backend) -> AbstractContextManager[None]:
     """:meth:`Batching.together`, where there is such a thing."""
-    return backend.together() if isinstance(backend, Batching) else nullcontext()
+    return backend.together() if _batches(type(backend)) else nullcontext()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _batches(kind: type) -> bool:
+    return issubclass(kind, Batching)
 
 
 class CompressArgs(NamedTuple):
@@ -293,7 +328,7 @@ def check_compress(
         raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
     if residual_out is None:
         residual_out = residual
-    else:
+    elif residual_out is not residual:
         check_vector("residual_out", residual_out, (torch.float32,), numel)
     tau, dense = _check_tau(tau)
     vt = ValueDtype.parse(value_dtype)
@@ -305,8 +340,9 @@ def check_compress(
         raise ValueError(f"capacity is {capacity}; it must be at least 0")
     limit = numel if dense or capacity is None else min(int(capacity), numel)
     check_out(out, payload_bound(numel, limit, vt, enc))
+    device = grad.device
     for other in (residual, residual_out, out, tau):
-        if isinstance(other, Tensor) and other.device != grad.device:
+        if isinstance(other, Tensor) and other.device != device:
             raise ValueError(f"grad is on {grad.device}, another argument on {other.device}")
     return CompressArgs(numel, tau, dense, limit, int(start) % max(numel, 1), vt, enc, residual_out)
 
@@ -340,6 +376,24 @@ def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
     check_pair(grad, residual)
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1")
+
+
+def check_restart(restart: Tensor | None, grad: Tensor) -> None:
+    if restart is not None:
+        check_vector("restart", restart, (torch.float32,), grad.numel())
+        if restart.device != grad.device:
+            raise ValueError(f"grad is on {grad.device}, restart on {restart.device}")
+
+
+def check_accumulate(grad: Tensor, velocity: Tensor, kept: Tensor) -> None:
+    check_pair(grad, velocity)
+    check_vector("kept", kept, (torch.float32,), grad.numel())
+
+
+def check_difference(wanted: Tensor, held: Tensor, out: Tensor) -> None:
+    for name, tensor in (("wanted", wanted), ("held", held)):
+        check_vector(name, tensor, (*GRAD_DTYPES, torch.float64), out.numel())
+    check_vector("out", out, (torch.float32,))
 
 
 def check_pack(values: Tensor, packed: Tensor, exponents: Tensor | None) -> None:

@@ -25,6 +25,7 @@ from .backend import (
     check_encode_shared,
     check_exact,
     check_pack,
+    check_restart,
     check_sample,
     check_shared,
     check_vector,
@@ -34,6 +35,7 @@ from .backend import (
     scales_first,
     split_message,
 )
+from .reference import accumulated, difference
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
 ISA_NAMES = ("portable", "avx2", "avx512")
@@ -199,9 +201,12 @@ class CpuBackend:
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
+        restart: Tensor | None = None,
     ) -> Stats:
-        _on_cpu(grad=grad)
+        if grad.device.type != "cpu":
+            _on_cpu(grad=grad)
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        check_restart(restart, grad)
         call = _Compress(
             _pointer(grad),
             _pointer(residual),
@@ -219,6 +224,8 @@ class CpuBackend:
             clear,
         )
         _check(self._library.dct_compress(byref(call)))
+        if restart is not None:
+            restart.masked_fill_(self.decode_mask(out[: call.nbytes], args.numel), 0.0)
         return Stats(
             call.nbytes,
             call.nnz,
@@ -232,7 +239,8 @@ class CpuBackend:
     def _threads_for(self, numel: int) -> int:
         threads = self.threads
         if threads is None:
-            threads = min(torch.get_num_threads(), numel // ENTRIES_PER_THREAD)
+            most = numel // ENTRIES_PER_THREAD
+            threads = min(torch.get_num_threads(), most) if most > 1 else 1
         return max(1, min(threads, _MAX_THREADS))
 
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
@@ -362,6 +370,16 @@ class CpuBackend:
         numel, grouped = wide.numel(), exponents is not None
         call = (*pointers, numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel))
         _check(self._library.dct_pack(*call))
+
+    def accumulate(
+        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
+    ) -> Tensor:
+        _on_cpu(grad=grad, velocity=velocity, kept=kept)
+        return accumulated(grad, velocity, momentum, kept, clear=clear)
+
+    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
+        _on_cpu(wanted=wanted, held=held, out=out)
+        difference(wanted, held, out)
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

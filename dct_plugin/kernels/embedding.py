@@ -37,8 +37,15 @@ from .embedding_reference import ReferenceEmbeddingKernels
 
 if TYPE_CHECKING:
     from .triton_embedding import TritonEmbeddingKernels
+    from .triton_requests import TritonRequests
 
-__all__ = ["CompiledEmbeddingKernels", "get_device_codec", "get_embedding_kernels", "say_once"]
+__all__ = [
+    "CompiledEmbeddingKernels",
+    "get_device_codec",
+    "get_device_requests",
+    "get_embedding_kernels",
+    "say_once",
+]
 
 logger = logging.getLogger("dct_plugin.kernels")
 
@@ -249,6 +256,24 @@ def get_device_codec(backend: Backend, entropy: str) -> TritonEmbeddingKernels |
     from .triton_embedding import TritonEmbeddingKernels
 
     return TritonEmbeddingKernels()
+
+
+def get_device_requests(
+    backend: Backend, tables: Sequence[int], limits: Sequence[int], rank: int, where: torch.device
+) -> TritonRequests | None:
+    """What writes and reads requests for rows on the device of a backend; None: the host does.
+
+    Args:
+        tables: Of each rank.
+        limits: Their rows.
+        rank: This one.
+        where: The device.
+    """
+    if backend.name != "triton":
+        return None
+    from .triton_requests import TritonRequests
+
+    return TritonRequests(tables, limits, rank, where)
 
 
 @functools.cache

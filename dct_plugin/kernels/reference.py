@@ -24,10 +24,13 @@ from .backend import (
     PACK_EXPONENTS,
     SMALLEST_TAU,
     Tau,
+    check_accumulate,
     check_compress,
+    check_difference,
     check_encode_shared,
     check_exact,
     check_pack,
+    check_restart,
     check_sample,
     check_shared,
     check_vector,
@@ -108,6 +111,27 @@ def overflow_flags(tensors: Sequence[Tensor]) -> Tensor:
     return flags
 
 
+def accumulated(
+    grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
+) -> Tensor:
+    """See :meth:`.backend.Backend.accumulate`; without a look at the tensors."""
+    check_accumulate(grad, velocity, kept)
+    total = velocity.mul(momentum).add_(grad)
+    if total.numel():
+        low, high = torch.aminmax(total)  # NaN propagates
+        fine = (high < OVERFLOW_MAGNITUDE) & (low > -OVERFLOW_MAGNITUDE)
+        torch.where(fine, total, velocity, out=kept)
+    if clear:
+        grad.zero_()
+    return total
+
+
+def difference(wanted: Tensor, held: Tensor, out: Tensor) -> None:
+    """See :meth:`.backend.Backend.difference`; without a look at the tensors."""
+    check_difference(wanted, held, out)
+    out.copy_(wanted.to(held.dtype)).sub_(held)
+
+
 class ReferenceBackend:
     """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
 
@@ -141,8 +165,10 @@ class ReferenceBackend:
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
+        restart: Tensor | None = None,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        check_restart(restart, grad)
         applied = args.applied()
         began = time.perf_counter_ns()
         if has_overflow(grad):
@@ -176,6 +202,8 @@ class ReferenceBackend:
                 args.residual_out.copy_(left)
             else:
                 args.residual_out[idx] = left
+        if restart is not None:
+            restart[slice(None) if idx is None else idx] = 0.0
         if idx is None and args.encoding in (None, IndexEncoding.DENSE):
             enc, param, index = IndexEncoding.DENSE, 0, body[:0]
         else:
@@ -304,6 +332,14 @@ class ReferenceBackend:
         whole = out.numel() // PACK_BLOCK * PACK_BLOCK
         out[:whole].view(-1, PACK_BLOCK).mul_(steps[: whole // PACK_BLOCK, None])
         out[whole:].mul_(steps[whole // PACK_BLOCK :])
+
+    def accumulate(
+        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
+    ) -> Tensor:
+        return accumulated(grad, velocity, momentum, kept, clear=clear)
+
+    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
+        difference(wanted, held, out)
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

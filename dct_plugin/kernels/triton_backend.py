@@ -23,7 +23,6 @@ from ..codecs.frames import PREFIX
 from ..codecs.index import IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
 from ..codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
-from ..codecs.splitmix import signed
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
@@ -31,10 +30,13 @@ from .backend import (
     GRAD_DTYPES,
     SMALLEST_TAU,
     Tau,
+    check_accumulate,
     check_compress,
+    check_difference,
     check_encode_shared,
     check_exact,
     check_pack,
+    check_restart,
     check_sample,
     check_shared,
     check_vector,
@@ -130,8 +132,10 @@ class TritonBackend:
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
+        restart: Tensor | None = None,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+        check_restart(restart, grad)
         if args.encoding is IndexEncoding.RICE:
             _say_once("Rice code")
             self._catch_up()
@@ -146,9 +150,10 @@ class TritonBackend:
                 value_dtype=value_dtype,
                 encoding=encoding,
                 clear=clear,
+                restart=restart,
             )
         with self._batch(grad.device) as batch:
-            return batch.compress(grad, residual, args, out, clear)
+            return batch.compress(grad, residual, args, out, clear, restart)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -210,6 +215,7 @@ class TritonBackend:
                     GRAD=code,
                     HAS_RESIDUAL=False,
                     HAS_LEFT=False,
+                    RESTARTS=False,
                 )
             seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
         return Stats.on_device(counts[0])
@@ -238,22 +244,11 @@ class TritonBackend:
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel, verify=False)
-        return self._marked(self._open_one(payload), numel, payload.nnz)
-
-    def written_mask(self, room: Tensor, stats: Stats, numel: int) -> Tensor:
-        """See :class:`.backend.Framing`."""
-        self._catch_up()
-        nbytes = stats.device_counts[:1]
-        ends = torch.cat([torch.zeros_like(nbytes), nbytes])
-        opened = self._open(room, [(0, len(room))], [numel], ends=ends)
-        return self._marked(opened, numel, min(4 * len(room), numel))
-
-    def _marked(self, opened: _Opened, numel: int, most: int) -> Tensor:
-        """bool [numel] of a single payload of at most so many kept entries."""
-        where = opened.buffer.device
+        opened, where = self._open_one(payload), payload.data.device
         with launched_on(where):
             mask = torch.zeros(numel, dtype=torch.uint8, device=where)
-            reading.mark[(programs(most, CHUNK),)](opened.rows, opened.positions, mask, self._error(where))
+            chunks = programs(payload.nnz, CHUNK)
+            reading.mark[(chunks,)](opened.rows, opened.positions, mask, self._error(where))
             return mask.view(torch.bool)
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -304,15 +299,14 @@ class TritonBackend:
         """What :meth:`sum_messages` does; returns what is wrong with each message, int32."""
         where, count = opened.buffer.device, len(opened.rows)
         wrong = torch.zeros(count, dtype=torch.int32, device=where)
-        apart = [out.numel() for out in outs if out.dtype != torch.float32]
+        once = count == 1  # and rounded there
+        apart = [out.numel() for out in outs if not once and out.dtype != torch.float32]
         beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
-        totals = [out if out.dtype == torch.float32 else next(beside) for out in outs]
-        base = next((total for total in totals if total.numel()), totals[0])
-        begins = [(t.data_ptr() - base.data_ptr()) // 4 if t.numel() else 0 for t in totals]
-        meta = upload([[t.numel(), begin] for t, begin in zip(totals, begins, strict=True)], where)
+        totals = [out if once or out.dtype == torch.float32 else next(beside) for out in outs]
+        meta = _meta(totals)
         early = scales_first(count, scale)
         for message in range(count):
-            self._add(opened, opened, meta, base, wrong, message, scale if early else 1.0)
+            self._add(opened, opened, meta, wrong, message, scale if early else 1.0)
         if not early:
             torch._foreach_mul_(totals, scale)
         if apart:
@@ -341,17 +335,17 @@ class TritonBackend:
         *,
         framed: bool = False,
         single: bool = False,
-        ends: Tensor | None = None,
+        spare: bool = False,
     ) -> _Opened:
-        """Check the messages between the ``bounds`` of ``buffer``, and find their positions; ``ends`` are the
-        true ones, which only the device knows.
+        """Check the messages between the ``bounds`` of ``buffer``, and find their positions; ``spare`` the
+        outputs of what is missing.
         """
         self._catch_up()
         where, count, several = buffer.device, len(numels), len(bounds)
         longest, entries = max(end - begin for begin, end in bounds), sum(numels)
         at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
         room = min(3 * longest, entries)  # with a bit or more for the position
-        meta = upload([[numel, 0] for numel in numels], where)
+        meta = upload([[numel, 0, 0] for numel in numels], where)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.zeros(several, dtype=torch.int64, device=where)
         sums = -(-at_most // CHUNK) + count
@@ -359,10 +353,10 @@ class TritonBackend:
         with launched_on(where):
             reading.open_messages[(several,)](
                 *(buffer, buffer.view(torch.int64) if framed else None),
-                *(upload(bounds, where) if ends is None else ends, meta),
-                *(rows, missing, count),
+                *(upload(bounds, where), meta, rows, missing, count),
                 FRAMED=framed,
                 SINGLE=single,
+                ABSENT=reading.ADDED.value if spare else reading.POISONED.value,
             )
             programs = -(-max(longest // 4, at_most) // CHUNK) + count
             reading.check[(programs, several)](buffer, rows, count)
@@ -373,23 +367,21 @@ class TritonBackend:
         return _Opened(buffer, rows, positions, missing, sums)
 
     def _add_one(self, opened: _Opened, mask: _Opened, out: Tensor) -> None:
-        meta = upload([[out.numel(), 0]], out.device)
-        self._add(opened, mask, meta, out, self._error(out.device), 0, 1.0)
+        self._add(opened, mask, _meta([out]), self._error(out.device), 0, 1.0)
 
     def _add(
         self,
         opened: _Opened,
         mask: _Opened,
         meta: Tensor,
-        base: Tensor,
         wrong: Tensor,
         message: int,
         scale: float,
     ) -> None:
-        """Add a message's payloads to fp32 outputs; ``meta``: their entries, where they begin behind base."""
-        with launched_on(base.device):
+        """Add a message's payloads to the outputs of ``meta``."""
+        with launched_on(meta.device):
             reading.add[(opened.sums,)](
-                *(opened.buffer, opened.rows, mask.rows, meta, mask.positions, base),
+                *(opened.buffer, opened.rows, mask.rows, meta, mask.positions),
                 *(wrong, scale, message, len(meta), mask.positions.shape[-1]),
                 SCALED=scale != 1.0,
                 enable_fp_fusion=False,
@@ -420,10 +412,18 @@ class TritonBackend:
     ) -> tuple[Tensor, Tensor]:
         """Add up messages in frames, without a look at them; see :class:`.backend.Framing`."""
         if not outs:
-            nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
-            return nothing, nothing
+            return _nothing(buffer, len(bounds))
         opened = self._open(buffer, bounds, [out.numel() for out in outs], framed=True)
         return self._sum(opened, outs, scale), opened.missing
+
+    def add_frame(
+        self, buffer: Tensor, bounds: tuple[int, int], outs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Add the message in a frame to what is there; see :class:`.backend.Framing`."""
+        if not outs:
+            return _nothing(buffer, 1)
+        opened = self._open(buffer, [bounds], [out.numel() for out in outs], framed=True, spare=True)
+        return self._sum(opened, outs, 1.0), opened.missing
 
     # -- thresholds ---
 
@@ -433,6 +433,7 @@ class TritonBackend:
         check_sample(grad, residual, keep_fraction, num_samples)
         samples, everything = min(num_samples, grad.numel()), num_samples >= grad.numel()
         if samples > _MOST_SAMPLES:
+            self._catch_up()
             if not everything:
                 where = sample_positions(grad.numel(), samples, seed, grad.device)
                 grad, residual = grad[where], None if residual is None else residual[where]
@@ -447,6 +448,7 @@ class TritonBackend:
         numel = grad.numel()
         k = min(k, max(numel, 1))
         if numel > _MOST_SAMPLES:
+            self._catch_up()
             return _kth_largest(grad, residual, rank=k)
         with self._batch(grad.device) as batch:
             return batch.threshold(grad, residual, numel, everything=True, rank=k)
@@ -455,22 +457,31 @@ class TritonBackend:
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         check_pack(values, out, exponents)
-        self._catch_up()
-        grouped = exponents is not None
-        with launched_on(values.device):
-            device.pack[(programs(values.numel(), CHUNK),)](
-                *(values, readable(out), exponents, values.numel(), signed(seed, 32)),
-                GROUPED=grouped,
-                enable_fp_fusion=False,
-            )
+        with self._batch(values.device) as batch:
+            batch.pack(values, out, exponents, seed)
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         check_pack(out, packed, exponents)
-        self._catch_up()
-        with launched_on(out.device):
-            device.unpack[(programs(out.numel(), CHUNK),)](
-                readable(packed), exponents, out, out.numel(), GROUPED=exponents is not None
-            )
+        with self._batch(out.device) as batch:
+            batch.unpack(packed, exponents, out)
+
+    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
+        check_difference(wanted, held, out)
+        if wanted.dtype != torch.float32 or held.dtype not in GRAD_DTYPES:
+            self._catch_up()
+            self._reference.difference(wanted, held, out)
+            return
+        with self._batch(held.device) as batch:
+            batch.difference(wanted, held, out)
+
+    def accumulate(
+        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
+    ) -> Tensor:
+        check_accumulate(grad, velocity, kept)
+        out = torch.empty_like(velocity)
+        with self._batch(grad.device) as batch:
+            batch.accumulate(grad, velocity, momentum, out, kept, clear)
+        return out
 
     # -- positions alone ---
 
@@ -490,6 +501,18 @@ class TritonBackend:
         if error is None:
             error = self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
         return error
+
+
+def _nothing(buffer: Tensor, frames: int) -> tuple[Tensor, Tensor]:
+    """Nothing is wrong with frames that hold nothing, and nothing is missing."""
+    nothing = torch.zeros(frames, dtype=torch.int64, device=buffer.device)
+    return nothing, nothing
+
+
+def _meta(outs: Sequence[Tensor]) -> Tensor:
+    """Where payloads are added, int64 [outs, META]."""
+    rows = [[out.numel(), out.data_ptr(), grad_code(out)] for out in outs]
+    return upload(rows, outs[0].device)
 
 
 def _kth_largest(

@@ -70,13 +70,18 @@ class Row:
         slot: int = 0,
         tau: tuple[int, int] = (-1, 0),
         count: int = 0,
+        restart: Tensor | None = None,
         first: Sequence[int] = (0, 0, 0, 0, 0),
     ) -> list[int]:
         """``first``: tile, block, chunk of the body, chunk of entries, position; ``tau``: slot, or -1 and
         bits.
         """
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (grad, residual, left, out))
-        return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count]
+        addresses = (_address(tensor) for tensor in (grad, residual, left, out))
+        return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count, _address(restart)]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class _Kind(NamedTuple):
@@ -90,6 +95,7 @@ class _Kind(NamedTuple):
     value: int
     forced: int
     clear: bool
+    restarts: bool
     aligned: bool
 
 
@@ -103,6 +109,7 @@ class _Job(NamedTuple):
     start: int
     slot: int
     tau: tuple[int, int]
+    restart: Tensor | None
 
     def units(self) -> tuple[int, int, int, int, int]:
         """Tiles, blocks, chunks of the body and of entries, positions."""
@@ -130,7 +137,7 @@ class _Sample(NamedTuple):
         """Of the table of samples."""
         row = [0] * Row.WIDTH
         row[device.GRAD_AT.value] = self.grad.data_ptr()
-        row[device.RESIDUAL_AT.value] = 0 if self.residual is None else self.residual.data_ptr()
+        row[device.RESIDUAL_AT.value] = _address(self.residual)
         row[device.NUMEL.value] = self.grad.numel()
         row[device.SAMPLES.value] = self.samples
         row[device.SEED.value] = signed(self.seed)
@@ -142,8 +149,34 @@ class _Sample(NamedTuple):
         return row
 
 
+class _Pass(NamedTuple):
+    """What is done entry by entry: a kernel, its constants, and what it is done to."""
+
+    kernel: str
+    constants: tuple[tuple[str, Any], ...]
+    tensors: tuple[Tensor | None, ...]
+    numbers: tuple[tuple[int, int], ...] = ()
+    """Places in the row, and what is there besides."""
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor that the entries are counted of."""
+        assert self.tensors[0] is not None
+        return self.tensors[0]
+
+    def row(self, first: int) -> list[int]:
+        """Of the table of entries."""
+        row = [0] * Row.WIDTH
+        row[: len(self.tensors)] = map(_address, self.tensors)
+        row[device.NUMEL.value] = self.first.numel()
+        row[device.CHUNKS.value] = first
+        for place, number in self.numbers:
+            row[place] = number
+        return row
+
+
 class Batch:
-    """Payloads and thresholds of tensors on one device.
+    """Payloads and thresholds of tensors on one device, and what is done to the tensors before and after.
 
     Args:
         where: The device.
@@ -160,6 +193,8 @@ class Batch:
         self._payloads = self._thresholds = self._entries = 0
         self._jobs: list[_Job] = []
         self._samples: list[_Sample] = []
+        self._before: list[_Pass] = []
+        self._after: list[_Pass] = []
 
     @property
     def full(self) -> bool:
@@ -167,7 +202,13 @@ class Batch:
         return max(self._payloads, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
 
     def compress(
-        self, grad: Tensor, residual: Tensor | None, args: CompressArgs, out: Tensor, clear: bool
+        self,
+        grad: Tensor,
+        residual: Tensor | None,
+        args: CompressArgs,
+        out: Tensor,
+        clear: bool,
+        restart: Tensor | None,
     ) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         dense = args.dense and args.encoding in (None, IndexEncoding.DENSE)
@@ -185,12 +226,13 @@ class Batch:
             int(args.value_dtype),
             _SELECTED if args.encoding is None else int(args.encoding),
             clear,
+            restart is not None,
             all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in tensors[:3]),
         )
         slot, self._payloads = self._payloads, self._payloads + 1
         self._entries += args.numel
         tau = (-1, 0) if dense else self._tau(args.tau)
-        self._jobs.append(_Job(kind, tensors, args.capacity, args.start, slot, tau))
+        self._jobs.append(_Job(kind, tensors, args.capacity, args.start, slot, tau, restart))
         applied = self._taus[tau[0]] if tau[0] >= 0 else args.tau
         return Stats.on_device(self._counts[slot], tau=applied, launch=self.launch)
 
@@ -210,12 +252,44 @@ class Batch:
         self._samples.append(_Sample(grad, residual, samples, seed, everything, share, rank, slot))
         return self._taus[slot]
 
+    def accumulate(
+        self, grad: Tensor, velocity: Tensor, momentum: float, out: Tensor, kept: Tensor, clear: bool
+    ) -> None:
+        """See :meth:`.backend.Backend.accumulate`; before thresholds are found."""
+        constants = (("GRAD", grad_code(grad)), ("CLEAR", clear))
+        factor = ((device.FACTOR.value, _float_bits(momentum)),)
+        self._entries += grad.numel()
+        self._before.append(_Pass("accumulate", constants, (readable(grad), velocity, out, kept), factor))
+
+    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
+        """See :meth:`.backend.Backend.difference`; before thresholds are found."""
+        self._entries += held.numel()
+        constants = (("GRAD", grad_code(held)),)
+        self._before.append(_Pass("difference", constants, (readable(held), wanted, out)))
+
+    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+        """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
+        packed = readable(packed)
+        if any(_address(each.tensors[1]) == packed.data_ptr() for each in self._after):
+            self.launch()  # these are the values that are packed there now
+        self._entries += out.numel()
+        constants = (("GROUPED", exponents is not None),)
+        self._before.append(_Pass("unpack", constants, (out, packed, exponents)))
+
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        """See :meth:`.backend.Backend.pack`; when payloads are written."""
+        constants = (("GROUPED", exponents is not None),)
+        numbers = ((device.SEED.value, signed(seed, 32)),)
+        self._after.append(_Pass("pack", constants, (values, readable(out), exponents), numbers))
+
     def launch(self) -> None:
         """Do what was taken down since the last launch."""
         jobs, self._jobs = self._jobs, []
         samples, self._samples = self._samples, []
+        before, self._before = _alike(self._before), []
+        after, self._after = _alike(self._after), []
         self._entries = 0
-        if not jobs and not samples:
+        if not (jobs or samples or before or after):
             return
         kinds: dict[_Kind, list[_Job]] = {}
         for job in jobs:
@@ -225,28 +299,42 @@ class Batch:
             sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
         laid = [_laid_out(group) for group in kinds.values()]
         drawn = [_drawn(group) for group in sampled.values()]
-        rows = [row for rows, _ in (*drawn, *laid) for row in rows]
-        table = tables.of(rows, self.where)
-        parts = iter(table.split([len(rows) for rows, _ in (*drawn, *laid)]))
+        first, last = ([_in_chunks(group) for group in passes] for passes in (before, after))
+        every = [rows for rows, _ in (*first, *drawn, *laid, *last)]
+        table = tables.of(list(itertools.chain(*every)), self.where)
+        parts = iter(table.split([len(rows) for rows in every]))
         with launched_on(self.where):
+            for group, (_, chunks) in zip(before, first, strict=True):
+                self._pass(next(parts), group, chunks)
             for these, (_, chunks) in zip(sampled.values(), drawn, strict=True):
                 self._find(next(parts), these, chunks)
             sizes = [-(-(len(rows) * STATE + units[1]) // 2) * 2 for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
-            for (kind, group), (_, units), state in zip(kinds.items(), laid, states, strict=True):
-                self._write(next(parts), kind, len(group), units, state)
+            for (kind, jobs), (_, units), state in zip(kinds.items(), laid, states, strict=True):
+                self._write(next(parts), kind, len(jobs), units, state)
+            for group, (_, chunks) in zip(after, last, strict=True):
+                self._pass(next(parts), group, chunks)
 
     # -- inside ---
 
     def _tau(self, tau: float | Tensor) -> tuple[int, int]:
         """Slot of a threshold, or -1 and its bits."""
         if not isinstance(tau, Tensor):
-            return -1, struct.unpack("<i", struct.pack("<f", tau))[0]
+            return -1, _float_bits(tau)
         slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)
         if not (0 <= slot < self._thresholds and beyond == 0):  # not one that is found here
             slot, self._thresholds = self._thresholds, self._thresholds + 1
             torch.clamp(tau, min=SMALLEST_TAU, out=self._taus[slot])
         return slot, 0
+
+    def _pass(self, table: Tensor, group: Sequence[_Pass], chunks: int) -> None:
+        kernel, constants = group[0].kernel, dict(group[0].constants)
+        if kernel == "accumulate":  # two roundings, as everywhere else
+            flags = torch.zeros(len(group), dtype=torch.int64, device=self.where)
+            device.accumulate[(chunks,)](table, flags, len(group), **constants, enable_fp_fusion=False)
+            device.keep[(chunks,)](table, flags, len(group))
+        else:
+            getattr(device, kernel)[(chunks,)](table, len(group), **constants, enable_fp_fusion=False)
 
     def _find(self, table: Tensor, samples: Sequence[_Sample], chunks: int) -> None:
         magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)
@@ -291,6 +379,7 @@ class Batch:
             ACCUMULATED=selected and kind.left,
             VALUE=kind.value,
             HAS_LEFT=kind.left,
+            RESTARTS=kind.restarts,
             **kinds,
         )
         put_back = kind.left and not kind.in_place
@@ -328,6 +417,7 @@ def _laid_out(jobs: Sequence[_Job]) -> tuple[list[list[int]], tuple[int, ...]]:
             start=job.start,
             slot=job.slot,
             tau=job.tau,
+            restart=job.restart,
             count=job.tensors[0].numel(),
             first=first,
         )
@@ -337,10 +427,34 @@ def _laid_out(jobs: Sequence[_Job]) -> tuple[list[list[int]], tuple[int, ...]]:
     return [*rows, [*[0] * device.TILES.value, *total, *[0] * (Row.WIDTH - device.SLOT.value)]], total
 
 
+def _float_bits(number: float) -> int:
+    """Of the fp32 number that it is rounded to."""
+    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
+    return bits
+
+
+def _alike(passes: Sequence[_Pass]) -> list[list[_Pass]]:
+    """Passes by kernel and constants."""
+    groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[_Pass]] = {}
+    for each in passes:
+        groups.setdefault((each.kernel, each.constants), []).append(each)
+    return list(groups.values())
+
+
 def _drawn(samples: Sequence[_Sample]) -> tuple[list[list[int]], int]:
     """Rows of samples of one kind, and the chunks of all."""
-    firsts = list(itertools.accumulate((programs(each.samples, CHUNK) for each in samples), initial=0))
-    rows = [each.row(first) for each, first in zip(samples, firsts, strict=False)]
+    return _counted(samples, [each.samples for each in samples])
+
+
+def _in_chunks(group: Sequence[_Pass]) -> tuple[list[list[int]], int]:
+    """Rows of passes of one kind, and the chunks of all."""
+    return _counted(group, [each.first.numel() for each in group])
+
+
+def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[list[list[int]], int]:
+    """Rows of jobs that look at so many entries each, and the chunks of all."""
+    firsts = list(itertools.accumulate((programs(numel, CHUNK) for numel in numels), initial=0))
+    rows = [job.row(first) for job, first in zip(jobs, firsts, strict=False)]
     last = [0] * Row.WIDTH
     last[device.CHUNKS.value] = firsts[-1]
     return [*rows, last], firsts[-1]

@@ -134,7 +134,7 @@ class TritonEmbeddingKernels:
         sizes = torch.zeros(len(parts), 4, dtype=torch.int64, device=where)
         checks = torch.zeros(len(parts), dtype=torch.int32, device=where)
         values = torch.empty_like(x) if decoded or not all(part.send for part in parts) else None
-        advances, powers = _advances(where)
+        _, powers = advances(where)
         with launched_on(where):
             if units:
                 device.extremes[(units,)](x, segments, largest, sizes, count)
@@ -144,7 +144,7 @@ class TritonEmbeddingKernels:
                     *(x, segments, table, plans, sizes, words, values, count), DECODED=values is not None
                 )
             chunks = -(-max(room) // (4 * _CHUNK)) + 1
-            device.checksum[(chunks, len(parts))](words, table, sizes, advances, powers, checks)
+            check(words, table, sizes, checks, chunks)
             device.seal_codes[(len(parts),)](table, sizes, checks, powers, buffer, words)
         numels = [part.x.numel() for part in parts]
         return Coded(buffer, starts, sizes, None if values is None else list(values.split(numels)))
@@ -205,11 +205,11 @@ class TritonEmbeddingKernels:
         plans = torch.empty(count, 4, dtype=torch.int64, device=where)
         sizes = torch.zeros(len(outs), 4, dtype=torch.int64, device=where)
         checks = torch.zeros(len(outs), dtype=torch.int32, device=where)
-        advances, powers = _advances(where)
+        _, powers = advances(where)
         with launched_on(where):
             device.open_codes[(len(outs),)](segments, table, plans, sizes, buffer, words)
             chunks = -(-most // (4 * _CHUNK)) + 1
-            device.checksum[(chunks, len(outs))](words, table, sizes, advances, powers, checks)
+            check(words, table, sizes, checks, chunks)
             device.judge[(len(outs),)](table, sizes, checks, powers, words)
             if units:
                 places = upload(begins, where)
@@ -251,8 +251,23 @@ def _halves(bounds: FloatArray | Tensor, where: torch.device) -> Tensor:
     return torch.where(bits.view(torch.float32) >= SMALLEST_STEP, bits >> 16, 0)
 
 
+def check(
+    words: Tensor,
+    parts: Tensor,
+    sizes: Tensor,
+    checks: Tensor,
+    chunks: int,
+    *,
+    at: int = 4,
+    counted: bool = False,
+) -> None:
+    """Begin the CRC-32 of messages; see the kernel."""
+    grid = (chunks, len(parts))
+    device.checksum[grid](words, parts, sizes, *advances(words.device), checks, AT=at, COUNTED=counted)
+
+
 @functools.cache
-def _advances(where: torch.device) -> tuple[Tensor, Tensor]:
+def advances(where: torch.device) -> tuple[Tensor, Tensor]:
     """For the device's CRC-32: what moves it on by 0, 4, 8, ... bytes, and by 1, 2, 4, ... bytes; int32."""
 
     def times(a: int, b: int) -> int:

@@ -221,20 +221,27 @@ def _advance(powers, nbytes):
 
 
 @triton.jit
-def checksum(words, parts, sizes, advances, powers, checks):
-    """A chunk's share of a message's CRC-32, without its first and last inversion; the header's own four
-    bytes of it are left out. ``advances``: by 4 bytes times 0, 1, 2, ...
+def checksum(words, parts, sizes, advances, powers, checks, AT: tl.constexpr, COUNTED: tl.constexpr):
+    """A chunk's share of a message's CRC-32, without its first and last inversion. The word AT is that of the
+    CRC-32 itself: left out, or (COUNTED) 0. ``advances``: by 4 bytes times 0, 1, 2, ...
     """
     chunk = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
-    nbytes = tl.load(sizes + message * 4 + NBYTES) - 4
+    nbytes = tl.load(sizes + message * 4 + NBYTES)
+    if not COUNTED:
+        nbytes -= 4
     words += tl.load(parts + message * 5 + 3) // 4
     count = (nbytes + 3) // 4
     if chunk * CHUNK < count:
         last = tl.minimum(chunk * CHUNK + CHUNK, count) - 1
         at = chunk * CHUNK + tl.arange(0, CHUNK)
-        place = tl.where(at < 4, at, at + 1)
-        word = tl.load(words + place, mask=at <= last, other=0).to(tl.uint32, bitcast=True)
+        place = at
+        there = at <= last
+        if COUNTED:
+            there = there & (at != AT)
+        else:
+            place = tl.where(at < AT, at, at + 1)
+        word = tl.load(words + place, mask=there, other=0).to(tl.uint32, bitcast=True)
         beyond = tl.maximum(4 * at + 4 - nbytes, 0) * 8  # bits of the last word that are behind the payload
         word = tl.where(beyond < 32, (word << beyond.to(tl.uint32)) >> beyond.to(tl.uint32), 0).to(tl.uint32)
         moved = _times(
@@ -246,8 +253,8 @@ def checksum(words, parts, sizes, advances, powers, checks):
 
 @triton.jit
 def _crc(checks, powers, message, nbytes):
-    """CRC-32 of a payload, uint32, from what :func:`checksum` found."""
-    begin = _times(_advance(powers, nbytes - 4), (nbytes * 0 + 0xFFFFFFFF).to(tl.uint32))
+    """CRC-32 of so many bytes of a message, uint32, from what :func:`checksum` found."""
+    begin = _times(_advance(powers, nbytes), (nbytes * 0 + 0xFFFFFFFF).to(tl.uint32))
     return begin ^ tl.load(checks + message).to(tl.uint32, bitcast=True) ^ 0xFFFFFFFF
 
 
@@ -258,7 +265,7 @@ def seal_codes(parts, sizes, checks, powers, buffer, words):
     part = parts + message * 5
     start = tl.load(part + 3)
     nbytes = tl.load(sizes + message * 4 + NBYTES)
-    tl.store(words + start // 4 + 4, _crc(checks, powers, message, nbytes).to(tl.int32, bitcast=True))
+    tl.store(words + start // 4 + 4, _crc(checks, powers, message, nbytes - 4).to(tl.int32, bitcast=True))
     tl.store(buffer + start + nbytes, tl.load(part + 4).to(tl.uint8))
 
 
@@ -346,7 +353,7 @@ def judge(parts, sizes, checks, powers, words):
     size = sizes + message * 4
     status = tl.load(size + STATUS)
     if (status == 0) | (status >= 8):
-        found = _crc(checks, powers, message, tl.load(size + NBYTES)).to(tl.int32, bitcast=True)
+        found = _crc(checks, powers, message, tl.load(size + NBYTES) - 4).to(tl.int32, bitcast=True)
         if found != tl.load(words + tl.load(parts + message * 5 + 3) // 4 + 4):
             tl.store(size + STATUS, tl.full((), 7, tl.int64))
 

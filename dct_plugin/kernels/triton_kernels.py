@@ -37,7 +37,7 @@ INDEX_NBYTES = tl.constexpr(7)
 STATE = tl.constexpr(16)  # its size; behind the last job's, a count per block
 
 #: Places in a job's row.
-ROW = tl.constexpr(16)
+ROW = tl.constexpr(17)
 GRAD_AT = tl.constexpr(0)  # addresses
 RESIDUAL_AT = tl.constexpr(1)
 LEFT_AT = tl.constexpr(2)
@@ -54,13 +54,21 @@ SLOT = tl.constexpr(12)  # row of its figures
 TAU_SLOT = tl.constexpr(13)  # of the threshold, on the device; or (-1) the next place has its bits
 TAU_BITS = tl.constexpr(14)
 COUNT = tl.constexpr(15)  # kept entries, where the host knows them
+RESTART_AT = tl.constexpr(16)  # what becomes zero where an entry is sent
 
-#: Places in a sample's row; GRAD_AT, RESIDUAL_AT and NUMEL are the same.
+#: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
 SAMPLES = tl.constexpr(2)
 SEED = tl.constexpr(3)
 ALL = tl.constexpr(5)
 SHARE = tl.constexpr(6)
 RANK = tl.constexpr(7)
+
+#: Places in a row of what is done entry by entry: addresses, GRAD_AT first; NUMEL, CHUNKS and SEED are as in
+#: the others.
+SECOND_AT = tl.constexpr(1)
+THIRD_AT = tl.constexpr(2)
+FOURTH_AT = tl.constexpr(3)
+FACTOR = tl.constexpr(5)
 
 FP32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
@@ -132,20 +140,40 @@ def _job_of(table, count, WHAT: tl.constexpr):
 
 @triton.jit
 def _grad_of(job, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
-    """Of a job's gradient; bf16 comes as int16, which every machine can load.
+    """Of a job's gradient."""
+    return _pointer(tl.load(job + GRAD_AT), GRAD, ALIGNED)
 
-    ALIGNED: the compiler knows that it is to a multiple of 16 bytes, and lets so many be read at once.
+
+@triton.jit
+def _pointer(at, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Of an address of fp32, fp16, or bf16: as int16, which every machine can load.
+
+    ALIGNED: the compiler knows that it is to a multiple of 16 bytes, and lets so many be read at once. (It
+    forgets that of what another function returns.)
     """
-    at = tl.load(job + GRAD_AT)
-    if GRAD == FP32:
+    if KIND == FP32:
         pointer = at.to(tl.pointer_type(tl.float32))
-    elif GRAD == BF16:
+    elif KIND == BF16:
         pointer = at.to(tl.pointer_type(tl.int16))
     else:
         pointer = at.to(tl.pointer_type(tl.float16))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, [16])
     return pointer
+
+
+@triton.jit
+def _rounded(x, KIND: tl.constexpr):
+    """fp32 values in a type of gradients (bf16 as int16); what is too large becomes infinite."""
+    if KIND == FP32:
+        narrow = x
+    elif KIND == BF16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        narrow = tl.where(x == x, bits, 0x7FC0).to(tl.int16)
+    else:
+        narrow = x.to(tl.float16)
+    return narrow
 
 
 @triton.jit
@@ -572,9 +600,10 @@ def _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, 
 def write(
     table, words, positions, kept_counts, state, sums, count, ENTRIES: tl.constexpr,
     ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, RESTARTS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the body: positions and values; what the values do not carry stays in what is left.
+    """A chunk of the body: positions and values; what the values do not carry stays in what is left. What
+    RESTARTS becomes zero where an entry is sent.
 
     ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; SHARED,
     those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in what is left.
@@ -676,6 +705,9 @@ def write(
         _add_checks(state, check1, check2)
         if HAS_LEFT:
             tl.store(left + at, acc - decoded, mask=kept)
+        if RESTARTS:
+            restart = _floats_of(job, RESTART_AT, False)
+            tl.store(restart + at, tl.zeros(at.shape, tl.float32), mask=kept)
 
 
 @triton.jit
@@ -803,7 +835,54 @@ def kth_largest(table, magnitudes, taus, LANES: tl.constexpr):
     tl.store(taus + tl.load(job + SLOT), tl.maximum(value, SMALLEST_TAU))
 
 
-# ---- residuals in fewer bytes -------------------------------------------------------------------------
+# ---- entry by entry, before or after the selection ----------------------------------------------------
+
+
+@triton.jit
+def _entries(table, count):
+    """Number of this program's job, its row, the entries, and which of them there are."""
+    number, job, chunk = _job_of(table, count, CHUNKS)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    return number, job, chunk, at, at < tl.load(job + NUMEL)
+
+
+@triton.jit(do_not_specialize=["count"])
+def accumulate(table, state, count, GRAD: tl.constexpr, CLEAR: tl.constexpr):
+    """``factor * velocity + gradient``, apart from both, and whether it overflows; zeros become the gradients
+    (CLEAR). Addresses: gradient, velocity, sum, what is kept.
+    """
+    number, job, _chunk, at, inside = _entries(table, count)
+    grad = _grad_of(job, GRAD, False)
+    factor = tl.load(job + FACTOR).to(tl.int32).to(tl.float32, bitcast=True)
+    velocity = tl.load(_floats_of(job, SECOND_AT, False) + at, mask=inside, other=0.0)
+    total = velocity * factor + _load_grad(grad, at, inside, GRAD)
+    tl.store(_floats_of(job, THIRD_AT, False) + at, total, mask=inside)
+    _flag_unless(state + number, tl.abs(total) < OVERFLOW)
+    if CLEAR:
+        tl.store(grad + at, tl.zeros((CHUNK,), grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def keep(table, state, count):
+    """What is kept of :func:`accumulate`: the sum, or the velocity as it was."""
+    number, job, _chunk, at, inside = _entries(table, count)
+    source = _floats_of(job, THIRD_AT, False)
+    if tl.load(state + number) != 0:
+        source = _floats_of(job, SECOND_AT, False)
+    value = tl.load(source + at, mask=inside, other=0.0)
+    tl.store(_floats_of(job, FOURTH_AT, False) + at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def difference(table, count, GRAD: tl.constexpr):
+    """``wanted``, rounded to the other's type, less ``held``; fp32. Addresses: held, wanted, difference."""
+    _number, job, _chunk, at, inside = _entries(table, count)
+    wanted = tl.load(_floats_of(job, SECOND_AT, False) + at, mask=inside, other=0.0)
+    rounded = _rounded(wanted, GRAD)
+    if GRAD == BF16:
+        rounded = _from_bf16(rounded)
+    held = _load_grad(_grad_of(job, GRAD, False), at, inside, GRAD)
+    tl.store(_floats_of(job, THIRD_AT, False) + at, rounded.to(tl.float32) - held, mask=inside)
 
 
 @triton.jit
@@ -814,13 +893,26 @@ def _lowbias(x):
     return x ^ (x >> 16)
 
 
-@triton.jit(do_not_specialize=["numel", "seed"])
-def pack(values, packed, exponents, numel, seed, GROUPED: tl.constexpr):
-    """fp32 to bf16 (as int16), or GROUPED to int8 with an exponent per SHARING entries."""
-    place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    mask = place < numel
-    x = _clamp(tl.load(values + place, mask=mask, other=0.0), PACK_LARGEST)
-    start = _lowbias(seed.to(tl.uint32))
+@triton.jit
+def _packed_at(job, GROUPED: tl.constexpr):
+    """Of packed values; bf16 comes as int16."""
+    at = tl.load(job + SECOND_AT)
+    if GROUPED:
+        pointer = at.to(tl.pointer_type(tl.int8))
+    else:
+        pointer = at.to(tl.pointer_type(tl.int16))
+    return pointer
+
+
+@triton.jit(do_not_specialize=["count"])
+def pack(table, count, GROUPED: tl.constexpr):
+    """fp32 to bf16, or GROUPED to int8 with an exponent per SHARING entries. Addresses: values, packed,
+    exponents.
+    """
+    _number, job, chunk, place, mask = _entries(table, count)
+    packed = _packed_at(job, GROUPED)
+    x = _clamp(tl.load(_floats_of(job, GRAD_AT, False) + place, mask=mask, other=0.0), PACK_LARGEST)
+    start = _lowbias(tl.load(job + SEED).to(tl.uint32))
     random = _lowbias(place.to(tl.uint32) + start).to(tl.int32, bitcast=True)
     bits = x.to(tl.int32, bitcast=True)
     if GROUPED:
@@ -832,23 +924,24 @@ def pack(values, packed, exponents, numel, seed, GROUPED: tl.constexpr):
         fixed = tl.reshape(x, (rows, SHARING)) * factor[:, None] + ROUNDER
         fixed = tl.reshape(fixed, (CHUNK,)).to(tl.int32, bitcast=True) - 0x4B400000
         tl.store(packed + place, ((fixed + (random & 0x7FFF)) >> 15).to(tl.int8), mask=mask)
-        row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-        tl.store(exponents + row, exponent.to(tl.int8), mask=row * SHARING < numel)
+        row = chunk * rows + tl.arange(0, rows)
+        exponents = tl.load(job + THIRD_AT).to(tl.pointer_type(tl.int8))
+        tl.store(exponents + row, exponent.to(tl.int8), mask=row * SHARING < tl.load(job + NUMEL))
     else:
         # As unsigned numbers: the sign's bit is shifted along.
         rounded = bits.to(tl.uint32, bitcast=True) + (random & 0xFFFF).to(tl.uint32)
         tl.store(packed + place, (rounded >> 16).to(tl.int16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["numel"])
-def unpack(packed, exponents, values, numel, GROUPED: tl.constexpr):
-    """What :func:`pack` wrote, fp32."""
-    place = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    mask = place < numel
-    x = tl.load(packed + place, mask=mask, other=0)
+@triton.jit(do_not_specialize=["count"])
+def unpack(table, count, GROUPED: tl.constexpr):
+    """What :func:`pack` wrote, fp32; the same addresses."""
+    _number, job, _chunk, place, mask = _entries(table, count)
+    x = tl.load(_packed_at(job, GROUPED) + place, mask=mask, other=0)
     if GROUPED:
+        exponents = tl.load(job + THIRD_AT).to(tl.pointer_type(tl.int8))
         exponent = tl.load(exponents + place // SHARING, mask=mask, other=0).to(tl.int32)
         found = x.to(tl.float32) * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     else:
         found = _from_bf16(x)
-    tl.store(values + place, found, mask=mask)
+    tl.store(_floats_of(job, GRAD_AT, False) + place, found, mask=mask)

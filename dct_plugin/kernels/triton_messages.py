@@ -54,6 +54,8 @@ from .triton_kernels import (
     _load_grad,
     _lowest,
     _places,
+    _pointer,
+    _rounded,
     _row_of,
 )
 
@@ -75,7 +77,10 @@ SUMS = tl.constexpr(13)
 PLACE = tl.constexpr(14)  # where its positions begin
 
 ADDED = tl.constexpr(0)
-POISONED = tl.constexpr(1)  # becomes NaN: flagged, or missing
+POISONED = tl.constexpr(1)  # becomes NaN: flagged, or missing from a sum
+
+#: Numbers of a tensor that payloads are for: entries; where they are, and their type, if they are added to.
+META = tl.constexpr(3)
 
 #: Bytes of a frame before its message; words of it: size, fingerprint, incomplete.
 PREFIX = tl.constexpr(32)
@@ -112,12 +117,14 @@ def _field(byte, lane, FIRST: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, count, FRAMED: tl.constexpr, SINGLE: tl.constexpr
-):
+    buffer, words, bounds, meta, rows, missing, count, FRAMED: tl.constexpr, SINGLE: tl.constexpr,
+    ABSENT: tl.constexpr,
+):  # fmt: skip
     """Rows of a message between two bytes of ``buffer`` (``words``: the same memory), one program each.
 
-    ``meta``, int64 [count, 2], has the entries of the tensors that the payloads are for. SINGLE payloads may
-    have shared positions, or Rice code. A header that is damaged ends the walk.
+    ``meta``, int64 [count, META], has the entries of the tensors that the payloads are for. SINGLE payloads
+    may have shared positions, or Rice code. A header that is damaged ends the walk. ABSENT: the state of what
+    is missing.
     """
     message = tl.program_id(0).to(tl.int64)
     rows += message * (count + 1) * ROW
@@ -150,7 +157,7 @@ def open_messages(
         entries = _field(byte, lane, 8, 8)
         nnz = _field(byte, lane, 16, 8)
         index = _field(byte, lane, 24, 8)
-        numel = tl.load(meta + 2 * row)
+        numel = tl.load(meta + META * row)
         blocks = (numel + BLOCK - 1) // BLOCK
         low = nnz * 0
         low = tl.where(kind == BITMAP, (numel + 7) // 8, low)
@@ -180,7 +187,7 @@ def open_messages(
         nbytes = tl.where(gone, 0, nbytes)
         kind = tl.where(gone, 0, kind)
         state = tl.where((flagged != 0) & (bad == 0), POISONED, ADDED)
-        state = tl.where(absent != 0, POISONED, state)
+        state = tl.where(absent != 0, ABSENT, state)
         tl.store(here + BODY, at + HEADER)
         tl.store(here + KIND, kind)
         tl.store(here + VALUE, value)
@@ -311,7 +318,7 @@ def scan(buffer, rows, meta, counts, count, units):
         kind = tl.load(here + KIND)
         if kind == BITMAP:
             word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-            content, stray = _bitmap_words(index, word, tl.load(meta + 2 * row))
+            content, stray = _bitmap_words(index, word, tl.load(meta + META * row))
             tl.atomic_max(here + WRONG, tl.where(stray > 0, BAD_POSITION, 0).to(tl.int64))
             tl.store(counts + unit, tl.sum(_bits_set(content), 0).to(tl.int64))
         if kind == GAPS8:
@@ -375,7 +382,7 @@ def place(buffer, rows, meta, counts, positions, count, units, room):
         mine = tl.load(here + ROW + SCANS) - first
         part = unit - first
         nnz = tl.load(here + COUNT)
-        numel = tl.load(meta + 2 * row)
+        numel = tl.load(meta + META * row)
         kind = tl.load(here + KIND)
         index = buffer + tl.load(here + BODY)
         positions += message * room + tl.load(here + PLACE)
@@ -435,14 +442,31 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
     return tl.where(code >= LEVELS, -value, value)
 
 
+@triton.jit
+def _poison(address, numel, KIND: tl.constexpr):
+    out = _pointer(address, KIND, False)
+    nothing = _rounded(tl.full((CHUNK,), float("nan"), tl.float32), KIND)
+    lanes = tl.arange(0, CHUNK)
+    done = numel * 0
+    while done < numel:
+        tl.store(out + done + lanes, nothing, mask=done + lanes < numel)
+        done += CHUNK
+
+
+@triton.jit
+def _add_at(address, at, value, kept, KIND: tl.constexpr):
+    out = _pointer(address, KIND, False)
+    total = _load_grad(out, at, kept, KIND) + value
+    tl.store(out + at, _rounded(total, KIND), mask=kept)
+
+
 @triton.jit(do_not_specialize=["message", "count", "room"])
 def add(
-    buffer, rows, mask_rows, meta, positions, outs, errors, scale, message, count, room, SCALED: tl.constexpr
+    buffer, rows, mask_rows, meta, positions, errors, scale, message, count, room, SCALED: tl.constexpr
 ):  # fmt: skip
     """``outs[position] += value`` for the payloads of one message with which nothing is wrong.
 
-    The outputs are fp32, and begin as many entries behind ``outs`` as ``meta`` says. ``mask_rows`` has the
-    payloads that the positions come from.
+    Each sum is rounded to the output's type. ``mask_rows`` has the payloads that the positions come from.
     """
     unit = tl.program_id(0).to(tl.int64)
     first_row = tl.full((), 0, tl.int64) + message
@@ -457,21 +481,18 @@ def add(
         if chunk == 0:
             tl.atomic_max(errors + message, error.to(tl.int32))
         if error == 0:
-            out = outs + tl.load(meta + 2 * row + 1)
-            lanes = tl.arange(0, CHUNK)
+            address = tl.load(meta + META * row + 1)
+            form = tl.load(meta + META * row + 2)
             if tl.load(here + STATE) == POISONED:
-                numel = tl.load(meta + 2 * row)
-                nothing = tl.full((CHUNK,), float("nan"), tl.float32)
-                done = numel * 0
-                while done < numel:
-                    tl.store(out + done + lanes, nothing, mask=done + lanes < numel)
-                    done += CHUNK
+                for kind in tl.static_range(3):
+                    if form == kind:
+                        _poison(address, tl.load(meta + META * row), kind)
             else:
                 nnz = tl.load(here + COUNT)
                 body = buffer + tl.load(here + BODY)
                 values_at = tl.load(here + INDEX)
                 value = tl.load(here + VALUE)
-                rank = chunk * CHUNK + lanes
+                rank = chunk * CHUNK + tl.arange(0, CHUNK)
                 kept = rank < nnz
                 at = rank
                 if tl.load(mask + KIND) != DENSE:
@@ -483,7 +504,9 @@ def add(
                 if SCALED:
                     read *= scale
                 # A position occurs once in a payload: no atomics, one order of summation.
-                tl.store(out + at, tl.load(out + at, mask=kept, other=0.0) + read, mask=kept)
+                for kind in tl.static_range(3):
+                    if form == kind:
+                        _add_at(address, at, read, kept, kind)
 
 
 @triton.jit

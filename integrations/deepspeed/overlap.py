@@ -4,7 +4,7 @@ With ``overlap_comm`` DeepSpeed has two buffers for the gradients of a bucket, s
 one while the other is reduced; but it files the sums of a bucket as soon as its reduction returns. Here a
 reduction is only begun when its bucket is full, on CPU in a thread, on CUDA on DeepSpeed's reduction stream.
 What it gives is waited for, and filed by DeepSpeed's own code, before the next bucket is handed over, or at
-the end of the pass.
+the end of the pass. On CUDA this is for what :mod:`.filing` cannot do.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 from .buckets import Averaging, CommBuffer, Piece, pieces
+from .filing import Filing
 from .overlap import Overlap
 from .stage0 import is_expert
 
@@ -65,6 +66,7 @@ class PartitionHooks:
         self.average = bool(getattr(optimizer, "gradient_average", True))
         self._bucket: Tensor | None = None
         self._overlap: Overlap | None = None
+        self._filing: Filing | None = None
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
     @property
@@ -90,9 +92,11 @@ class PartitionHooks:
     def install(self, patches: Patches) -> None:
         """Patch the optimizer instance."""
         optimizer = self.optimizer
-        self._overlap = Overlap.of(optimizer, self.reducer)
-        if self._overlap is not None:
-            self._overlap.install(patches)
+        self._filing = Filing.of(optimizer, self.reducer)
+        self._overlap = Overlap.of(optimizer, self.reducer) if self._filing is None else None
+        for part in (self._filing, self._overlap):
+            if part is not None:
+                part.install(patches)
         average, scatter = optimizer.average_tensor, optimizer.allreduce_and_scatter
         predivide, reduce = optimizer.gradient_reduction_w_predivide, optimizer.allreduce_bucket
         # One bucket for all owners instead of one per owner: then everything comes through
@@ -188,6 +192,9 @@ class PartitionHooks:
             self._overlap.submit(work, after)
         else:
             work()
+            if self._filing is not None and reducer is self.reducer:
+                named = ((self.name_of(group, parameter), parameter) for group, _, parameter in found)
+                self._filing.begin(tensor, dtype, named)
             after()
 
     def _all_reduce(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -235,6 +242,7 @@ class PartitionHooks:
         cut = [(piece, part) for piece, part in ours if id(part[2]) not in self._whole]
         if whole := [(piece.name, piece.of(flat)) for piece, part in ours if id(part[2]) in self._whole]:
             reducer.all_reduce(whole, scale=scale)
+            reducer.finish()  # nobody owns these: the bucket alone holds the sums
         if cut:
             entries = [(piece.name, piece.of(flat), self._shards_of(*part)) for piece, part in cut]
             reducer.reduce_scatter(entries, scale=scale)

@@ -8,7 +8,8 @@ With ``overlap_grad_reduce`` a bucket's reduction starts where Megatron would st
 pass. On CPU it runs beside that pass: one thread per group works on the buckets in the order in which they
 became ready, which is the same on all ranks, over a process group that nothing else uses. On CUDA it is
 queued on a stream of its own by Megatron's own thread, as Megatron's own overlapped reductions are, and
-waited for in ``finish_grad_sync``. A second thread would launch NCCL kernels in between those of tensor and
+waited for in ``finish_grad_sync``. Without it the host waits when all bucket groups of a model have been
+reduced, not for each of them. A second thread would launch NCCL kernels in between those of tensor and
 pipeline parallelism, in an order that differs from rank to rank, and kernels of several communicators that
 wait for each other in different orders can hang (with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks
 for, they are in one queue).
@@ -127,7 +128,9 @@ class DataParallelHook(Hook):
         patches.wrap(
             param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._make_start_grad_sync
         )
-        patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
+        ddp = distributed_data_parallel.DistributedDataParallel
+        patches.wrap(ddp, "__init__", self._make_ddp_init)
+        patches.wrap(ddp, "finish_grad_sync", self._make_finish_grad_sync)
         for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
             patches.wrap(kind, "prepare_grads", self._make_prepare_grads)
         for module, name in _SHARDING:
@@ -223,6 +226,15 @@ class DataParallelHook(Hook):
             self._ddp.append(weakref.ref(ddp))
 
         return init
+
+    def _make_finish_grad_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def finish_grad_sync(*arguments: Any, **keywords: Any) -> None:
+            original(*arguments, **keywords)
+            for each in self._reductions.values():
+                if each.worker is None and each.stream is None:
+                    each.reducer.finish()
+
+        return finish_grad_sync
 
     def _make_prepare_grads(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_grads(optimizer: Any) -> bool:
@@ -432,7 +444,7 @@ class DataParallelHook(Hook):
         unit, saved = _unit(group, ranks), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
-        reducer.deferred = stream is not None
+        reducer.deferred = worker is None
         made = _Reduction(name, unit, reducer, worker, stream, scale_known=saved is not None)
         if self._optimizers is not None:
             made.ahead = self._look_ahead(reducer, group, ranks)

@@ -18,9 +18,18 @@ from dct_plugin import Compressor, kernels
 from dct_plugin.collectives import Exchange
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton_backend import WRITTEN
 
+#: What streams remember besides a residual in fp32.
+REMEMBERED: list[dict[str, Any]] = [
+    {},
+    {"residual_dtype": "int8"},
+    {"momentum_correction": 0.9, "momentum_masking": True},
+]
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 
 
@@ -36,9 +45,12 @@ def plain() -> KernelConfig:
 
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_stream_has_the_bits_of_the_cpu(dtype: torch.dtype, transactional: bool) -> None:
-    one = Compressor(sparsity=0.95, transactional=transactional, kernels=plain())
-    other = Compressor(sparsity=0.95, transactional=transactional)
+@pytest.mark.parametrize("remembered", REMEMBERED, ids=str)
+def test_a_stream_has_the_bits_of_the_cpu(
+    dtype: torch.dtype, transactional: bool, remembered: dict[str, Any]
+) -> None:
+    one = Compressor(sparsity=0.95, transactional=transactional, kernels=plain(), **remembered)
+    other = Compressor(sparsity=0.95, transactional=transactional, **remembered)
     for step in range(5):
         grad = gradient(30_000, step, dtype)
         if step == 3:
@@ -49,7 +61,11 @@ def test_a_stream_has_the_bits_of_the_cpu(dtype: torch.dtype, transactional: boo
         for stream in (one, other):
             stream.end_step(skipped=transactional and step == 3)
     states = one.state_dict(), other.state_dict()
-    assert torch.equal(states[0]["residual"], states[1]["residual"])
+    residuals = [unpacked(state["residual"]) for state in states]
+    assert torch.equal(*residuals)
+    assert states[0]["velocity"] is states[1]["velocity"] is None or torch.equal(
+        states[0]["velocity"], states[1]["velocity"]
+    )
     assert states[0]["threshold"] == states[1]["threshold"]
 
 
@@ -84,6 +100,38 @@ def test_two_processes_on_one_device_have_the_bits_of_two_on_the_cpu(
         assert all(torch.equal(mine[key], other[key]) for key in mine)
     if exchange != "owners":
         assert all(torch.equal(found[0][f"layer {s}"], found[1][f"layer {s}"]) for s in range(4))
+
+
+def _update(rank: int, world_size: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Working weights after masters have drifted; the ranks' boundary cuts the second one."""
+    config = DataParallelConfig.of(
+        {"min_numel": 100, "parameters": {"enabled": True, "sparsity": 0.95, "value_dtype": "int8"}}
+    )
+    updates = ParameterUpdates(config, device=device, kernels=plain() if device == "cpu" else None)
+    sizes = {"first": 30_000, "cut": 20_000, "small": 64, "last": 9936}
+    half = sum(sizes.values()) // 2
+    working = gradient(2 * half, 0, dtype).to(device)
+    master = working[rank * half : (rank + 1) * half].float().clone()
+    for step in range(4):
+        master += (9.0 if step == 3 else 1e-2) * gradient(half, 1 + step + 10 * rank).to(device)
+        entries, mine, start = [], {}, 0
+        for name, numel in sizes.items():
+            shards = shards_in(start, numel, half)
+            entries.append((name, working[start : start + numel], shards))
+            for shard in (each for each in shards if each.owner == rank):
+                first = start + shard.start - rank * half
+                mine[name] = master[first : first + shard.stop - shard.start]
+            start += numel
+        updates.update(entries, mine.__getitem__)
+        updates.end_step()
+    return working.cpu()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_updates_of_weights_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+    expected, found = (run(2, _update, device, dtype) for device in ("cpu", "cuda"))
+    assert all(torch.equal(each, expected[0]) for each in (*expected, *found))
 
 
 class _OneRank:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ import torch.distributed as dist
 from support.processes import launch, run
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
-from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel import GradientReducer, Shard, plan
+from dct_plugin.errors import DesyncError
 from dct_plugin.metrics import Metrics
 
 pytestmark = pytest.mark.slow
@@ -179,6 +183,86 @@ def _poisoned(rank: int, world_size: int, exchange: str, kept_in: str) -> dict[s
 def test_overflow_reaches_every_rank_and_leaves_residuals(exchange: str, kept_in: str) -> None:
     for result in run(2, _poisoned, exchange, kept_in):
         assert result == {"overflow": True, "same": True, "finite": True, "halved": True}
+
+
+@contextmanager
+def _pieces_of(kept: int) -> Iterator[None]:
+    """With messages of so many entries; the process serves other tests afterwards."""
+    with patch.dict(vars(plan), {"PIECE": kept, "SCRAP": kept // 4}):
+        yield
+
+
+def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
+    sizes = (60_000, 2_000, 70_000, 64, 64)
+    items = [
+        plan.Item(f"{n}", torch.zeros(size), [Shard(0, 0, size)], size < 100) for n, size in enumerate(sizes)
+    ]
+
+    def cut(kept: int, density: float) -> list[list[int]]:
+        with _pieces_of(kept):
+            pieces = plan.Plan("direct", items, ["0"]).pieces(lambda _: density)
+        assert len({piece.fingerprint for piece in pieces}) == len(pieces)
+        return [[item.tensor.numel() for item in piece.items] for piece in pieces]
+
+    assert cut(1000, 0.01) == [list(sizes)]
+    assert cut(600, 0.01) == [[60_000], [2_000, 70_000, 64, 64]]
+    assert cut(600, 0.1) == [[60_000], [2_000, 70_000, 64, 64]]
+    assert cut(100, 0.1) == [[60_000], [2_000], [70_000], [64, 64]]
+    assert plan.Plan("direct", []).pieces(lambda _: 1.0)[0].items == []
+
+
+def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[torch.Tensor], int]:
+    engine = reducer(sparsity=0.9, exchange="direct" if kind == "direct" else "two_phase")
+    found = []
+    with _pieces_of(kept):
+        for step in range(3):
+            mine = tensors(rank, step)
+            if kind == "reduce_scatter":
+                shards = {name: plan.shards_of(name, len(t), world_size) for name, t in mine.items()}
+                engine.reduce_scatter([(name, t, shards[name]) for name, t in mine.items()])
+                own = [
+                    mine[n][s.start : s.stop] for n, each in shards.items() for s in each if s.owner == rank
+                ]
+                found += [part.clone() for part in own]
+            else:
+                engine.all_reduce(list(mine.items()))
+                found += mine.values()
+            engine.end_step()
+    found += [s.residual.current for s in engine.streams.values() if s.residual is not None]
+    return found, engine.exchange._posts
+
+
+@pytest.mark.parametrize("kind", ["direct", "two_phase", "reduce_scatter"])
+def test_messages_in_pieces_change_no_bit(kind: str) -> None:
+    whole, pieces = run(3, _in_pieces, 10**9, kind), run(3, _in_pieces, 3000, kind)
+    for (first, few), (second, many) in zip(whole, pieces, strict=True):
+        assert many >= 2 * few
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _fails_on_the_way(rank: int, world_size: int, exchange: str) -> tuple[str, bool]:
+    """One rank fails when some of its messages are on their way; afterwards all go on."""
+    engine, mine, text = reducer(sparsity=0.9, exchange=exchange), tensors(rank, 0), ""
+    with _pieces_of(3000):
+        engine.all_reduce(list(mine.items()))
+        if rank == 1:
+            mine["layer"] = torch.randn(SIZES["layer"] + 1)
+        try:
+            engine.all_reduce(list(mine.items()))
+        except (DesyncError, ValueError) as error:
+            text = str(error)
+        again = torch.full((10_000,), float(rank + 1))
+        engine.all_reduce([("more", again)])
+    dist.barrier()
+    return text, bool((again[again != 0] == 6.0).all())
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+def test_a_rank_that_fails_on_the_way_is_named_and_all_can_go_on(exchange: str) -> None:
+    outcomes = run(3, _fails_on_the_way, exchange)
+    assert "40001" in outcomes[1][0]
+    assert all("rank(s) [1] failed while preparing" in outcomes[rank][0] for rank in (0, 2))
+    assert all(right for _, right in outcomes)
 
 
 def _warm_up(rank: int, world_size: int) -> list[float]:

@@ -110,7 +110,7 @@ def test_messages_of_known_size_are_read_once() -> None:
         _, mask, encoded = messages.encode(tensor(5000, 1), 0)
         assert OnDevice.reads - before == (name == "deferred")
         stream.end_step()
-        found.append((mask.content, encoded.nnz, encoded.tau, stream.state_dict()))
+        found.append((mask.content, encoded.totals().nnz, encoded.totals().tau, stream.state_dict()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
 

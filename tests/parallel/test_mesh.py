@@ -140,6 +140,45 @@ def fails_once(rank: int, world_size: int, choice: str) -> tuple[str, list[int]]
     return text, [int(part[0]) for part in exchange.all_gather(own[:10], 5)]
 
 
+def several(rank: int, world_size: int, choice: str) -> tuple[str, int]:
+    """Any number of messages on their way; one rank fails behind the second of five."""
+    exchange, everyone = Exchange(None, CPU), range(world_size)
+    with transport(choice):
+        exchange.agree(4)
+    posted = [[message(rank, other, turn) for other in everyone] for turn in range(5)]
+    for turn, messages in enumerate(posted):
+        exchange.post(messages, turn)
+    for turn, messages in enumerate(posted):
+        received = exchange.collect(messages[rank])
+        wanted = [message(other, rank, turn) for other in everyone]
+        assert all(torch.equal(a, b) for a, b in zip(received, wanted, strict=True))
+    text, collected = "", 0
+    try:
+        with exchange.preparing(posts=5):
+            for turn, messages in enumerate(posted):
+                if (rank, turn) == (1, 2):
+                    raise MemoryError("no room")
+                exchange.post(messages, turn)
+        with exchange.collecting():
+            for messages in posted:
+                exchange.collect(messages[rank])
+                collected += 1
+    except (DesyncError, MemoryError) as error:
+        text = str(error)
+    own = torch.full((10,), rank, dtype=torch.uint8)
+    assert [int(part[0]) for part in exchange.all_gather(own, 5)] == [*everyone]
+    return text, collected
+
+
+@pytest.mark.parametrize("choice", ["sockets", "gloo"])
+def test_messages_on_their_way_are_collected_in_order(choice: str) -> None:
+    (first, before), (second, _), (third, before_too) = run(3, several, choice)
+    assert second == "no room"
+    assert before == before_too == 2
+    for text in (first, third):
+        assert "rank(s) [1] failed while preparing this exchange" in text
+
+
 @pytest.mark.parametrize("choice", ["sockets", "gloo"])
 def test_after_a_failure_that_was_told_the_next_exchange_is_whole(choice: str) -> None:
     (first, received), (second, _), (third, _) = run(3, fails_once, choice)

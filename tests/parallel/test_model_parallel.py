@@ -39,7 +39,7 @@ def test_sparsity_zero_is_bitwise_both_ways(dtype: torch.dtype, shape: tuple[int
     x, g = activation(1, *shape, dtype=dtype), activation(2, *shape, dtype=dtype)
     message, mask, encoded = messages.encode(x, 3)
     assert message.numel() == messages.nbytes(x.shape, dtype)
-    assert encoded.nnz == x.numel()
+    assert encoded.totals().nnz == x.numel()
     out = torch.full_like(x, 9)
     received = messages.decode(message, out)
     assert torch.equal(out, x)
@@ -62,7 +62,7 @@ def test_both_ends_have_the_same_mask_and_only_it_gets_gradients() -> None:
     assert torch.equal(out, x * kept)
     assert torch.equal(mask.content, received.content)
     answer, encoded = messages.encode_gradient(g, received)
-    assert encoded.nnz == int(kept.sum())
+    assert encoded.totals().nnz == int(kept.sum())
     back = torch.empty_like(g)
     messages.decode_gradient(answer, {0: mask}, back)
     assert torch.equal(back, g * kept)
@@ -74,12 +74,12 @@ def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: flo
     messages = FixedMessages(ActivationStream(config))
     x = activation(1, 64, 2, 128)
     message, _, encoded = messages.encode(x, 0)
-    assert encoded.nnz <= capacity * 0.1 * x.numel()
+    assert encoded.totals().nnz <= capacity * 0.1 * x.numel()
     assert message.numel() <= capacity * 0.1 * x.numel() * 4 + x.numel() // 8 + 64
     out = torch.empty_like(x)
     messages.decode(message, out)
     sent = out != 0
-    assert int(sent.sum()) == encoded.nnz
+    assert int(sent.sum()) == encoded.totals().nnz
     assert torch.equal(out, x * sent)
     assert not (sent & ~top(x, 0.1)).any()
 
@@ -102,17 +102,17 @@ def test_values_of_each_type_fit_the_messages(
     messages = FixedMessages(ActivationStream(config))
     x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
     message, mask, encoded = messages.encode(x, 5)
-    assert encoded.nnz > 0
+    assert encoded.totals().nnz > 0
     received = messages.decode(message, torch.empty_like(x))
     answer, _ = messages.encode_gradient(g, received, exact=exact)
     size = messages.nbytes(x.shape, dtype, gradient=True, kept=mask if exact else None)
     assert answer.numel() == size
     if exact:  # 48 bytes of number and header, a scale per block of int8 values
-        assert size <= 48 + encoded.nnz * (1.05 if back == "int8" else 2) + 8
+        assert size <= 48 + encoded.totals().nnz * (1.05 if back == "int8" else 2) + 8
     out = torch.empty_like(g)
     messages.decode_gradient(answer, {5: mask}, out)
     there = out != 0
-    assert int(there.sum()) >= 0.9 * encoded.nnz
+    assert int(there.sum()) >= 0.9 * encoded.totals().nnz
     tolerance = float(g.abs().max()) / 100
     torch.testing.assert_close(out[there], g[there], atol=tolerance, rtol=0.01)
 
@@ -133,7 +133,7 @@ def test_several_messages_in_flight_are_told_apart() -> None:
         answer, _ = messages.encode_gradient(torch.ones(8, 8), received[n])
         back = torch.empty(8, 8)
         messages.decode_gradient(answer, masks, back)
-        assert torch.equal(back != 0, xs[n].abs() >= sent[n][2].tau)  # that of the step
+        assert torch.equal(back != 0, xs[n].abs() >= sent[n][2].totals().tau)  # that of the step
     with pytest.raises(PayloadError, match="gradient of message 1; awaited are none"):
         messages.decode_gradient(answer, masks, back)
 
@@ -168,13 +168,13 @@ def test_threshold_changes_between_steps_only() -> None:
     stream = ActivationStream(TensorConfig(sparsity=0.9, **EXACT))
     messages = FixedMessages(stream)
     first, second = activation(1, 4096), 3 * activation(2, 4096)
-    tau = messages.encode(first, 0)[2].tau
-    assert messages.encode(second, 1)[2].tau == tau
+    tau = messages.encode(first, 0)[2].totals().tau
+    assert messages.encode(second, 1)[2].totals().tau == tau
     stream.training = False
     stream.end_step()
-    assert messages.encode(second, 2)[2].tau == tau
+    assert messages.encode(second, 2)[2].totals().tau == tau
     stream.training = True
-    assert messages.encode(second, 3)[2].tau > 2 * tau
+    assert messages.encode(second, 3)[2].totals().tau > 2 * tau
 
 
 @pytest.mark.parametrize("poisoned_part", [0, 1])
@@ -191,7 +191,7 @@ def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clea
         x = activation(9 + part, 4096)
         x[17] = float("nan") if part == poisoned_part else 0.0
         _, mask, encoded = messages.encode(x, part)
-        assert encoded.nonfinite == (part == poisoned_part)
+        assert encoded.totals().nonfinite == (part == poisoned_part)
         assert torch.equal(messages.encode(x, part)[1].content, mask.content)  # recomputation
     stream.end_step()
     assert stream.state_dict()["threshold"] == before

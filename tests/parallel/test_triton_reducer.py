@@ -21,7 +21,10 @@ from dct_plugin import DCTState, dct_hook, kernels
 from dct_plugin.codecs import stats
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DesyncError, PayloadError
+from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
 from dct_plugin.metrics import Metrics
@@ -35,6 +38,14 @@ SIZES = ({"embedding": 5_000, "bias": 64}, {"layer": 4_501, "empty": 0})
 STEPS = 4
 #: The first step of a plan exchanges sizes; later ones look once at what all of their buckets left behind.
 ONE_LOOK = ["codecs/copies.py:cpu"]
+
+
+#: What streams remember besides, by the kind of exchange.
+REMEMBERED: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "two_phase": {"momentum_correction": 0.9, "momentum_masking": True},
+    "reduce_scatter": {"residual_dtype": "int8"},
+}
 
 
 def settings(name: str, **more: Any) -> tuple[DataParallelConfig, KernelConfig]:
@@ -54,7 +65,7 @@ def gradients(rank: int, step: int, sizes: dict[str, int]) -> dict[str, torch.Te
 
 def _reduce(rank: int, world_size: int, name: str, exchange: str) -> tuple[dict[str, Any], list[list[str]]]:
     scattered = exchange == "reduce_scatter"
-    config, backend = settings(name, exchange="auto" if scattered else exchange)
+    config, backend = settings(name, exchange="auto" if scattered else exchange, **REMEMBERED[exchange])
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     reducer = GradientReducer(config, kernels=backend, metrics=metrics)
     reducer.deferred = True
@@ -78,7 +89,7 @@ def _reduce(rank: int, world_size: int, name: str, exchange: str) -> tuple[dict[
         looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
     if scattered:  # what others own is left unspecified
         kept = {key: t.tensor_split([t.numel() // 2])[rank] for key, t in kept.items()}
-    kept |= {n: state["residual"] for n, state in reducer.state_dict()["streams"].items()}
+    kept |= {n: unpacked(state["residual"]) for n, state in reducer.state_dict()["streams"].items()}
     classes = metrics.summary().classes
     kept |= {
         f"{n} sent": torch.tensor([v or 0.0 for v in (c.density, c.tau, c.refreshes)])
@@ -87,7 +98,7 @@ def _reduce(rank: int, world_size: int, name: str, exchange: str) -> tuple[dict[
     return kept, looks
 
 
-@pytest.mark.parametrize("exchange", ["direct", "two_phase", "reduce_scatter"])
+@pytest.mark.parametrize("exchange", REMEMBERED)
 def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange: str) -> None:
     expected, found = (run(2, _reduce, name, exchange) for name in ("plain", "interpreted"))
     for (mine, looks), (other, _) in zip(found, expected, strict=True):
@@ -96,6 +107,61 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
         assert looks[1] == looks[2] == ONE_LOOK
         assert len(looks[3]) >= 1  # what did not fit its frame was sent again
     assert any(len(looks[3]) > 1 for _, looks in found)
+
+
+#: Of weights: the ranks' boundary cuts the second one.
+WEIGHTS = {"first": 3000, "cut": 2000, "small": 64, "last": 936}
+
+
+def _update(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, sizes: dict[str, int], steps: int = STEPS
+) -> tuple[Any, list[list[str]], list[str]]:
+    """Masters that drift, much faster in step 3, in which thresholds are not measured."""
+    kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
+    kernels.register_backend("interpreted", TritonBackend)
+    parameters = {"enabled": True, "sparsity": 0.95, "value_dtype": "int8"}
+    config = DataParallelConfig(
+        min_numel=100, threshold_tracking=False, density_band=(0.01, 100.0), parameters=parameters
+    )
+    updates = ParameterUpdates(config, kernels=KernelConfig(backend=name))
+    generator = torch.Generator().manual_seed(5)
+    half = sum(sizes.values()) // 2
+    working = torch.randn(2 * half, generator=generator).to(dtype)
+    master = working[rank * half : (rank + 1) * half].float().clone()
+    looks, launched = [], []
+    for step in range(steps):
+        master += (9.0 if step == 3 else 1e-2) * torch.randn(2 * half, generator=generator)[:half]
+        entries, mine, start = [], {}, 0
+        for weight, numel in sizes.items():
+            shards = shards_in(start, numel, half)
+            entries.append((weight, working[start : start + numel], shards))
+            for shard in shards:
+                if shard.owner == rank:
+                    first = start + shard.start - rank * half
+                    mine[weight] = master[first : first + shard.stop - shard.start]
+            start += numel
+        with HostReads() as reads, counted_launches() as names:
+            updates.update(entries, mine.__getitem__)
+        updates.end_step()
+        looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
+        launched.append(sorted(names))
+    return (working, updates.state_dict()["streams"]), looks, launched[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_updates_of_weights_look_once(dtype: torch.dtype) -> None:
+    """With the bits of the reference; what did not fit its frame is sent again."""
+    expected, found = (run(2, _update, name, dtype, WEIGHTS) for name in ("plain", "interpreted"))
+    for (mine, looks, _), (other, _, _) in zip(found, expected, strict=True):
+        assert torch.equal(mine[0], other[0])
+        assert torch.equal(mine[0], found[0][0][0])
+        assert mine[1] == other[1]
+        assert looks[1] == looks[2] == ONE_LOOK
+    assert any(len(looks[3]) > 1 for _, looks, _ in found)
+    if dtype == torch.bfloat16:  # twice as many tensors take as many launches
+        twice = {f"{name} {i}": size for name, size in WEIGHTS.items() for i in range(2)}
+        more = run(2, _update, "interpreted", dtype, twice, 3)
+        assert [launches for _, _, launches in more] == [launches for _, _, launches in found]
 
 
 def _launched(rank: int, world_size: int) -> list[int]:

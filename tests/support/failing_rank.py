@@ -61,7 +61,7 @@ class Loss:
         places: dict[str, tuple[Any, str]] = {
             "agreement": (Agreement, "confirm"),
             "select": (stream.Compressor, "encode"),
-            "sizes": (exchange.Exchange, "_announce"),
+            "sizes": (exchange.Exchange, "_post"),
             "messages": (exchange.Exchange, "_arrived"),
             "decode": (cpu.CpuBackend, "sum_messages"),
             "barrier": (dist, "barrier"),

@@ -9,13 +9,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels import triton_embedding_kernels, triton_kernels, triton_messages
+from dct_plugin.kernels import (
+    triton_embedding_kernels,
+    triton_kernels,
+    triton_messages,
+    triton_request_kernels,
+)
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
-    **dict.fromkeys(("packed", "exponents"), "*i8"),
-    "values": "*fp32",
     **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "frame"), "*u8"),
@@ -23,7 +26,6 @@ _POINTERS = {
     **dict.fromkeys(("segments", "parts", "plans", "sizes", "status"), "*i64"),
     **dict.fromkeys(("largest", "halves", "checks", "advances", "powers"), "*i32"),
     "scale": "fp32",
-    "seed": "i64",
 }
 #: Where a name means something else.
 _OTHERWISE = {
@@ -31,6 +33,9 @@ _OTHERWISE = {
     "begin_frame": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
     "fill_frame": {"parts": "i32"},
     "add": {"message": "i32"},
+    "mark_rows": {"starts": "*i64"},
+    "head_request": {"tables": "*i64"},
+    "open_requests": {"limit": "i64"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
 _BF16, _INT4 = 1, 4
@@ -53,14 +58,21 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             "ACCUMULATED": True,
             "VALUE": _INT4,
             "HAS_LEFT": True,
+            "RESTARTS": True,
         }
     ],
     "seal": [{"ENTRIES": -1, "VALUE": _INT4}],
     "sample": [_FEEDBACK],
     "kth_largest": [{"LANES": 16_384}],
-    "pack": [{"GROUPED": True}],
-    "unpack": [{"GROUPED": True}],
-    "open_messages": [{"FRAMED": True, "SINGLE": False}, {"words": None, "FRAMED": False, "SINGLE": True}],
+    "accumulate": [{"GRAD": _BF16, "CLEAR": True}],
+    "keep": [{}],
+    "difference": [{"GRAD": grad} for grad in range(3)],
+    "pack": [{"GROUPED": True}, {"GROUPED": False}],
+    "unpack": [{"GROUPED": True}, {"GROUPED": False}],
+    "open_messages": [
+        {"FRAMED": True, "SINGLE": False, "ABSENT": 0},
+        {"words": None, "FRAMED": False, "SINGLE": True, "ABSENT": 1},
+    ],
     "check": [{}],
     "scan": [{}],
     "place": [{}],
@@ -70,11 +82,16 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "extremes": [{}],
     "plan_codes": [{}],
     "write_codes": [{"DECODED": True}],
-    "checksum": [{}],
+    "checksum": [{"AT": 4, "COUNTED": False}, {"AT": 7, "COUNTED": True}],
     "seal_codes": [{}],
     "open_codes": [{}],
     "judge": [{}],
     "read_codes": [{}],
+    "mark_rows": [{}],
+    "write_rows": [{}],
+    "head_request": [{}],
+    "seal_request": [{}],
+    "open_requests": [{}],
     "begin_frame": [{"ANSWERS": True}],
     "fill_frame": [{}],
 }
@@ -82,9 +99,9 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    modules = (triton_messages, triton_embedding_kernels, triton_kernels)
+    modules = (triton_messages, triton_embedding_kernels, triton_kernels, triton_request_kernels)
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
-    types = _POINTERS | ({"seed": "i32"} if name == "pack" else {}) | _OTHERWISE.get(name, {})
+    types = _POINTERS | _OTHERWISE.get(name, {})
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i32")
         for argument in kernel.arg_names

@@ -76,11 +76,12 @@ class LowRank(AnsweringCompressor):
         return pulled.view(gradient.shape).to(gradient.dtype)
 
     def end_step(self) -> None:
-        self._start |= self._next
+        # A device is waited for here, once for all messages of the step.
+        self._start |= {h: basis for h, basis in self._next.items() if bool(torch.isfinite(basis).all())}
         self._next = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bases": dict(self._start)}
+        return {"bases": {hidden: basis.cpu() for hidden, basis in self._start.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start, self._next = dict(state["bases"]), {}
@@ -91,16 +92,16 @@ class LowRank(AnsweringCompressor):
         return _Factors(rows * rank, hidden * rank)
 
     def _basis(self, rows: Tensor) -> Tensor:
-        """Orthonormal, [hidden, rank]; the first one of a step is where the next step's begin."""
+        """Orthonormal, [hidden, rank]; the first one of a step is where the next step's begin, if finite."""
         count, hidden = rows.shape
         rank = min(self.config.rank, count, hidden)
         start = self._start.get(hidden)
         if start is None or start.shape[1] < rank:
             start = random_basis(self.site.name, hidden, min(self.config.rank, hidden))
         basis = torch.linalg.qr(rows.t() @ (rows @ start[:, :rank].to(rows.device)))[0]
-        if self.site.training and hidden not in self._next and bool(torch.isfinite(basis).all()):
+        if self.site.training and hidden not in self._next:
             # Row-major as it is when it is loaded: products must not depend on the layout.
-            self._next[hidden] = basis.cpu().contiguous()
+            self._next[hidden] = basis.contiguous()
         return basis
 
     def _read(self, message: Tensor, shape: torch.Size) -> Tensor:

@@ -43,11 +43,12 @@ class Thresholded(KeptEntries):
         return self.threshold.tau if self._measured is None else self._measured
 
     def _observe(self, encoded: Encoded) -> None:
+        totals = encoded.totals()
         if isinstance(self._measured, Tensor):
-            self._measured = encoded.tau
-        self._poisoned |= encoded.nonfinite
+            self._measured = totals.tau
+        self._poisoned |= totals.nonfinite
         if self.site.training:
-            self._above += encoded.above
+            self._above += totals.above
             self._numel += encoded.numel
 
     def end_step(self) -> None:

@@ -1,0 +1,95 @@
+"""How often the host waits for a device whose kernels write the messages; the real DeepSpeed engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("DeepSpeed is not installed", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is for Linux only")
+
+from dct_plugin import kernels
+from dct_plugin.codecs import stats
+from dct_plugin.collectives import Exchange
+from dct_plugin.kernels.reference import ReferenceBackend
+from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu has these kernels"),
+]
+STEPS, MICRO_BATCHES = 4, 2
+
+
+def _train(rank: int, world_size: int, backend: str) -> Any:
+    """Weights after a few steps, the waits in each backward pass, and how often messages were sent again."""
+    import deepspeed
+    from dct_plugin.integrations.autoload import autoload
+
+    autoload()
+    kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
+    kernels.register_backend("interpreted", TritonBackend)
+    os.environ["LOCAL_RANK"] = str(rank)
+    waits, copied, again, transfer = 0, stats.to_host, 0, Exchange.transfer
+
+    def counted(figures: torch.Tensor) -> torch.Tensor:
+        nonlocal waits
+        waits += 1
+        return copied(figures)
+
+    def sent_again(*arguments: Any) -> list[torch.Tensor]:
+        nonlocal again
+        again += 1
+        return transfer(*arguments)
+
+    stats.to_host = counted
+    Exchange.transfer = sent_again  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 61), torch.nn.GELU(), torch.nn.Linear(61, 40))
+    section = {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        "bf16": {"enabled": True},
+        # Of several buckets one parameter is larger than they are.
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 2450, "overlap_comm": False},
+        "dct": {
+            "data_parallel": {
+                "sparsity": 0.9, "min_numel": 100, "threshold_tracking": False, "density_band": [0.01, 100.0],
+            },
+            "kernels": {"backend": backend},
+        },
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=section)
+    waited = []
+    for step in range(STEPS):
+        for part in range(MICRO_BATCHES):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+            x = torch.randn(16, 40, generator=generator).to(next(model.parameters()).dtype)
+            waits = 0
+            # Larger gradients in a step that measures no threshold: messages do not fit their frames.
+            factor = 3.0 if step == 3 and rank == 1 else 1.0
+            engine.backward(factor * (engine(x) - x).float().square().mean())
+            waited.append(waits)
+            engine.step()
+    return [parameter.detach().clone() for parameter in model.parameters()], waited, again
+
+
+def _both(rank: int, world_size: int) -> list[Any]:
+    """In one process: DeepSpeed keeps the groups of the first engine."""
+    return [_train(rank, world_size, backend) for backend in ("plain", "interpreted")]
+
+
+def test_all_buckets_of_a_backward_pass_are_waited_for_at_once() -> None:
+    outcomes = run(2, _both)
+    for (other, *_), (mine, waited, _) in outcomes:
+        assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
+        assert waited[MICRO_BATCHES : 3 * MICRO_BATCHES] == [1] * 2 * MICRO_BATCHES
+    assert sum(again for _, (_, _, again) in outcomes) > 0  # in the last step
