@@ -234,14 +234,14 @@ class Exchange:
             raise
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self, *, posts: int = 0) -> Iterator[None]:
         """Around the work on what was posted: after an error the rest is taken from the ranks that sent it,
-        who may be well, and forgotten.
+        who may be well, and forgotten, and they are told in the ``posts`` exchanges that they wait for next.
         """
         try:
             yield
         except BaseException:
-            self.abort(0)
+            self.abort(posts)
             raise
 
     def abort(self, posts: int = 1) -> None:

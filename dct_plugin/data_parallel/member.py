@@ -187,16 +187,24 @@ class Member:
         """The record of an exchange as a whole: size messages, the time of exchange and decoding, and as time
         of selection whatever no other figure holds.
         """
-        exchange = self.exchange
-        whole = Record(cls, sent_bytes=-exchange.sent_bytes, waited_ms=-exchange.waited_ms, tensors=0)
-        self.exchange.step = self.step
-        began = time.perf_counter()
-        yield whole
-        whole.sent_bytes += exchange.sent_bytes
-        whole.waited_ms += exchange.waited_ms
-        whole.select_ms += 1e3 * (time.perf_counter() - began) - whole.exchange_ms - whole.decode_ms
+        whole = Record(cls, tensors=0)
+        with self.recording(whole):
+            yield whole
         if self.metrics is not None:
             self.metrics.record(whole)
+
+    @contextmanager
+    def recording(self, whole: Record) -> Iterator[None]:
+        """Adds what the block takes of an exchange to the record of the ``whole``."""
+        exchange = self.exchange
+        exchange.step = self.step
+        sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
+        elsewhere = whole.exchange_ms + whole.decode_ms
+        yield
+        whole.sent_bytes += exchange.sent_bytes - sent
+        whole.waited_ms += exchange.waited_ms - waited
+        elsewhere -= whole.exchange_ms + whole.decode_ms
+        whole.select_ms += 1e3 * (time.perf_counter() - began) + elsewhere
 
     def _record(self, record: Record, whole: Record) -> None:
         """A tensor's share of the exchange."""

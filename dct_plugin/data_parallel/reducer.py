@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..codecs.copies import to_host
-from ..codecs.message import MessageWriter, read_messages
+from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
@@ -28,6 +28,7 @@ from .averaging import ErrorAveraging
 from .framed import FramedReductions
 from .local import LocalUpdates, Weight
 from .member import Member, Written
+from .pieces import Pieces
 from .plan import Change, Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
 
@@ -181,12 +182,11 @@ class GradientReducer(Member):
             DesyncError: A rank failed or reduces other tensors.
             PayloadError: A message arrived damaged.
         """
-        with self.recorded("gradient") as whole:
-            self.look(entries)
-            if not self._reduced_dense(entries, scale, whole):
-                self._all_reduce(entries, scale, whole)
-        if not self.deferred:
-            self.finish()
+        self.begin(entries, scale=scale).finish()
+
+    def begin(self, entries: Sequence[tuple[str, Tensor]], *, scale: float = 1.0) -> Reduction:
+        """:meth:`all_reduce` of tensors that get their gradients one after the other; one at a time."""
+        return Reduction(self, entries, scale)
 
     def finish(self) -> None:
         """What was reduced is there when this returns, whatever :attr:`deferred` says; a collective.
@@ -224,12 +224,16 @@ class GradientReducer(Member):
         whole: Record,
         changes: Mapping[str, Change] | None = None,
     ) -> None:
+        self._reduce(self.plan_all_reduce(entries, changes), scale, whole)
+
+    def plan_all_reduce(
+        self, entries: Sequence[tuple[str, Tensor]], changes: Mapping[str, Change] | None = None
+    ) -> Plan:
+        """What :meth:`all_reduce` moves where."""
         if self._direct():
-            plan = self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries], changes)
-        else:
-            shards = [(n, t, self._shards(n, t.numel())) for n, t in entries]
-            plan = self._plan("two_phase", shards, changes)
-        self._reduce(plan, scale, whole)
+            return self._plan("direct", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries], changes)
+        shards = [(n, t, self._shards(n, t.numel())) for n, t in entries]
+        return self._plan("two_phase", shards, changes)
 
     def _reduce(self, plan: Plan, scale: float, whole: Record) -> None:
         framed = self._framed
@@ -238,16 +242,8 @@ class GradientReducer(Member):
                 framed.start(plan, scale, whole)
                 return
             framed.finish()
-        if plan.kind == "direct":
-            self._all_reduce_direct(plan, scale, whole)
-        elif plan.kind == "two_phase":
-            self._all_reduce_two_phase(plan, scale, whole)
-        else:
-            posted = self._post(plan, whole, copies=1)
-            with self.exchange.collecting():
-                for piece, messages in posted:
-                    owned = [item.view(shard) for item, shard in piece.owned_by(self.rank)]
-                    self.sum_into(self._collect(piece, messages, whole), owned, scale, whole)
+        self.prepare(plan, whole)
+        Pieces(self, plan, scale, whole).finish()
         self.learn(plan)
 
     def reduce_scatter(
@@ -272,32 +268,6 @@ class GradientReducer(Member):
             self._reduce(self._plan("reduce_scatter", entries), scale, whole)
         if not self.deferred:
             self.finish()
-
-    def _all_reduce_direct(self, plan: Plan, scale: float, whole: Record) -> None:
-        """Everybody sends everybody the same message; everybody adds up all of them in rank order."""
-        posted = self._post(plan, whole, copies=self.world_size - 1)
-        with self.exchange.collecting():
-            for piece, messages in posted:
-                outs = [item.tensor for item in piece.items]
-                self.sum_into(self._collect(piece, messages, whole), outs, scale, whole)
-
-    def _all_reduce_two_phase(self, plan: Plan, scale: float, whole: Record) -> None:
-        """Sparse to the owners, who sum and threshold again, and from them to all."""
-        posted, answered = self._post(plan, whole, copies=1), list[tuple[Plan, list[Tensor]]]()
-        with self.exchange.collecting():  # all: a rank that failed on the way will not answer any
-            received = [(piece, self._collect(piece, messages, whole)) for piece, messages in posted]
-        with self.exchange.preparing(posts=len(received)):
-            for piece, messages in received:
-                owned, answer = piece.owned_by(self.rank), MessageWriter(self.device)
-                totals = self.totals(owned)
-                self.sum_into(messages, totals, 1.0, whole)
-                written = self.write_answers(owned, totals, answer)
-                answered.append((piece, self._send(piece, [answer], written, whole)))
-        with self.exchange.collecting():
-            for piece, messages in answered:
-                for owner, message in enumerate(self._collect(piece, messages, whole, answers=True)):
-                    views = [item.view(shard) for item, shard in piece.owned_by(owner)]
-                    self.sum_into([message], views, scale, whole, sender=owner)
 
     # -- steps ---
 
@@ -557,37 +527,17 @@ class GradientReducer(Member):
                 tensor += unpacked(saved["residual"]).to(tensor)
                 self._paid.add(name)
 
-    def _post(self, plan: Plan, whole: Record, *, copies: int) -> list[tuple[Plan, list[Tensor]]]:
-        """The plan's pieces, each with its messages to all ranks, which are on their way. A failure is passed
-        on to the ranks waiting in the exchange.
-        """
-        self.prepare(plan, whole)
-        with self.exchange.preparing():
-            pieces = plan.pieces(self._density)
-        ranks = 1 if plan.kind == "direct" else self.world_size  # that get messages of their own
-        with self.exchange.preparing(posts=len(pieces)):
-            while len(self._writers) < len(pieces):
-                self._writers.append([MessageWriter(self.device) for _ in range(self.world_size)])
-            posted = []
-            for piece, every in zip(pieces, self._writers, strict=False):
-                writers = every[:ranks]
-                for writer in writers:
-                    writer.clear()
-                written = self.write(piece, writers, copies=copies)
-                posted.append((piece, self._send(piece, writers, written, whole)))
-        return posted
+    @property
+    def in_parts(self) -> bool:
+        """Whether nothing is exchanged that takes all tensors of a reduction at once."""
+        steady = self._framed is None and self.adaptive is None and self._averaging is None
+        return steady and self.world_size > 1 and self.step >= self.config.warmup_steps
 
-    def _send(
-        self, piece: Plan, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record
-    ) -> list[Tensor]:
-        """The messages to all ranks, on their way; one that all get has one writer."""
-        messages = read_messages(writers)
-        if len(messages) < self.world_size:
-            messages *= self.world_size
-        with whole.timed("exchange"):
-            self.exchange.post(messages, piece.fingerprint)
-        self.account(written, whole)
-        return messages
+    def writers(self, number: int) -> list[MessageWriter]:
+        """To every rank, for a piece of a plan."""
+        while len(self._writers) <= number:
+            self._writers.append([MessageWriter(self.device) for _ in range(self.world_size)])
+        return self._writers[number]
 
     def prepare(self, plan: Plan, whole: Record) -> None:
         """What is exchanged besides, before the plan's tensors are: Accordion, averaged residuals."""
@@ -623,7 +573,7 @@ class GradientReducer(Member):
                 item.left.zero_()
         else:
             stream = self.stream(item.name)
-            encoded = stream.encode(grad, parts, self._density(item), clear=True, left=item.left)
+            encoded = stream.encode(grad, parts, self.density(item), clear=True, left=item.left)
         if grad.data_ptr() != item.tensor.data_ptr():
             item.tensor.zero_()
         return Written(
@@ -649,7 +599,7 @@ class GradientReducer(Member):
             ]
 
     def _write_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
-        density, stream = min(1.0, self._density(item) * self.config.answer_density), None
+        density, stream = min(1.0, self.density(item) * self.config.answer_density), None
         if item.small:
             encoded = encode_all(self.backend, total, answer, ValueDtype.FP32, clear=True)
         elif density < 1.0 and not self.config.server_error_feedback:
@@ -670,7 +620,8 @@ class GradientReducer(Member):
             [receivers],
         )
 
-    def _density(self, item: Item) -> float:
+    def density(self, item: Item) -> float:
+        """Share of a tensor's entries that this step sends."""
         return (self._gentle if self._gently(item) else self.schedule).density(self.step)
 
     def _gently(self, item: Item) -> bool:
@@ -678,21 +629,12 @@ class GradientReducer(Member):
 
     # -- receiving ---
 
-    def _collect(
-        self, piece: Plan, messages: Sequence[Tensor], whole: Record, *, answers: bool = False
-    ) -> list[Tensor]:
-        """From every rank the message with the shards owned here, or there (``answers``), in the plan's
-        order; ``messages`` were posted.
-        """
-        if answers:
-            bounds = [piece.bound(owner) for owner in range(self.world_size)]
-        else:
-            bounds = [piece.bound(0 if piece.kind == "direct" else self.rank)] * self.world_size
-        with whole.timed("exchange"):
-            received = self.exchange.collect(messages[self.rank], bounds=bounds)
+    def received(
+        self, piece: Plan, sent: Sequence[Tensor], arrived: Sequence[Tensor], *, answers: bool
+    ) -> None:
+        """A piece's messages were exchanged with their sizes."""
         if self._framed is not None:
-            self._framed.learn(piece, int(answers), messages, received)
-        return received
+            self._framed.learn(piece, int(answers), sent, arrived)
 
     def sum_into(
         self,
@@ -721,3 +663,75 @@ class GradientReducer(Member):
         if self._scratch.numel() < bounds[-1]:
             self._scratch = torch.zeros(bounds[-1], dtype=torch.float32, device=self.device)
         return [self._scratch[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+class Reduction:
+    """An :meth:`~GradientReducer.all_reduce` of tensors that get their gradients one after the other: what
+    is there can be on its way before the last have come. A collective, like that, of all calls together:
+    ranks may call :meth:`advance` when and as often as they like.
+
+    Args:
+        reducer: Of the tensors.
+        entries, scale: As of :meth:`~GradientReducer.all_reduce`.
+    """
+
+    def __init__(self, reducer: GradientReducer, entries: Sequence[tuple[str, Tensor]], scale: float) -> None:
+        self._reducer = reducer
+        self._entries = entries
+        self._scale = scale
+        self._whole = Record("gradient", tensors=0)
+        self._plan: Plan | None = None
+        self._pieces: Pieces | None = None
+        self._looked = 0
+
+    def advance(self, there: int, idle: Callable[[], bool]) -> None:
+        """The first ``there`` tensors have their gradients: send what can be sent, and add up what comes as
+        long as the caller is ``idle()``.
+
+        Raises:
+            DesyncError, PayloadError: As :meth:`~GradientReducer.all_reduce`.
+        """
+        reducer = self._reducer
+        if not reducer.in_parts:
+            return
+        with reducer.recording(self._whole):
+            pieces = self._begun()
+            with reducer.exchange.preparing(posts=pieces.owed):
+                self._look(there)
+                pieces.post(there)
+            while pieces.collectable and idle():
+                pieces.collect()
+
+    def finish(self) -> None:
+        """All tensors have their gradients; returns when they hold the sums.
+
+        Raises:
+            DesyncError, PayloadError: As :meth:`~GradientReducer.all_reduce`.
+        """
+        reducer, whole = self._reducer, self._whole
+        with reducer.recording(whole):
+            if self._pieces is not None and self._plan is not None:
+                with reducer.exchange.preparing(posts=self._pieces.owed):
+                    self._look(len(self._entries))
+                self._pieces.finish()
+                reducer.learn(self._plan)
+            else:
+                self._look(len(self._entries))
+                if not reducer._reduced_dense(self._entries, self._scale, whole):
+                    reducer._all_reduce(self._entries, self._scale, whole)
+        if reducer.metrics is not None:
+            reducer.metrics.record(whole)
+        if not reducer.deferred:
+            reducer.finish()
+
+    def _look(self, there: int) -> None:
+        """Before gradients are thresholded, and cleared."""
+        if there > self._looked or not self._entries:
+            self._reducer.look(self._entries[self._looked : there])
+            self._looked = there
+
+    def _begun(self) -> Pieces:
+        if self._pieces is None:
+            self._plan = self._reducer.plan_all_reduce(self._entries)
+            self._pieces = Pieces(self._reducer, self._plan, self._scale, self._whole)
+        return self._pieces

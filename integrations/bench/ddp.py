@@ -112,6 +112,14 @@ class Trained:
         yield
 
     @contextmanager
+    def through(self, state: DCTState) -> Iterator[None]:
+        """Inside, steps go through the plugin."""
+        state.follow(self.ddp)
+        with self.using(partial(dct_hook, state)):
+            yield
+        state.leave()
+
+    @contextmanager
     def apart(self, hook: Hook) -> Iterator[None]:
         """Inside, steps go through a hook that leaves every rank its own gradients."""
         with self.using(hook), apart(self.ddp.parameters()):
@@ -178,6 +186,11 @@ def _dct(trained: Trained, sparsity: float, values: str, note: str = "") -> Meth
     config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
     metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
     state = DCTState(config, metrics=metrics)
-    name, hook = f"DCT {sparsity:g} {values}{note}", partial(dct_hook, state)
     # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
-    return _method(name, trained, hook, metrics=[metrics], warmup=10)
+    return Method(
+        f"DCT {sparsity:g} {values}{note}",
+        trained.step,
+        around=partial(trained.through, state),
+        metrics=[metrics],
+        warmup=10,
+    )

@@ -79,6 +79,10 @@ class ReductionWorker:
         self._tasks.put((result, work))
         return ReductionHandle(result, self)
 
+    def idle(self) -> bool:
+        """Whether nothing is queued behind what is being done."""
+        return self._tasks.empty()
+
     def stop(self) -> None:
         """End the thread behind what is queued."""
         self._tasks.put(None)

@@ -10,12 +10,13 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dct_plugin.integrations.ddp import Owed
+from dct_plugin.integrations.ddp import Owed, arrivals
 from dct_plugin.integrations.host.worker import ReductionWorker
 from support.processes import launch, run
 from torch import nn
@@ -143,15 +144,13 @@ def _beside_and_within(rank: int, world_size: int) -> None:
         if not beside:
             state._worker = None  # reductions on the thread that calls
         reducer, threads = state.reducer(torch.device("cpu")), set()
-        reduce = reducer.all_reduce
+        look = reducer.look
 
-        def noted(
-            *arguments: Any, reduce: Any = reduce, threads: set[str] = threads, **keywords: Any
-        ) -> None:
+        def noted(*arguments: Any, look: Any = look, threads: set[str] = threads) -> None:
             threads.add(threading.current_thread().name)
-            reduce(*arguments, **keywords)
+            look(*arguments)
 
-        reducer.all_reduce = noted  # type: ignore[method-assign]
+        reducer.look = noted  # type: ignore[method-assign]
         train(ddp, rank, range(1, 6))
         assert (threads == {"dct gradients"}) == beside
         found.append((residuals(state), train(ddp, rank, range(6, 7))))
@@ -162,6 +161,94 @@ def _beside_and_within(rank: int, world_size: int) -> None:
 
 def test_the_thread_beside_the_backward_pass_changes_no_bit() -> None:
     run(2, _beside_and_within)
+
+
+# -- before a bucket is full ---
+
+
+def _arriving(
+    rank: int, world_size: int, worth: int, ways: dict[str, Any], **options: Any
+) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
+    """How many gradients of its bucket were there when a reduction was begun; residuals and weights."""
+    told = []
+    with patch.dict(vars(arrivals), {"_WORTH": worth}):
+        model = DistributedDataParallel(network(), gradient_as_bucket_view=ways["views"], **options)
+        state = DCTState(SPARSE)
+        model.register_comm_hook(state, dct_hook)
+        begin = state._arrivals._tell
+
+        def noted(bucket: arrivals.Bucket) -> None:
+            told.append(bucket.there)
+            begin(bucket)
+
+        state._arrivals._tell = noted
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=ways["none"])
+            for last in (False, True)[not ways["micro"] :]:
+                x = torch.randn(
+                    32, 100, generator=torch.Generator().manual_seed(100 * rank + 2 * step + last)
+                )
+                with contextlib.nullcontext() if last else model.no_sync():
+                    model(x).square().mean().backward()
+            optimizer.step()
+    return told, residuals(state), torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])  # everybody to everybody, and over owners
+@pytest.mark.parametrize("micro", [False, True])
+def test_reductions_that_begin_before_a_bucket_is_full_change_no_bit(world_size: int, micro: bool) -> None:
+    for views, none in ((True, True), (True, False), (False, True)):
+        ways = {"views": views, "none": none, "micro": micro}
+        early = run(world_size, _arriving, 1000, ways)
+        late = run(world_size, _arriving, 1 << 60, ways)
+        for (told, kept, weights), (silent, expected, same) in zip(early, late, strict=True):
+            assert len(told) >= 3  # from the third step on the buckets are known
+            assert not silent
+            assert torch.equal(weights, early[0][2])
+            assert torch.equal(weights, same)
+            assert all(torch.equal(kept[name], expected[name]) for name in expected)
+
+
+def _unusual(rank: int, world_size: int) -> list[list[int]]:
+    ways = {"views": True, "none": False, "micro": False}
+    return [
+        _arriving(rank, world_size, 1000, ways, **{option: True})[0]
+        for option in ("find_unused_parameters", "static_graph")
+    ]
+
+
+def test_of_models_whose_gradients_may_come_otherwise_only_full_buckets_are_reduced() -> None:
+    assert run(2, _unusual) == [[[], []]] * 2
+
+
+def _again(rank: int, world_size: int) -> bool:
+    """DDP does not synchronize a second pass through one graph: its gradients are left alone."""
+    with patch.dict(vars(arrivals), {"_WORTH": 1000}):
+        model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+        state = DCTState(SPARSE)
+        model.register_comm_hook(state, dct_hook)
+        train(model, rank, range(4))
+        loss = model(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean()
+        loss.backward(retain_graph=True)
+        before, kept = [p.grad.clone() for p in model.parameters()], residuals(state)
+        loss.backward()
+        own = [p.grad - b for p, b in zip(model.parameters(), before, strict=True)]
+        alone = network()
+        alone.load_state_dict(model.module.state_dict())
+        alone(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        for found, parameter in zip(own, alone.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+        after = residuals(state)
+        assert all(torch.equal(after[name], kept[name]) for name in kept)
+        weights = train(model, rank, range(4, 6))
+    everybody = [torch.empty_like(weights) for _ in range(world_size)]
+    dist.all_gather(everybody, weights)
+    return all(torch.equal(weights, other) for other in everybody)
+
+
+def test_a_second_pass_through_a_graph_is_left_alone() -> None:
+    assert all(run(2, _again))
 
 
 def test_what_the_host_did_not_wait_for_is_hidden() -> None:

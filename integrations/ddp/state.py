@@ -1,6 +1,5 @@
-"""torch ``DistributedDataParallel``: a communication hook that reduces buckets through compressed messages.
-
-Everything but the hook itself comes from :mod:`.host`: this is how small a host integration can be.
+"""The hook and its state. Everything but the hook itself comes from :mod:`..host`: this is how small a host
+integration can be.
 """
 
 from __future__ import annotations
@@ -9,11 +8,13 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import checkpoint
 from dct_plugin.codecs.copies import Mirror
@@ -21,18 +22,20 @@ from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.local import LocalUpdates, Weight
 from dct_plugin.data_parallel.parameters import refuse
+from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
-from dct_plugin.errors import ConfigError
+from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.thresholds import Threshold
 
-from .host import lost_peers, reducer_files, startup
-from .host.nonfinite import PoisonedSteps
-from .host.patches import Patches
-from .host.replicas import Replicas
-from .host.reporting import Reporting
-from .host.steps import StepHooks
-from .host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own
+from ..host import lost_peers, reducer_files, startup
+from ..host.nonfinite import PoisonedSteps
+from ..host.patches import Patches
+from ..host.replicas import Replicas
+from ..host.reporting import Reporting
+from ..host.steps import StepHooks
+from ..host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own
+from .arrivals import Arrivals, Bucket
 
 __all__ = ["DCTState", "Owed", "dct_hook"]
 
@@ -112,6 +115,8 @@ class DCTState:
         self._stream: ReductionStream | None = None
         self._pending: list[ReductionHandle] = []
         self._handed_over: list[_HandedOver] = []
+        self._arrivals = Arrivals(self._begin)
+        self._begun: dict[Bucket, Reduction] = {}
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """The reducer, made when the first bucket tells the device."""
@@ -231,22 +236,55 @@ class DCTState:
         self.steps.begin()
         return self.reducer(device)
 
-    def reduce(self, work: Callable[[], None], done: Callable[[], None], *, last: bool) -> None:
-        """Reduce a bucket, the ``last`` one of a backward pass or another, and call ``done()``.
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Begin reductions before their buckets are full, where that is possible; ``register_comm_hook`` of
+        the ``model`` calls this when it is given :func:`dct_hook` or another hook with this state.
+        """
+        self._arrivals.follow(model)
+
+    def leave(self) -> None:
+        """Begin reductions when buckets are full: for whoever gives one model several states in turn."""
+        self._arrivals.leave()
+
+    def reduce(self, bucket: dist.GradBucket, done: Callable[[], None]) -> None:
+        """Reduce a full bucket and call ``done()``.
 
         That happens beside the backward pass: on CPU in a thread, on CUDA on a stream of its own. The pass
         raises the errors of all its reductions at its end.
         """
+        reducer = self.begin_bucket(bucket.buffer().device)
+        found = self._arrivals.full(bucket)
+        if not self.averages():
+            done()
+            return
+        for parameter, view in zip(found.parameters, found.views, strict=True):
+            self._handed_over.append(_HandedOver.of(self.name_of(parameter), parameter, view))
+        reduction = self._begun.pop(found, None) or self._reduction(reducer, found)
+        if self._begun:  # what DDP does with a bucket that it has been seen to fill
+            raise DesyncError(f"rank {dist.get_rank()}: DDP made its buckets anew during a backward pass")
         if self._worker is not None:
-            handle = self._worker.submit(work)
+            handle = self._worker.submit(reduction.finish)
             handle.when_done(done)
             self._pending.append(handle)
         else:
             with contextlib.nullcontext() if self._stream is None else self._stream.behind():
-                work()
+                reduction.finish()
                 done()  # a future takes down the stream that it is set on
-        if last:  # queued before DDP's own wait for the futures
+        if bucket.is_last():  # queued before DDP's own wait for the futures
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _begin(self, bucket: Bucket) -> None:
+        """More of a bucket's gradients are there: reduce those beside the rest of the backward pass."""
+        if not self._agreed or self._worker is None or not self.averages():
+            return
+        if bucket not in self._begun:
+            self._begun[bucket] = self._reduction(self.begin_bucket(bucket.buffer.device), bucket)
+        worker, reduction = self._worker, self._begun[bucket]
+        self._pending.append(worker.submit(partial(reduction.advance, bucket.there, worker.idle)))
+
+    def _reduction(self, reducer: GradientReducer, bucket: Bucket) -> Reduction:
+        names = map(self.name_of, bucket.parameters)
+        return reducer.begin(list(zip(names, bucket.views, strict=True)), scale=1.0 / reducer.world_size)
 
     def _end_backward(self) -> None:
         handed_over, self._handed_over = self._handed_over, []
@@ -257,12 +295,6 @@ class DCTState:
             self._end_step()
         # Behind DDP's own callback, which has been queued since.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._take_back(handed_over))
-
-    def hand_over(self, name: str, parameter: Tensor, view: Tensor) -> None:
-        """``view`` will hold the reduced gradient of ``parameter``."""
-        gradient = parameter.grad
-        version = 0 if gradient is None else gradient._version
-        self._handed_over.append(_HandedOver(name, parameter, view, gradient, version))
 
     def _take_back(self, handed_over: list[_HandedOver]) -> None:
         """Under ``find_unused_parameters`` DDP leaves the gradient of a parameter that no rank used in the
@@ -380,6 +412,11 @@ class _HandedOver(NamedTuple):
     before: Tensor | None
     version: int
 
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, view: Tensor) -> _HandedOver:
+        gradient = parameter.grad
+        return cls(name, parameter, view, gradient, 0 if gradient is None else gradient._version)
+
     def dropped(self) -> bool:
         """Whether DDP, which has finished, did not copy it."""
         if self.before is None:
@@ -447,24 +484,23 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
-    reducer = state.begin_bucket(buffer.device)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-    if not state.averages():
-        future.set_result(buffer)
-        return future
-    views = buffer.split([parameter.numel() for parameter in bucket.parameters()])
-    entries = []
-    for parameter, view in zip(bucket.parameters(), views, strict=True):
-        name = state.name_of(parameter)
-        state.hand_over(name, parameter, view)
-        entries.append((name, view))
-    state.reduce(
-        lambda: reducer.all_reduce(entries, scale=1.0 / reducer.world_size),
-        lambda: future.set_result(buffer),
-        last=bucket.is_last(),
-    )
+    state.reduce(bucket, lambda: future.set_result(buffer))
     return future
 
+
+def _followed(register: Callable[..., None]) -> Callable[..., None]:
+    """``register_comm_hook`` that introduces a model to the state of its hook."""
+
+    def registered(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        register(model, state, hook)
+        if isinstance(state, DCTState):
+            state.follow(model)
+
+    return registered
+
+
+Patches().wrap(DistributedDataParallel, "register_comm_hook", _followed)
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.
 dct_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
