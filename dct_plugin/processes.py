@@ -6,24 +6,24 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["gone", "lives", "this"]
+__all__ = ["gone", "lives", "machine", "this"]
 
 
 def this() -> str:
     """Name of this process, for others."""
-    return f"{_machine()} {os.getpid()} {_begin(os.getpid())}"
+    return f"{machine()} {os.getpid()} {_begin(os.getpid())}"
 
 
 def lives(name: str) -> bool:
     """Whether a process (:func:`this`) is on this machine, and neither gone nor stopped."""
-    machine, process, begin = _parts(name)
-    return machine == _machine() and begin != "" and _begin(process) == begin
+    where, process, begin = _parts(name)
+    return where == machine() and begin != "" and _begin(process) == begin
 
 
 def gone(name: str) -> bool:
     """Whether a process was on this machine, and has ended."""
-    machine, process, begin = _parts(name)
-    return machine == _machine() and begin != "" and _begin(process, stopped=True) != begin
+    where, process, begin = _parts(name)
+    return where == machine() and begin != "" and _begin(process, stopped=True) != begin
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -32,8 +32,8 @@ def _parts(name: str) -> tuple[str, str, str]:
     return machine + "]", process, begin
 
 
-def _machine() -> str:
-    """What tells process numbers from those of another machine or container."""
+def machine() -> str:
+    """Name of this machine, or of the container: what tells process numbers from those of others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"

@@ -48,6 +48,9 @@ class Carrier(Protocol):
         Several may be posted; what follows is called for one after the other.
         """
 
+    def pump(self) -> None:
+        """Move what can be moved of what was posted, without waiting."""
+
     def answers(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> list[Row]:
         """The row to this rank from every rank, to what was posted so."""
         ...
@@ -106,6 +109,9 @@ class _Places:
     def post(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> None:
         pass
 
+    def pump(self) -> None:
+        pass
+
     def drop(self, sizes: Sequence[int]) -> None:
         pass
 
@@ -127,6 +133,9 @@ class _Sockets(_Places):
                 self._mesh.send(target, row, messages[target])
                 self.sent_bytes += messages[target].numel()
             self.sent_bytes += _ROW.size
+
+    def pump(self) -> None:
+        self._mesh.pump()
 
     def answers(self, rows: Sequence[Row], messages: Sequence[Tensor] | None) -> list[Row]:
         rooms = {source: bytearray(_ROW.size) for source, _ in self.peers}

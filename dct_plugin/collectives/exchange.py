@@ -126,6 +126,12 @@ class Exchange:
         messages = self._outgoing(messages)
         self._post([m.numel() for m in messages], fingerprint, messages)
 
+    def pump(self) -> None:
+        """Move what can be moved of what was posted here and by others, without waiting."""
+        if self._posted:
+            with self._transport("exchange of messages"):
+                self._carried().pump()
+
     def collect(self, own: Tensor, *, bounds: Sequence[int] | None = None) -> list[Tensor]:
         """The second half of :meth:`all_to_all`, for the oldest of the messages that were posted; ``own`` is
         the one to this rank. After an error nothing is posted any more.

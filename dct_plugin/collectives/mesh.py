@@ -43,6 +43,8 @@ _WELCOME = b"\x06"
 #: Bytes for which the system wakes a receiver, at most: it need not be told of every packet.
 _WAKE = 1 << 17
 _LEAST_WAKE = 1 << 12
+#: Bytes that are taken from the system before they are awaited.
+_MOST_EARLY = 1 << 24
 
 
 class _Peer:
@@ -56,6 +58,7 @@ class _Peer:
         self.rank = rank
         self.outgoing: deque[memoryview] = deque()
         self.incoming: deque[memoryview] = deque()
+        self._early = bytearray()
         self._wake = 1
 
     def push(self) -> None:
@@ -72,12 +75,28 @@ class _Peer:
         except OSError as error:
             raise RuntimeError(f"sending to rank {self.rank}: {error}") from error
 
+    def take(self) -> None:
+        """Take what has arrived and is not awaited yet: the system has room for some 100 kB of it."""
+        try:
+            while not self.incoming and len(self._early) < _MOST_EARLY:
+                arrived = self.socket.recv(_WAKE)
+                if not arrived:  # told when it is waited for
+                    return
+                self._early += arrived
+        except OSError:
+            return
+
     def pull(self) -> None:
         """Receive what has arrived."""
         try:
             while self.incoming:
                 room = self.incoming[0]
-                received = self.socket.recv_into(room)
+                if self._early:
+                    received = min(len(room), len(self._early))
+                    room[:received] = self._early[:received]
+                    del self._early[:received]
+                else:
+                    received = self.socket.recv_into(room)
                 if not received:
                     raise RuntimeError(f"rank {self.rank} closed its connection")
                 if received == len(room):
@@ -121,6 +140,13 @@ class Mesh:
         """Have the next ``len(room)`` bytes put there by :meth:`complete`."""
         if len(room):
             self._peers[position].incoming.append(_bytes(room))
+
+    def pump(self) -> None:
+        """Send and receive what the system has and takes now, also what is not awaited yet; does not wait."""
+        for peer in self._peers.values():
+            if peer.outgoing:
+                peer.push()
+            peer.take()
 
     def complete(self, *, sent: bool = True, limit: float | None = None) -> None:
         """Until all that is to be received is there, and, unless ``sent`` is False, all is sent.

@@ -27,7 +27,9 @@ class Reducing(Protocol):
     exchange: Exchange
 
     def density(self, item: Item) -> float: ...
-    def writers(self, number: int) -> list[MessageWriter]: ...
+
+    spare_writers: list[list[MessageWriter]]
+
     def write(self, plan: Plan, writers: Sequence[MessageWriter], *, copies: int) -> list[Written]: ...
     def account(self, written: Sequence[Written], whole: Record) -> None: ...
     def totals(self, owned: Sequence[tuple[Item, Shard]]) -> list[Tensor]: ...
@@ -69,6 +71,7 @@ class Pieces:
         self._direct, self._two_phase = plan.kind == "direct", plan.kind == "two_phase"
         self._ends = list(itertools.accumulate(len(piece.items) for piece in self._pieces))
         self._made = 0
+        self._lent: list[list[MessageWriter]] = []
         self._under_way: deque[tuple[Plan, list[Tensor]]] = deque()
 
     @property
@@ -91,9 +94,7 @@ class Pieces:
         ranks, copies = (1, reducer.world_size - 1) if self._direct else (reducer.world_size, 1)
         with self._exchange.preparing(posts=self.owed):
             for piece in self._pieces[self._made : end]:
-                writers = reducer.writers(self._made)[:ranks]
-                for writer in writers:
-                    writer.clear()
+                writers = self._writers()[:ranks]
                 written = reducer.write(piece, writers, copies=copies)
                 self._under_way.append((piece, self._send(piece, writers, written)))
                 self._made += 1
@@ -111,11 +112,22 @@ class Pieces:
 
     def finish(self) -> None:
         """Post what was not, and collect everything: every tensor is there."""
+        reducer = self._reducer
         self.post(self._ends[-1])
         if self._two_phase:
             self._answer()
         while self._under_way:
             self.collect()
+        reducer.spare_writers += self._lent
+
+    def _writers(self) -> list[MessageWriter]:
+        """To every rank, until all messages have left."""
+        spare, ranks = self._reducer.spare_writers, range(self._reducer.world_size)
+        made = spare.pop() if spare else [MessageWriter(self._exchange.device) for _ in ranks]
+        for writer in made:
+            writer.clear()
+        self._lent.append(made)
+        return made
 
     def _answer(self) -> None:
         """Owners, who got everything sparse, sum it up, threshold again and send that to all."""

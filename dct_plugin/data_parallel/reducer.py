@@ -85,8 +85,8 @@ class GradientReducer(Member):
         every = config.error_averaging_interval
         self._averaging = None if every is None else ErrorAveraging(self, every, config.error_averaging_dtype)
         self.loss_scale = loss_scale
-        self._writers: list[list[MessageWriter]] = []
-        """To every rank, for every piece of a plan."""
+        self.spare_writers: list[list[MessageWriter]] = []
+        """To every rank, for pieces of plans."""
         self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
         self._paid: set[str] = set()
         self._ahead: StepAhead | None = None
@@ -532,12 +532,6 @@ class GradientReducer(Member):
         """Whether nothing is exchanged that takes all tensors of a reduction at once."""
         steady = self._framed is None and self.adaptive is None and self._averaging is None
         return steady and self.world_size > 1 and self.step >= self.config.warmup_steps
-
-    def writers(self, number: int) -> list[MessageWriter]:
-        """To every rank, for a piece of a plan."""
-        while len(self._writers) <= number:
-            self._writers.append([MessageWriter(self.device) for _ in range(self.world_size)])
-        return self._writers[number]
 
     def prepare(self, plan: Plan, whole: Record) -> None:
         """What is exchanged besides, before the plan's tensors are: Accordion, averaged residuals."""

@@ -2,8 +2,7 @@
 
 Nearly all methods share one model with 25 MB buckets, so that they differ in the hook alone. On gloo,
 PowerSGD's collectives follow each other in callbacks, whose order differs between the ranks when there are
-several buckets: it gets a model with one bucket. Thresholded messages are short, and smaller buckets leave
-more of them beside the backward pass: one row has those.
+several buckets: it gets a model with one bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 #: Of the plugin: sparsity and type of values.
 SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4"))
-SMALL_BUCKET_MB = 8
 TOPK_DENSITY = 0.01
 
 
@@ -141,18 +139,10 @@ class DDP:
         self._width = width_of(options["parameters"])
 
     def open(self, variant: str) -> list[Method]:
-        shared, small, one_bucket = (
-            Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, SMALL_BUCKET_MB, 1e6)
-        )
+        shared, one_bucket = (Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, 1e6))
         ideal_step, *others = methods_of(shared, one_bucket, SETTINGS)
         meeting = Method("a meeting", shared.step, around=partial(shared.apart, Meeting()))
-        note = f", {SMALL_BUCKET_MB} MB buckets"
-        return [
-            ideal_step,
-            meeting,
-            *others,
-            *(_dct(small, 0.99, values, note) for values in ("int8", "int4")),
-        ]
+        return [ideal_step, meeting, *others]
 
     def close(self) -> None:
         pass
@@ -182,13 +172,13 @@ def _method(name: str, trained: Trained, hook: Hook, **more: Any) -> Method:
     return Method(name, trained.step, around=partial(trained.using, hook), **more)
 
 
-def _dct(trained: Trained, sparsity: float, values: str, note: str = "") -> Method:
+def _dct(trained: Trained, sparsity: float, values: str) -> Method:
     config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
     metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
     state = DCTState(config, metrics=metrics)
     # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
     return Method(
-        f"DCT {sparsity:g} {values}{note}",
+        f"DCT {sparsity:g} {values}",
         trained.step,
         around=partial(trained.through, state),
         metrics=[metrics],

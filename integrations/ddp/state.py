@@ -34,7 +34,7 @@ from ..host.patches import Patches
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
-from ..host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own
+from ..host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own, one_core_each
 from .arrivals import Arrivals, Bucket
 
 __all__ = ["DCTState", "Owed", "dct_hook"]
@@ -114,6 +114,7 @@ class DCTState:
         self._worker: ReductionWorker | None = None
         self._stream: ReductionStream | None = None
         self._pending: list[ReductionHandle] = []
+        self._open: tuple[Reduction, Callable[[], None]] | None = None
         self._handed_over: list[_HandedOver] = []
         self._arrivals = Arrivals(self._begin)
         self._begun: dict[Bucket, Reduction] = {}
@@ -222,10 +223,11 @@ class DCTState:
                 "local() called": self._local is not None,
             }
             agreement.confirm(startup.facts_of(self.config, facts))
-            own = group_of_own(self.process_group) if device.type == "cpu" else None
-            if own is not None:
-                made.exchange.group, self._worker = own, ReductionWorker("dct gradients")
-                weakref.finalize(self, self._worker.stop)
+            if device.type == "cpu" and not one_core_each(self.process_group):
+                own = group_of_own(self.process_group)
+                if own is not None:
+                    made.exchange.group, self._worker = own, ReductionWorker("dct gradients")
+                    weakref.finalize(self, self._worker.stop)
             elif device.type == "cuda":
                 self._stream = ReductionStream(device)
             made.deferred = True  # until the end of the backward pass
@@ -249,8 +251,9 @@ class DCTState:
     def reduce(self, bucket: dist.GradBucket, done: Callable[[], None]) -> None:
         """Reduce a full bucket and call ``done()``.
 
-        That happens beside the backward pass: on CPU in a thread, on CUDA on a stream of its own. The pass
-        raises the errors of all its reductions at its end.
+        That happens beside the backward pass: on CPU in a thread, on CUDA on a stream of its own. Where
+        every rank has just one core, messages leave within the pass, and are collected with the next bucket
+        or at its end. The pass raises the errors of all its reductions at its end.
         """
         reducer = self.begin_bucket(bucket.buffer().device)
         found = self._arrivals.full(bucket)
@@ -266,23 +269,33 @@ class DCTState:
             handle = self._worker.submit(reduction.finish)
             handle.when_done(done)
             self._pending.append(handle)
-        else:
-            with contextlib.nullcontext() if self._stream is None else self._stream.behind():
+        elif self._stream is not None:
+            with self._stream.behind():
                 reduction.finish()
                 done()  # a future takes down the stream that it is set on
+        else:
+            self._advance(reduction, len(found.views))
+            self._open = reduction, done
         if bucket.is_last():  # queued before DDP's own wait for the futures
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _begin(self, bucket: Bucket) -> None:
         """More of a bucket's gradients are there: reduce those beside the rest of the backward pass."""
-        if not self._agreed or self._worker is None or not self.averages():
+        if not self._agreed or not self.averages():
             return
         if bucket not in self._begun:
             self._begun[bucket] = self._reduction(self.begin_bucket(bucket.buffer.device), bucket)
-        worker, reduction = self._worker, self._begun[bucket]
-        self._pending.append(worker.submit(partial(reduction.advance, bucket.there, worker.idle)))
+        self._advance(self._begun[bucket], bucket.there)
+
+    def _advance(self, reduction: Reduction, there: int) -> None:
+        if (worker := self._worker) is not None:
+            self._pending.append(worker.submit(partial(reduction.advance, there, worker.idle)))
+        elif self._reducer is not None:
+            reduction.advance(there, lambda: False)
+            self._reducer.exchange.pump()
 
     def _reduction(self, reducer: GradientReducer, bucket: Bucket) -> Reduction:
+        self._finish_open()  # one after the other
         names = map(self.name_of, bucket.parameters)
         return reducer.begin(list(zip(names, bucket.views, strict=True)), scale=1.0 / reducer.world_size)
 
@@ -324,11 +337,19 @@ class DCTState:
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
+        self._finish_open()
         if self._reducer is not None:
             with contextlib.nullcontext() if self._stream is None else self._stream.behind():
                 self._reducer.finish()
         if self._stream is not None:
             self._stream.join()
+
+    def _finish_open(self) -> None:
+        """The reduction that was begun within the backward pass; its messages have had time to travel."""
+        if self._open is not None:
+            (reduction, done), self._open = self._open, None
+            reduction.finish()
+            done()
 
     def _end_step(self, skipped: bool = False) -> None:
         if self._reducer is not None and self._backward_done:

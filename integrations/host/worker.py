@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["ReductionHandle", "ReductionStream", "ReductionWorker", "group_of_own"]
+from dct_plugin import processes
+
+__all__ = ["ReductionHandle", "ReductionStream", "ReductionWorker", "group_of_own", "one_core_each"]
 
 
 def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -33,6 +36,23 @@ def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     limit = getattr(group._get_backend(torch.device("cpu")).options, "_timeout", None)
     members = dist.get_process_group_ranks(group)
     return dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
+
+
+def one_core_each(group: dist.ProcessGroup | None) -> bool:
+    """Whether the ranks of a gloo group on this machine may use as many cores as there are ranks; a
+    collective, and the same for all ranks of a machine.
+
+    Then a thread beside a rank's own takes that one's core, and comes back to it too late. With more cores it
+    has one of its own, and with fewer there is always a rank to fill what another waits for.
+    """
+    cores = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    )
+    here = processes.machine()
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (here, cores), group=group)
+    neighbours = [theirs for machine, theirs in found if machine == here]
+    return len({core for theirs in neighbours for core in theirs}) == len(neighbours)
 
 
 class ReductionHandle:

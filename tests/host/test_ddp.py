@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -135,14 +136,19 @@ def _learns(
     return {"losses": losses, "parameters": flat, "streams": names, "steps": steps}
 
 
+@contextlib.contextmanager
+def _a_thread(beside: bool) -> Iterator[None]:
+    """Whether reductions get a thread of their own, which depends on the machine."""
+    with patch("dct_plugin.integrations.ddp.state.one_core_each", lambda _: not beside):
+        yield
+
+
 def _beside_and_within(rank: int, world_size: int) -> None:
     found = []
     for beside in (True, False):
-        ddp, state = hooked()
-        train(ddp, rank, range(1))
-        assert state._worker is not None
-        if not beside:
-            state._worker = None  # reductions on the thread that calls
+        with _a_thread(beside):
+            ddp, state = hooked()
+            train(ddp, rank, range(1))
         reducer, threads = state.reducer(torch.device("cpu")), set()
         look = reducer.look
 
@@ -167,12 +173,20 @@ def test_the_thread_beside_the_backward_pass_changes_no_bit() -> None:
 
 
 def _arriving(
-    rank: int, world_size: int, worth: int, ways: dict[str, Any], **options: Any
+    rank: int,
+    world_size: int,
+    worth: int,
+    ways: dict[str, Any],
+    beside: bool = True,
+    bucket_mb: float = 25,
+    **options: Any,
 ) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
     """How many gradients of its bucket were there when a reduction was begun; residuals and weights."""
     told = []
-    with patch.dict(vars(arrivals), {"_WORTH": worth}):
-        model = DistributedDataParallel(network(), gradient_as_bucket_view=ways["views"], **options)
+    with patch.dict(vars(arrivals), {"_WORTH": worth}), _a_thread(beside):
+        model = DistributedDataParallel(
+            network(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=ways["views"], **options
+        )
         state = DCTState(SPARSE)
         model.register_comm_hook(state, dct_hook)
         begin = state._arrivals._tell
@@ -196,11 +210,14 @@ def _arriving(
 
 
 @pytest.mark.parametrize("world_size", [2, 4])  # everybody to everybody, and over owners
-@pytest.mark.parametrize("micro", [False, True])
-def test_reductions_that_begin_before_a_bucket_is_full_change_no_bit(world_size: int, micro: bool) -> None:
-    for views, none in ((True, True), (True, False), (False, True)):
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("bucket_mb", [0.2, 25])
+def test_reductions_that_begin_before_a_bucket_is_full_change_no_bit(
+    world_size: int, beside: bool, bucket_mb: float
+) -> None:
+    for views, none, micro in ((True, True, False), (True, False, True), (False, True, True)):
         ways = {"views": views, "none": none, "micro": micro}
-        early = run(world_size, _arriving, 1000, ways)
+        early = run(world_size, _arriving, 100, ways, beside, bucket_mb)
         late = run(world_size, _arriving, 1 << 60, ways)
         for (told, kept, weights), (silent, expected, same) in zip(early, late, strict=True):
             assert len(told) >= 3  # from the third step on the buckets are known

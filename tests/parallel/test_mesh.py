@@ -170,6 +170,30 @@ def several(rank: int, world_size: int, choice: str) -> tuple[str, int]:
     return text, collected
 
 
+def pumped(rank: int, world_size: int, choice: str) -> bool:
+    """What arrives before anybody waits for it, up to a limit, is there when it is waited for."""
+    exchange, everyone = Exchange(None, CPU), range(world_size)
+    with transport(choice, _MOST_EARLY=400_000):
+        exchange.agree(4)
+        posted = [[message(rank, other, turn) for other in everyone] for turn in range(5)]
+        for turn, messages in enumerate(posted):
+            exchange.post(messages, turn)
+            for _ in range(rank * turn):
+                time.sleep(0.005)
+                exchange.pump()
+        for turn, messages in enumerate(posted):
+            received = exchange.collect(messages[rank])
+            wanted = [message(other, rank, turn) for other in everyone]
+            assert all(torch.equal(a, b) for a, b in zip(received, wanted, strict=True))
+            exchange.pump()
+    return True
+
+
+@pytest.mark.parametrize("choice", ["sockets", "gloo"])
+def test_what_comes_early_is_taken(choice: str) -> None:
+    assert all(run(3, pumped, choice))
+
+
 @pytest.mark.parametrize("choice", ["sockets", "gloo"])
 def test_messages_on_their_way_are_collected_in_order(choice: str) -> None:
     (first, before), (second, _), (third, before_too) = run(3, several, choice)
