@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -39,8 +40,8 @@ def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def one_core_each(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of a gloo group on this machine may use as many cores as there are ranks; a
-    collective, and the same for all ranks of a machine.
+    """Whether on every machine of a gloo group its ranks may use as many cores as there are ranks; a
+    collective, and the same for all ranks: what follows from it may be one, too.
 
     Then a thread beside a rank's own takes that one's core, and comes back to it too late. With more cores it
     has one of its own, and with fewer there is always a rank to fill what another waits for.
@@ -48,11 +49,11 @@ def one_core_each(group: dist.ProcessGroup | None) -> bool:
     cores = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     )
-    here = processes.machine()
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (here, cores), group=group)
-    neighbours = [theirs for machine, theirs in found if machine == here]
-    return len({core for theirs in neighbours for core in theirs}) == len(neighbours)
+    dist.all_gather_object(found, (processes.machine(), cores), group=group)
+    ranks = Counter(machine for machine, _ in found)
+    distinct = Counter(machine for machine, _ in {(m, core) for m, theirs in found for core in theirs})
+    return ranks == distinct
 
 
 class ReductionHandle:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dct_plugin.integrations.ddp import Owed, arrivals
-from dct_plugin.integrations.host.worker import ReductionWorker
+from dct_plugin.integrations.host.worker import ReductionWorker, one_core_each
 from support.processes import launch, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -167,6 +167,23 @@ def _beside_and_within(rank: int, world_size: int) -> None:
 
 def test_the_thread_beside_the_backward_pass_changes_no_bit() -> None:
     run(2, _beside_and_within)
+
+
+def _cores(rank: int, world_size: int, cores: dict[str, int]) -> bool:
+    """With half of the ranks on each of two machines that have so many cores."""
+    machine = "ab"[2 * rank // world_size]
+    with (
+        patch("dct_plugin.processes.machine", lambda: machine),
+        patch("os.sched_getaffinity", lambda _: set(range(cores[machine]))),
+    ):
+        return one_core_each(None)
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), [(2, 2, True), (2, 8, False), (8, 8, False), (1, 1, False)])
+def test_whether_a_thread_pays_is_decided_alike_on_machines_that_differ(
+    a: int, b: int, expected: bool
+) -> None:
+    assert run(4, _cores, {"a": a, "b": b}) == [expected] * 4
 
 
 # -- before a bucket is full ---
