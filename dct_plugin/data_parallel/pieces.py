@@ -11,42 +11,22 @@ from typing import Protocol
 from torch import Tensor
 
 from ..codecs.message import MessageWriter, read_messages
-from ..collectives import Exchange
 from ..metrics import Record
+from .framed import Reducing
 from .member import Written
-from .plan import Item, Plan, Shard
+from .plan import Item, Plan
 
 __all__ = ["Pieces"]
 
 
-class Reducing(Protocol):
+class InPieces(Reducing, Protocol):
     """What is asked of a :class:`.reducer.GradientReducer`."""
-
-    rank: int
-    world_size: int
-    exchange: Exchange
-
-    def density(self, item: Item) -> float: ...
 
     spare_writers: list[list[MessageWriter]]
 
-    def write(self, plan: Plan, writers: Sequence[MessageWriter], *, copies: int) -> list[Written]: ...
-    def account(self, written: Sequence[Written], whole: Record) -> None: ...
-    def totals(self, owned: Sequence[tuple[Item, Shard]]) -> list[Tensor]: ...
-    def write_answers(
-        self, owned: Sequence[tuple[Item, Shard]], totals: Sequence[Tensor], answer: MessageWriter
-    ) -> list[Written]: ...
+    def density(self, item: Item) -> float: ...
     def received(
         self, piece: Plan, sent: Sequence[Tensor], arrived: Sequence[Tensor], *, answers: bool
-    ) -> None: ...
-    def sum_into(
-        self,
-        messages: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        scale: float,
-        whole: Record,
-        *,
-        sender: int = 0,
     ) -> None: ...
 
 
@@ -61,7 +41,7 @@ class Pieces:
         whole: Record of the exchange.
     """
 
-    def __init__(self, reducer: Reducing, plan: Plan, scale: float, whole: Record) -> None:
+    def __init__(self, reducer: InPieces, plan: Plan, scale: float, whole: Record) -> None:
         self._reducer = reducer
         self._exchange = reducer.exchange
         self._scale = scale
