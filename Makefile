@@ -82,18 +82,12 @@ test-oldest: $(OLDEST)/.ready ## Run tests with the oldest torch, pydantic, Deep
 	@$(OLDEST_TEST) tests/host/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py
 
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
-SOURCES := build/source
-.PHONY: $(SOURCES)
-$(SOURCES): # what an installation makes of the two source folders
-	@mkdir -p $@/dct_plugin
-	@ln -sfn $(abspath dct_plugin)/* $(abspath integrations) $@/dct_plugin
+test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
+	@PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/gpu
 
-test-gpu: $(SOURCES) ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
-	@PYTHONPATH=$(SOURCES) $(PYTHON) -m pytest tests/gpu
-
-bench-gpu: $(SOURCES) ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8 minutes)
+bench-gpu: ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8 minutes)
 	@mkdir -p $(OUT)
-	@PYTHONPATH=$(SOURCES) $(PYTHON) benchmarks/gpu.py --json $(OUT)/gpu.json
+	@PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py --json $(OUT)/gpu.json
 
 lint: $(TEST_READY) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

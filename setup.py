@@ -73,18 +73,11 @@ class BdistWheel(bdist_wheel):
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-def packages() -> list[str]:
-    """Every folder of the two source trees; `integrations` is installed inside the package."""
-    own = find_namespace_packages(str(ROOT), include=["dct_plugin*"], exclude=["*__pycache__*"])
-    hosts = find_namespace_packages(str(ROOT), include=["integrations*"], exclude=["*__pycache__*"])
-    return [*own, *(f"dct_plugin.{name}" for name in hosts)]
-
-
 # An editable installation of a source tree is what it says: no news.
 warnings.filterwarnings("ignore", message="Editable installation")
 
 setup(
-    packages=packages(),
+    packages=find_namespace_packages(str(ROOT), include=["dct_plugin*"], exclude=["*__pycache__*"]),
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     distclass=BinaryDistribution,
 )

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dct_plugin.integrations.bench.ddp import Trained, methods_of
-from dct_plugin.integrations.bench.perceptron import batch, perceptron, width_of
 from rich.console import Console
 from rich.table import Table
+
+from dct_plugin.tools.bench.ddp import Trained, methods_of
+from dct_plugin.tools.bench.perceptron import batch, perceptron, width_of
 
 STEPS = 5
 METHODS = ("ideal", "fp32", "bf16", "DCT 0.99 bf16", "DCT 0.99 int8")

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
-from dct_plugin.integrations.dlrm.models import DLRM
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded
+from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
+from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import FloatArray, Outgoing

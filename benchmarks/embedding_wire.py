@@ -33,16 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
-from dct_plugin.integrations.dlrm.models import DLRM
-from dct_plugin.integrations.links.namespaces import (
-    HEADER_BYTES,
-    Links,
-    LinksError,
-    Network,
-    packets_sent,
-)
-from dct_plugin.integrations.links.team import free_port
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +40,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
 from dct_plugin.embedding import ShardedTables
+from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
+from dct_plugin.integrations.dlrm.models import DLRM
+from dct_plugin.links.namespaces import (
+    HEADER_BYTES,
+    Links,
+    LinksError,
+    Network,
+    packets_sent,
+)
+from dct_plugin.links.team import free_port
 from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes, interface_bytes
 
 EMBEDDINGS, MLPS = "embeddings", "mlps"  # interfaces

@@ -19,11 +19,11 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dct_plugin.integrations.links.team import free_port
 from rich.console import Console
 from rich.table import Table
 
-from dct_plugin.collectives import Exchange
+from dct_plugin.links.team import free_port
+from dct_plugin.transport import Exchange
 
 TRANSPORTS = ("sockets", "gloo")
 TURN = 10

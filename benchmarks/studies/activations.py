@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.integrations.dlrm.intervals import paired
 from megatron_quality import measure, serve
+
+from dct_plugin.integrations.dlrm.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dct_plugin.integrations.dlrm.data import epoch_batches, load
-from dct_plugin.integrations.dlrm.intervals import paired
-from dct_plugin.integrations.dlrm.models import DLRM
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,6 +26,9 @@ from torch import nn
 
 from dct_plugin import Compressor
 from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
+from dct_plugin.integrations.dlrm.data import epoch_batches, load
+from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.integrations.dlrm.models import DLRM
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.3),

@@ -21,10 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from dct_plugin.integrations.megatron.patch import LaunchError, plan
 from typer.testing import CliRunner
 
 from dct_plugin import cli
+from dct_plugin.integrations.megatron.patch import LaunchError, plan
 
 CONFIG = "${HOME}/dct.json"  # left to the script's shell: nothing is read here
 

@@ -74,14 +74,14 @@ COMMANDS = [
     ),
     LazyCommand(
         name="cost",
-        target="dct_plugin.integrations.bench.cost:app",
+        target="dct_plugin.tools.bench.cost:app",
         help="What steps cost with each class of compression, and below which link rate one pays.",
         needs=("sklearn", "matplotlib"),
         extra="demo",
     ),
     LazyCommand(
         name="bench",
-        target="dct_plugin.integrations.bench.command:app",
+        target="dct_plugin.tools.bench.command:app",
         help="Step times on links of limited rate, beside those of other methods.",
         needs=("deepspeed", "sklearn", "matplotlib"),
         extra="demo",

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic_core import PydanticCustomError
 
 from ..errors import ConfigError
-from .faults import validated
 from .options import options, show
+from .validation_errors import validated
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -22,8 +22,8 @@ from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 from ..metrics import Record
 from ..stream import Encoded
-from .member import Member, Written
 from .plan import Item, Plan, shards_of
+from .stream_group import Member, Written
 
 __all__ = ["ErrorAveraging"]
 

@@ -29,9 +29,9 @@ from ..kernels import GRAD_DTYPES, Framing, together
 from ..kernels.backend import Batching, split_message
 from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
-from .framed import FramedUpdates
-from .member import Member, Written
+from .fixed_size import FramedUpdates
 from .plan import Item, Plan, Shard
+from .stream_group import Member, Written
 
 logger = logging.getLogger("dct_plugin")
 

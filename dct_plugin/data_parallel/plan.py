@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..collectives.exchange import most_bytes
+from ..transport.exchange import most_bytes
 
 #: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
 #: the balance.

@@ -25,12 +25,12 @@ from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
 from .accordion import Accordion
 from .averaging import ErrorAveraging
-from .framed import FramedReductions
+from .fixed_size import FramedReductions
 from .local import LocalUpdates, Weight
-from .member import Member, Written
-from .pieces import Pieces
+from .pipelined import Pieces
 from .plan import Change, Item, Plan, Shard, shards_of
 from .step_ahead import StepAhead, StepUnit
+from .stream_group import Member, Written
 
 logger = logging.getLogger("dct_plugin")
 

@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import Framing
 from ..kernels.embedding_format import IntArray
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import as_flat, wire_dtype
+from ..transport.exchange import Exchange
 from .bounds import Limits, TableLimits
 from .frames import Frames
 from .messages import Block, Mask, VectorMessages

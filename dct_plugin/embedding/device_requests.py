@@ -24,7 +24,7 @@ from .request_message import MOST_BYTES, Answer, Bags
 from .requests import Request, Requests
 
 if TYPE_CHECKING:
-    from ..kernels.triton_requests import Opened, TritonRequests, Written
+    from ..kernels.triton.requests import Opened, TritonRequests, Written
 
 __all__ = ["REQUEST", "DeviceRequests"]
 

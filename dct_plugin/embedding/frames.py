@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
 from ..codecs.frames import ALIGNMENT, FAILED, PREFIX, WORDS
-from ..collectives.exchange import Exchange
+from ..transport.exchange import Exchange
 
 __all__ = ["Frames", "Leg", "Series", "Shape"]
 

@@ -27,7 +27,7 @@ from ..stream import as_flat, encode_all, encode_at, wire_dtype
 from .error_bounded import decode_bounded, encode_bounded
 
 if TYPE_CHECKING:
-    from ..kernels.triton_embedding import TritonEmbeddingKernels
+    from ..kernels.triton.embedding import TritonEmbeddingKernels
 
 __all__ = ["Block", "Mask", "Message", "VectorMessages"]
 

@@ -22,11 +22,11 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from ..codecs.copies import to_device
-from ..collectives.exchange import Exchange
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import Framing
 from ..kernels.embedding import get_device_requests
 from ..metrics import Metrics, Record
+from ..transport.exchange import Exchange
 from .channel import EmbeddingChannel, Route
 from .device_requests import REQUEST, DeviceRequests
 from .frames import Frames, Leg

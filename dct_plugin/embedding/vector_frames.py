@@ -29,7 +29,7 @@ from .frames import Frames, Leg, Shape
 from .messages import BOUNDED, VectorMessages
 
 if TYPE_CHECKING:
-    from ..kernels.triton_embedding import Coded, TritonEmbeddingKernels
+    from ..kernels.triton.embedding import Coded, TritonEmbeddingKernels
 
 __all__ = ["VectorFrames", "coded_shape", "plain_shape"]
 

@@ -146,7 +146,7 @@ def _cpu() -> Backend:
 
 
 def _triton() -> Backend:
-    from .triton_backend import TritonBackend
+    from .triton.backend import TritonBackend
 
     return TritonBackend()
 

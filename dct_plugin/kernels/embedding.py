@@ -36,8 +36,8 @@ from .embedding_format import (
 from .embedding_reference import ReferenceEmbeddingKernels
 
 if TYPE_CHECKING:
-    from .triton_embedding import TritonEmbeddingKernels
-    from .triton_requests import TritonRequests
+    from .triton.embedding import TritonEmbeddingKernels
+    from .triton.requests import TritonRequests
 
 __all__ = [
     "CompiledEmbeddingKernels",
@@ -253,7 +253,7 @@ def get_device_codec(backend: Backend, entropy: str) -> TritonEmbeddingKernels |
     if entropy in ("rice", "deflate"):
         say_once(f"dct.embedding.entropy = '{entropy}': a serial code, which the host writes and reads")
         return None
-    from .triton_embedding import TritonEmbeddingKernels
+    from .triton.embedding import TritonEmbeddingKernels
 
     return TritonEmbeddingKernels()
 
@@ -271,7 +271,7 @@ def get_device_requests(
     """
     if backend.name != "triton":
         return None
-    from .triton_requests import TritonRequests
+    from .triton.requests import TritonRequests
 
     return TritonRequests(tables, limits, rank, where)
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import Exchange
-from ..collectives.exchange import most_bytes
 from ..errors import PayloadError
 from ..metrics import Metrics
 from ..stream import Encoded
+from ..transport import Exchange
+from ..transport.exchange import most_bytes
 from .stream import ActivationStream
 
 

@@ -1,6 +1,6 @@
 """torch ``DistributedDataParallel``: a communication hook that reduces gradients through compressed messages.
 
-:mod:`.state` has the hook and what it keeps; :mod:`.arrivals` knows which gradients of a bucket are there
+:mod:`.state` has the hook and its state; :mod:`.early_gradients` tracks which gradients of a bucket are there
 before the bucket is full.
 """
 

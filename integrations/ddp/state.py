@@ -35,7 +35,7 @@ from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from ..host.worker import ReductionHandle, ReductionStream, ReductionWorker, group_of_own, one_core_each
-from .arrivals import Arrivals, Bucket
+from .early_gradients import Arrivals, Bucket
 
 __all__ = ["DCTState", "Owed", "dct_hook"]
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
-from dct_plugin.collectives import roll_call
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.local import LocalUpdates
+from dct_plugin.transport import lost_ranks
 
 from ..host import reducer_files
 from ..host.patches import Patches
@@ -171,7 +171,7 @@ def _name_latest(folder: Path, tag: str) -> None:
     if dist.get_rank() == 0:
         (folder / "latest.new").write_text(tag)
         (folder / "latest.new").replace(folder / "latest")
-    with roll_call.transport("barrier behind a checkpoint"):
+    with lost_ranks.transport("barrier behind a checkpoint"):
         dist.barrier()
 
 

@@ -23,8 +23,8 @@ from dct_plugin.kernels import GRAD_DTYPES
 from dct_plugin.metrics import Metrics
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
 
-from ..host.crossings import Crossings
 from ..host.patches import Patches
+from ..host.pipeline_metrics import Crossings
 from ..host.streams import ActivationStreams, average
 from .support import is_pipeline
 

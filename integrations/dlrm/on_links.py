@@ -10,8 +10,8 @@ import deepspeed
 import numpy as np
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.links.method import Method
 
-from ..links.method import Method
 from .data import epoch_batches, load
 from .trainer import Training, reporter, tensors_of
 
@@ -19,7 +19,7 @@ __all__ = ["Trainings"]
 
 
 class Trainings:
-    """A workload for :class:`~..links.team.Team`.
+    """A workload for :class:`~dct_plugin.links.team.Team`.
 
     Options: ``format``, ``data`` (a file or null) and ``max_rows`` of the data, and ``configs``: by variant
     and name, a DeepSpeed JSON with a ``dlrm`` section and, for what is compressed, a ``dct`` section.

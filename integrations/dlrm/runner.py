@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from dct_plugin.errors import DCTError
+from dct_plugin.links.namespaces import Links, Network
+from dct_plugin.links.team import tail
 from dct_plugin.metrics import InterfaceCounter
 
 from ..host import build_lock
-from ..links.namespaces import Links, Network
-from ..links.team import tail
 
 __all__ = ["RunFailed", "Runner", "config_file", "enough_gpus", "run_name"]
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..links.interleave import Figures, interleaved, warmed
-from ..links.namespaces import Links, rate_name
-from ..links.team import NETWORKS, Team
+from dct_plugin.links.interleave import Figures, interleaved, warmed
+from dct_plugin.links.namespaces import Links, rate_name
+from dct_plugin.links.team import NETWORKS, Team
+
 from .figures import Run
 
 __all__ = ["LINKS", "Comparison", "Cost", "Link", "Measured", "measured_on", "read_metrics", "ring_bytes"]

@@ -14,8 +14,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dct_plugin.collectives import roll_call
 from dct_plugin.errors import DCTError
+from dct_plugin.transport import lost_ranks
 
 __all__ = ["watch"]
 
@@ -33,7 +33,7 @@ def watch(step: Callable[[], int]) -> None:
         step: Gives the optimizer steps so far.
     """
     global _step
-    roll_call.introduce()
+    lost_ranks.introduce()
     if _step is None:
         sys.excepthook = _reporting(sys.excepthook)
     _step = step
@@ -45,7 +45,7 @@ def _reporting(previous: _Hook) -> _Hook:
         if dist.is_initialized() and _of_transport(error):
             what, group = _collective(trace)
             step = None if _step is None else _step()
-            logger.error("dct: %s", roll_call.after_failure(what, error, group, step))
+            logger.error("dct: %s", lost_ranks.after_failure(what, error, group, step))
 
     return excepthook
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.codecs.copies import to_host
-from dct_plugin.collectives import roll_call
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.kernels.reference import overflow_flags
+from dct_plugin.transport import lost_ranks
 
 __all__ = ["PoisonedSteps"]
 
@@ -57,7 +57,7 @@ class PoisonedSteps:
             flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
         speaker = torch.where(flags.any(), rank, nobody).view(1)
         if self._agree:
-            with roll_call.transport("agreement on a step that is not finite", step=step):
+            with lost_ranks.transport("agreement on a step that is not finite", step=step):
                 dist.all_reduce(speaker, dist.ReduceOp.MIN)
         first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()
         if first == nobody:

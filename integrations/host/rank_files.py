@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded
-from dct_plugin.collectives import roll_call
 from dct_plugin.errors import DCTError
+from dct_plugin.transport import lost_ranks
 
 __all__ = ["NoState", "load", "save"]
 
@@ -49,7 +49,7 @@ def save(path: Path, content: Callable[[str], State], *, group: dist.ProcessGrou
         DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
     identity = [uuid.uuid4().hex]
-    with roll_call.transport("exchange of a checkpoint's identity", group):
+    with lost_ranks.transport("exchange of a checkpoint's identity", group):
         dist.broadcast_object_list(identity, _ranks_of(group)[0], group)
     problem = None
     try:
@@ -126,7 +126,7 @@ def load(
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
     """What every rank says, by its number in the whole job."""
     answers: list[Any] = [None] * dist.get_world_size(group)
-    with roll_call.transport("exchange about a checkpoint", group):
+    with lost_ranks.transport("exchange about a checkpoint", group):
         dist.all_gather_object(answers, value, group=group)
     return dict(zip(_ranks_of(group), answers, strict=True))
 

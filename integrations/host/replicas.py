@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.collectives import roll_call
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DesyncError
+from dct_plugin.transport import lost_ranks
 
 __all__ = ["Replicas"]
 
@@ -63,7 +63,7 @@ class Replicas:
             return
         own = torch.stack([checksum(weight) for _, weight in named])
         bounds = torch.cat([own, -own])
-        with roll_call.transport("comparison of parameters", self._group, step):
+        with lost_ranks.transport("comparison of parameters", self._group, step):
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
         high, low = bounds.chunk(2)
         differing = (high != -low).nonzero().view(-1).tolist()

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dct_plugin._version import __version__
-from dct_plugin.collectives.agreement import HINT, TIME_LIMIT, Agreement
 from dct_plugin.config import DCTConfig, options
 from dct_plugin.errors import VersionError
+from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 
 __all__ = ["TIME_LIMIT", "abstain", "agree", "facts_of", "join", "reported"]
 

@@ -22,7 +22,7 @@ from dct_plugin.errors import DCTError
 from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
 
-from ..host.crossings import Crossings
+from ..host.pipeline_metrics import Crossings
 from .session import Session
 from .streams import ActivationHook, data_parallel_group
 

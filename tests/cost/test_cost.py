@@ -9,21 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dct_plugin.integrations.bench.calibration import (
-    CODED_AT,
-    Coded,
-    Measured,
-    activations,
-    check,
-    coded,
-    fitted,
-    fitted_coding,
-    measure,
-)
-from dct_plugin.integrations.bench.cost import app
-from dct_plugin.integrations.bench.transformer import Blocks
-from dct_plugin.integrations.links.namespaces import Links, LinksError
-from dct_plugin.integrations.links.team import NETWORKS
 from typer.testing import CliRunner
 
 from dct_plugin import Compressor
@@ -43,7 +28,22 @@ from dct_plugin.cost import (
     reduction,
 )
 from dct_plugin.errors import ConfigError
+from dct_plugin.links.namespaces import Links, LinksError
+from dct_plugin.links.team import NETWORKS
 from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
+from dct_plugin.tools.bench.calibration import (
+    CODED_AT,
+    Coded,
+    Measured,
+    activations,
+    check,
+    coded,
+    fitted,
+    fitted_coding,
+    measure,
+)
+from dct_plugin.tools.bench.cost import app
+from dct_plugin.tools.bench.transformer import Blocks
 
 SHAPE = Transformer(3, 192, 2, 16)
 MACHINE = Machine("test", 2, dict.fromkeys(COEFFICIENTS, 1e-9))

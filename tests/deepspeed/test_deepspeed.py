@@ -233,6 +233,7 @@ def one(folder: Path, four: Results) -> Results:
 def skip_what_deepspeed_cannot(name: str) -> None:
     """Older ones leave gradients that lie apart to each rank, on CPU."""
     import torch
+
     from dct_plugin.integrations.deepspeed.support import reduces_loose_gradients
 
     zero = CASES[name]["config"].get("zero_optimization", {})

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dct_plugin.integrations.links.team import free_port
 from support.deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
+
+from dct_plugin.links.team import free_port
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

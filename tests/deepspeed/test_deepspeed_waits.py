@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 
 from dct_plugin import kernels
 from dct_plugin.codecs import stats
-from dct_plugin.collectives import Exchange
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.transport import Exchange
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,6 +30,7 @@ STEPS, MICRO_BATCHES = 4, 2
 def _train(rank: int, world_size: int, backend: str) -> Any:
     """Weights after a few steps, the waits in each backward pass, and how often messages were sent again."""
     import deepspeed
+
     from dct_plugin.integrations.autoload import autoload
 
     autoload()

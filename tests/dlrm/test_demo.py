@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
+
+from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm import runner
 from dct_plugin.integrations.dlrm.commands.demo import PRESETS, deepspeed_config
 from dct_plugin.integrations.dlrm.figures import Run, read_runs
@@ -21,10 +24,7 @@ from dct_plugin.integrations.dlrm.progress import LaunchProgress
 from dct_plugin.integrations.dlrm.report import draw_training, faults, moving_average, speed_table, verdict
 from dct_plugin.integrations.dlrm.runner import RunFailed, Runner, config_file
 from dct_plugin.integrations.dlrm.speed import Comparison, Cost, Measured, read_metrics
-from dct_plugin.integrations.links.interleave import Figures
-from rich.console import Console
-
-from dct_plugin.errors import ConfigError
+from dct_plugin.links.interleave import Figures
 
 PRESET = PRESETS["diabetes"]
 NONE_GIVEN: dict[str, Any] = dict.fromkeys(("sparsity", "zero_stage", "optimizer", "lr", "batch_size"))

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dct_plugin.integrations.dlrm.commands.dlrm import configuration, configurations
-from dct_plugin.integrations.dlrm.figures import BASELINE, read_runs
-from dct_plugin.integrations.dlrm.intervals import paired
-from dct_plugin.integrations.dlrm.report import markdown, run_tables
 from rich.console import Console
 from support import CONFIGS, SUPPORT
 from support.deepspeed_launch import environment, torchrun
 
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.dlrm.commands.dlrm import configuration, configurations
+from dct_plugin.integrations.dlrm.figures import BASELINE, read_runs
+from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.integrations.dlrm.report import markdown, run_tables
 
 WORKER = SUPPORT / "dlrm_worker.py"
 READY = sorted(CONFIGS.glob("hybrid_*.json"))

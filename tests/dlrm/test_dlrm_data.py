@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import DATA
+
 from dct_plugin.integrations.dlrm.data import (
     DIABETES_FILE,
     ClickDataset,
@@ -23,7 +25,6 @@ from dct_plugin.integrations.dlrm.data import (
 from dct_plugin.integrations.dlrm.data.prepare_diabetes import main as prepare_main
 from dct_plugin.integrations.dlrm.data.prepare_diabetes import prepare
 from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables
-from support import DATA
 
 ARCHIVE = DATA / "diabetes130" / "diabetes130.zip"
 CRITEO = DATA / "criteo" / "train_40k.txt.gz"

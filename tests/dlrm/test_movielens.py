@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from dct_plugin.integrations.dlrm.data import DataFormatError, load, load_movielens
 
 

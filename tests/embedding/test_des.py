@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, build
-from dct_plugin.integrations.dlrm.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 from support.processes import run
 from torch import Tensor, nn
 
@@ -23,6 +21,8 @@ from dct_plugin.embedding import (
     choose,
     place_tables,
 )
+from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, build
+from dct_plugin.integrations.dlrm.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 from dct_plugin.metrics import Metrics, Record
 
 CARDINALITIES = (50, 3, 7, 120, 2, 31, 5, 9, 4)

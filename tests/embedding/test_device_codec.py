@@ -25,8 +25,8 @@ from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import embedding, get_backend
 from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.embedding_reference import ReferenceEmbeddingKernels
-from dct_plugin.kernels.triton_backend import TritonBackend
-from dct_plugin.kernels.triton_embedding import TritonEmbeddingKernels
+from dct_plugin.kernels.triton.backend import TritonBackend
+from dct_plugin.kernels.triton.embedding import TritonEmbeddingKernels
 from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 
 pytestmark = pytest.mark.skipif(

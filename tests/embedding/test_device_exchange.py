@@ -21,7 +21,7 @@ from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfi
 from dct_plugin.embedding import Bags, ShardedTables, channel
 from dct_plugin.errors import DesyncError
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.metrics import Metrics
 
 pytestmark = [

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 from dct_plugin.embedding.distinct import DistinctRows
 from dct_plugin.embedding.request_message import Wanted, read_request, write_request
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN
-from dct_plugin.kernels.triton_requests import TritonRequests
+from dct_plugin.kernels.triton.backend import WRITTEN
+from dct_plugin.kernels.triton.requests import TritonRequests
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"

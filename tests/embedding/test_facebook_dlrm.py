@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.facebook_dlrm import CompressedAllToAll
 from support.processes import run
 from torch import Tensor
+
+from dct_plugin.integrations.facebook_dlrm import CompressedAllToAll
 
 pytestmark = pytest.mark.slow
 

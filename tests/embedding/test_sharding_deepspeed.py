@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 pytest.importorskip("deepspeed")
-from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
 from support import SUPPORT
 
 from dct_plugin.data_parallel.step_ahead import StepUnit, units_of
+from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.torchrec import codecs, dct_registry
 from support.processes import run
 
 from dct_plugin.errors import DCTError, DesyncError
+from dct_plugin.integrations.torchrec import codecs, dct_registry
 
 
 def test_round_trip_keeps_the_largest_and_their_gradients() -> None:

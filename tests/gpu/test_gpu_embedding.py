@@ -17,7 +17,7 @@ from dct_plugin.embedding.messages import Block, VectorMessages
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import Outgoing
-from dct_plugin.kernels.triton_embedding import TritonEmbeddingKernels
+from dct_plugin.kernels.triton.embedding import TritonEmbeddingKernels
 
 HOST, DEVICE = get_embedding_kernels(get_backend("cpu")), TritonEmbeddingKernels()
 

@@ -19,7 +19,7 @@ from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, Stats, get_backend, together
 from dct_plugin.kernels.backend import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
 REFERENCE = ReferenceBackend(WRITTEN)
 TRITON = TritonBackend()

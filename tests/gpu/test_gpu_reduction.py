@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin import Compressor, kernels
-from dct_plugin.collectives import Exchange
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN
+from dct_plugin.kernels.triton.backend import WRITTEN
+from dct_plugin.transport import Exchange
 
 #: What streams remember besides a residual in fp32.
 REMEMBERED: list[dict[str, Any]] = [
@@ -206,6 +206,7 @@ def test_deepspeed_training(precision: str) -> None:
 
 def _deepspeed(rank: int, world_size: int, precision: str) -> tuple[list[float], int, list[float]]:
     import deepspeed
+
     from dct_plugin.integrations.autoload import autoload
 
     autoload()  # an installation calls it at `import torch`; these tests do without one

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dct_plugin.integrations.ddp import Owed, arrivals
-from dct_plugin.integrations.host.worker import ReductionWorker, one_core_each
 from support.processes import launch, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.data_parallel import DCTState, dct_hook
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.ddp import Owed, early_gradients
+from dct_plugin.integrations.host.worker import ReductionWorker, one_core_each
 
 pytestmark = pytest.mark.slow
 
@@ -200,7 +200,7 @@ def _arriving(
 ) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
     """How many gradients of its bucket were there when a reduction was begun; residuals and weights."""
     told = []
-    with patch.dict(vars(arrivals), {"_WORTH": worth}), _a_thread(beside):
+    with patch.dict(vars(early_gradients), {"_WORTH": worth}), _a_thread(beside):
         model = DistributedDataParallel(
             network(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=ways["views"], **options
         )
@@ -208,7 +208,7 @@ def _arriving(
         model.register_comm_hook(state, dct_hook)
         begin = state._arrivals._tell
 
-        def noted(bucket: arrivals.Bucket) -> None:
+        def noted(bucket: early_gradients.Bucket) -> None:
             told.append(bucket.there)
             begin(bucket)
 
@@ -258,7 +258,7 @@ def test_of_models_whose_gradients_may_come_otherwise_only_full_buckets_are_redu
 
 def _again(rank: int, world_size: int) -> bool:
     """DDP does not synchronize a second pass through one graph: its gradients are left alone."""
-    with patch.dict(vars(arrivals), {"_WORTH": 1000}):
+    with patch.dict(vars(early_gradients), {"_WORTH": 1000}):
         model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
         state = DCTState(SPARSE)
         model.register_comm_hook(state, dct_hook)

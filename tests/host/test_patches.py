@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from dct_plugin import VersionError
 from dct_plugin.integrations.host import signatures, versions
 from dct_plugin.integrations.host.patches import Patches
 from dct_plugin.integrations.host.signatures import Target
-
-from dct_plugin import VersionError
 
 
 class Base:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from dct_plugin.integrations.host.post_import import when_imported
 
 NAME = "dct_test_late_module"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.host import rank_files, reducer_files, startup
-from dct_plugin.integrations.host.reporting import Reporting
-from dct_plugin.integrations.host.steps import StepHooks
 from support.processes import launch, run
 
 from dct_plugin import checkpoint
 from dct_plugin.config import MetricsConfig
+from dct_plugin.integrations.host import rank_files, reducer_files, startup
+from dct_plugin.integrations.host.reporting import Reporting
+from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
 
 pytestmark = pytest.mark.slow

@@ -28,10 +28,11 @@ from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype,
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import PayloadError
 from dct_plugin.feedback import unpacked
-from dct_plugin.kernels import read_stats, together, triton_backend
+from dct_plugin.kernels import read_stats, together
 from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton import backend as triton_backend
+from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -154,7 +155,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
     for backend, into in zip(BOTH, outs, strict=True):
         with HostReads() as reads:
             backend.sum_messages(messages, into, scale)
-    assert reads.places == ["kernels/triton_backend.py:cpu", "kernels/triton_backend.py:numpy"]
+    assert reads.places == ["kernels/triton/backend.py:cpu", "kernels/triton/backend.py:numpy"]
     for expected, found in zip(*outs, strict=True):
         assert same_bits(found, expected) or bool((found.isnan() & expected.isnan()).all())
     assert bool(outs[1][4].isnan().all())
@@ -320,7 +321,7 @@ def test_wrong_positions_under_right_checksums(encoding: IndexEncoding) -> None:
 
 
 def test_rice_code_is_left_to_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
-    from dct_plugin.kernels import triton_backend
+    from dct_plugin.kernels.triton import backend as triton_backend
 
     triton_backend._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
@@ -490,7 +491,7 @@ def test_cuda_tensors_take_triton_where_there_is_triton(
         kernels.get_backend("cpu", "triton")
     monkeypatch.setattr(kernels, "_instances", {})
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "dct_plugin.kernels.triton_backend")
+    monkeypatch.delitem(sys.modules, "dct_plugin.kernels.triton.backend")
     with caplog.at_level(logging.INFO, logger="dct_plugin.kernels"):
         assert kernels.get_backend("cuda").name == "reference"
         assert kernels.get_backend("cuda").name == "reference"

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dct_plugin.integrations.bench.recommender import SECTIONS, configurations
-from dct_plugin.integrations.bench.report import draw, split, tables, unmeasured
-from dct_plugin.integrations.bench.suite import Cell, Plan, measure
-from dct_plugin.integrations.links.interleave import LEAST_ROUNDS, Figures, interleaved
-from dct_plugin.integrations.links.namespaces import Links, LinksError, Network, rate_fault, rate_name
-from dct_plugin.integrations.links.team import NETWORKS, Block, Team, TeamError
 from support import CONFIGS
 from typer.testing import CliRunner
 
 from dct_plugin import cli
+from dct_plugin.links.interleave import LEAST_ROUNDS, Figures, interleaved
+from dct_plugin.links.namespaces import Links, LinksError, Network, rate_fault, rate_name
+from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
+from dct_plugin.tools.bench.recommender import SECTIONS, configurations
+from dct_plugin.tools.bench.report import draw, split, tables, unmeasured
+from dct_plugin.tools.bench.suite import Cell, Plan, measure
 
 # -- options ---
 

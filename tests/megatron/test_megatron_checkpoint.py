@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from dct_plugin.integrations.host.rank_files import NoState
-from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, _read, load, save
 from support import processes
 
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
+from dct_plugin.integrations.host.rank_files import NoState
+from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, _read, load, save
 
 #: Of the model's parameters.
 SIZES = {"w": 4}

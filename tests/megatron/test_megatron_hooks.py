@@ -333,15 +333,14 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    from dct_plugin.integrations.bench import megatron_cpu
+    from dct_plugin.tools.bench import megatron_cpu
 
     megatron_cpu.install()
     from types import SimpleNamespace
 
-    from dct_plugin.integrations.megatron import data, hooks, pipeline, tensor
-
     from dct_plugin.config import DCTConfig
     from dct_plugin.errors import DCTError
+    from dct_plugin.integrations.megatron import data, hooks, pipeline, tensor
 
     found_early: dict[str, str] = {}
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
@@ -422,13 +421,14 @@ def _identities(rank: int, world_size: int) -> tuple[int, int]:
     from types import SimpleNamespace
 
     import torch.distributed as dist
-    from dct_plugin.integrations.bench import megatron_cpu
+
+    from dct_plugin.tools.bench import megatron_cpu
 
     megatron_cpu.install()
-    from dct_plugin.integrations.megatron import hooks, tensor
     from megatron.core.tensor_parallel import layers
 
     from dct_plugin.config import DCTConfig
+    from dct_plugin.integrations.megatron import hooks, tensor
 
     hooks.install(DCTConfig.parse(section(tensor=0.9)))
     (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, tensor.TensorHook))

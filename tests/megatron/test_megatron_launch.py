@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from dct_plugin.integrations.links.team import free_port
-from dct_plugin.integrations.megatron import versions
-from dct_plugin.integrations.megatron.launch import agree, hook_states
-from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
 from support import processes
 
 from dct_plugin.config import DCTConfig, options
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
+from dct_plugin.integrations.megatron import versions
+from dct_plugin.integrations.megatron.launch import agree, hook_states
+from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
+from dct_plugin.links.team import free_port
 
 INSTALLED = versions.find_installation()
 needs_megatron = pytest.mark.skipif(INSTALLED is None, reason="megatron-core is not installed")

@@ -22,18 +22,18 @@ pytestmark = [
 
 def _waits(rank: int, world_size: int, backend: str) -> tuple[list[torch.Tensor], list[int]]:
     """Three steps of a model with gradients in two buffers: the last ones, and the waits of each."""
-    from dct_plugin.integrations.bench import megatron_cpu
+    from dct_plugin.tools.bench import megatron_cpu
 
     megatron_cpu.install()
-    from dct_plugin.integrations.megatron import hooks
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
     from dct_plugin import kernels
     from dct_plugin.config import DCTConfig
+    from dct_plugin.integrations.megatron import hooks
     from dct_plugin.kernels.reference import ReferenceBackend
-    from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+    from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
     kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
     kernels.register_backend("interpreted", TritonBackend)

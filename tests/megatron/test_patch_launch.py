@@ -11,13 +11,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dct_plugin.integrations.megatron.patch import MODULE, TRAINING, LaunchError, patch, plan, revert
-from dct_plugin.integrations.megatron.patch.files import BACKUP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dct_plugin import cli
+from dct_plugin.integrations.megatron.patch import MODULE, TRAINING, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch.files import BACKUP
 
 SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
 runner = CliRunner()

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, patch, plan, revert
-from dct_plugin.integrations.megatron.patch.files import BACKUP, LARGEST
-from dct_plugin.integrations.megatron.patch.shell import DEEPEST
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dct_plugin import cli
+from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch.files import BACKUP, LARGEST
+from dct_plugin.integrations.megatron.patch.shell import DEEPEST
 
 LAUNCH = "torchrun train.py\n"
 PATCHED = f"torchrun -m {MODULE} train.py\n"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.host.streams import average
 from support import ROOT, processes
 from torch import Tensor
 
 from dct_plugin.codecs.quantised import Quantiser, hadamard, pack, uniform, unpack
 from dct_plugin.config import DCTConfig, PipelineConfig, TensorConfig
 from dct_plugin.errors import ConfigError, PayloadError
+from dct_plugin.integrations.host.streams import average
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
 from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dct_plugin import DesyncError
-from dct_plugin.collectives.agreement import Agreement, describe, differences
+from dct_plugin.transport.agreement import Agreement, describe, differences
 
 
 def on_ranks(count: int, act: Callable[[Agreement, int], Any], limit: float = 5.0) -> list[Any]:
@@ -59,7 +59,7 @@ def test_all_ranks_hear_who_differs_in_what() -> None:
 def test_a_rank_that_never_comes_is_named_after_the_limit(
     silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dct_plugin.collectives.agreement._FAREWELL", 0.5)
+    monkeypatch.setattr("dct_plugin.transport.agreement._FAREWELL", 0.5)
     begin = time.monotonic()
     outcomes = on_ranks(
         3, lambda agreement, rank: None if rank == silent else agreement.confirm({"a": 1}), limit=0.3

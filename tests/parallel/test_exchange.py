@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.processes import run
 
-from dct_plugin.collectives import Exchange
+from dct_plugin.transport import Exchange
 
 pytestmark = pytest.mark.slow
 

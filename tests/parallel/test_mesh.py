@@ -16,8 +16,8 @@ import pytest
 import torch
 from support.processes import launch, run
 
-from dct_plugin.collectives import Exchange, carriers, mesh
 from dct_plugin.errors import DesyncError
+from dct_plugin.transport import Exchange, tcp, transports
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ LARGE = 24_000_000
 @contextmanager
 def transport(choice: str, **changed: Any) -> Iterator[None]:
     """With a choice of the user, and ``changed`` in the module; the process serves other tests afterwards."""
-    with patch.dict(os.environ, {mesh.VARIABLE: choice}), patch.dict(vars(mesh), changed):
+    with patch.dict(os.environ, {tcp.VARIABLE: choice}), patch.dict(vars(tcp), changed):
         yield
 
 
@@ -76,13 +76,13 @@ def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    carriers.logger.addHandler(handler)
+    transports.logger.addHandler(handler)
     exchange = Exchange(None, CPU)
     try:
         with transport("sockets", _ARRIVE=0.5, _addresses=lambda: ["no address of anybody"]):
             received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
     finally:
-        carriers.logger.removeHandler(handler)
+        transports.logger.removeHandler(handler)
     return type(exchange._carried()).__name__, [int(part) for part in received], lines
 
 
@@ -96,7 +96,7 @@ def test_where_a_rank_cannot_be_reached_all_use_gloo_and_say_so() -> None:
 
 def with_strangers(rank: int, world_size: int) -> tuple[str, list[int], list[bool]]:
     """Whoever finds the port of rank 0, but does not know its token, is sent away."""
-    real, strangers, turned_away = mesh._exchange_cards, list[threading.Thread](), list[bool]()
+    real, strangers, turned_away = tcp._exchange_cards, list[threading.Thread](), list[bool]()
 
     def knock(port: int, hello: bytes) -> None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -106,7 +106,7 @@ def with_strangers(rank: int, world_size: int) -> tuple[str, list[int], list[boo
 
     def meanwhile(card: dict[str, Any], *others: Any) -> Any:
         if rank == 0:
-            for hello in (b"", b"GET / HTTP/1.1\r\n\r\n", mesh._HELLO.pack(bytes(16), 1)):
+            for hello in (b"", b"GET / HTTP/1.1\r\n\r\n", tcp._HELLO.pack(bytes(16), 1)):
                 strangers.append(threading.Thread(target=knock, args=(card["port"], hello)))
                 strangers[-1].start()
             time.sleep(0.3)  # they are first in the queue
@@ -225,7 +225,7 @@ def test_a_transport_that_does_not_exist_is_an_error() -> None:
 
 def through_one_interface(rank: int, world_size: int) -> list[str]:
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        return mesh._addresses()
+        return tcp._addresses()
 
 
 def test_the_interface_that_gloo_is_given_comes_first() -> None:

@@ -26,7 +26,7 @@ from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DesyncError, PayloadError
 from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton_backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.metrics import Metrics
 
 pytestmark = [

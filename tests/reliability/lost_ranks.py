@@ -27,8 +27,9 @@ from typing import Any
 
 import psutil
 import soak
-from dct_plugin.integrations.links.team import free_port
 from support import failing_rank, soak_worker
+
+from dct_plugin.links.team import free_port
 
 STEPS = 15
 LIMIT = 8.0

@@ -29,8 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.integrations.links.namespaces import rate_fault
-from dct_plugin.integrations.links.team import free_port
+from dct_plugin.links.namespaces import rate_fault
+from dct_plugin.links.team import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import soak_worker

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from dct_plugin.integrations.host import build_lock
 
 

@@ -9,6 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.deepspeed_launch import environment
+from typer.testing import CliRunner
+
+from dct_plugin.cli import app
+from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm import runner
 from dct_plugin.integrations.dlrm.commands.dlrm import configurations
 from dct_plugin.integrations.dlrm.data import (
@@ -18,11 +23,6 @@ from dct_plugin.integrations.dlrm.data import (
     check_parts,
     load,
 )
-from support.deepspeed_launch import environment
-from typer.testing import CliRunner
-
-from dct_plugin.cli import app
-from dct_plugin.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 import torch
 from support.processes import launch
 
-from dct_plugin.collectives import Exchange
 from dct_plugin.config import ActivationConfig, DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.embedding import ShardedTables
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
+from dct_plugin.transport import Exchange
 
 pytestmark = pytest.mark.slow
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dct_plugin.integrations.host.replicas import checksum
 from support.processes import launch, logged, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import DCTState, GradientReducer, dct_hook
+from dct_plugin.integrations.host.replicas import checksum
 
 
 def test_a_checksum_sees_every_bit() -> None:
@@ -75,9 +75,10 @@ def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
 
 def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> tuple[str, list[str]]:
     """One bit changes on rank 1 after the third step: of a weight, or of what a weight is rounded from."""
+    from support.megatron_gpt import train
+
     from dct_plugin.integrations.megatron import hooks
     from dct_plugin.integrations.megatron.data import _ranks_of
-    from support.megatron_gpt import train
 
     def flip(step: int) -> None:
         if step == 2 and rank == 1:

@@ -6,11 +6,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from dct_plugin.integrations import autoload
-from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
 from support import CONFIGS
 
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations import autoload
+from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
 
 
 @pytest.mark.parametrize("key", ["dctt", "DCT", "Dct", "dct ", "dtc", "dct_plugin", "ddct", "DCT-plugin"])

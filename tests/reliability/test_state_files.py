@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from dct_plugin.integrations.host import reducer_files
 from support.processes import launch, run
 
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError
+from dct_plugin.integrations.host import reducer_files
 from dct_plugin.stream import Compressor
 
 SIZES = {"a": 1000, "b.weight": 400}

@@ -14,12 +14,13 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches
-from dct_plugin.integrations.dlrm.models import build
-from dct_plugin.integrations.dlrm.trainer import Training
 from deepspeed import comm as dist
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
+
+from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches
+from dct_plugin.integrations.dlrm.models import build
+from dct_plugin.integrations.dlrm.trainer import Training
 
 CARDINALITIES = (40, 3, 9, 90, 2)
 # Long steps: weights and products of a DLRM start so small that it does nothing for a while.

@@ -54,9 +54,9 @@ class Loss:
 
     def _arm(self) -> None:
         from dct_plugin import stream
-        from dct_plugin.collectives import exchange
-        from dct_plugin.collectives.agreement import Agreement
         from dct_plugin.kernels import cpu
+        from dct_plugin.transport import exchange
+        from dct_plugin.transport.agreement import Agreement
 
         places: dict[str, tuple[Any, str]] = {
             "agreement": (Agreement, "confirm"),
@@ -119,7 +119,7 @@ def _write_half(save: Callable[..., None], content: Any, file: Any, *_: Any) -> 
 
 def _limit_waiting(limit: timedelta) -> None:
     """For the groups that a framework makes itself, and for the agreement at start-up."""
-    from dct_plugin.collectives.agreement import Agreement
+    from dct_plugin.transport.agreement import Agreement
 
     dist.distributed_c10d.default_pg_timeout = limit
     confirm = Agreement.confirm

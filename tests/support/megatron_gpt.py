@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dct_plugin.integrations.bench import megatron_cpu
+
+from dct_plugin.tools.bench import megatron_cpu
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ def train(
     warnings.filterwarnings("ignore")
     if job.device == "cpu":
         megatron_cpu.install()
-    from dct_plugin.integrations.megatron import hooks
     from megatron.core import parallel_state as ps
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -117,6 +117,7 @@ def train(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from dct_plugin.config import DCTConfig
+    from dct_plugin.integrations.megatron import hooks
 
     if job.device == "cpu":
         megatron_cpu.patch_megatron()

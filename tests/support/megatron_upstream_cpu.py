@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dct_plugin.integrations.bench import megatron_cpu
+
 from dct_plugin.integrations.host.post_import import when_imported
+from dct_plugin.tools.bench import megatron_cpu
 
 #: Environment variable: what has sparsity 0 is not left to Megatron, but encoded, sent and decoded, too.
 THROUGH_CODEC = "DCT_TEST_THROUGH_CODEC"
@@ -123,9 +124,8 @@ def pytest_configure(config: Any) -> None:
         download.download_and_extract_asset = lambda **keywords: None
     _close_groups_between_tests()
     if os.environ.get("DCT_CONFIG"):
-        from dct_plugin.integrations.megatron import hooks
-
         from dct_plugin.config import DCTConfig
+        from dct_plugin.integrations.megatron import hooks
 
         hooks.install(DCTConfig.from_file(os.environ["DCT_CONFIG"]))
         _count_what_is_encoded()

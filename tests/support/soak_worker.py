@@ -42,7 +42,7 @@ def prepare(host: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     if host == "megatron":
-        from dct_plugin.integrations.bench import megatron_cpu
+        from dct_plugin.tools.bench import megatron_cpu
 
         megatron_cpu.install()
         megatron_cpu.patch_megatron()
@@ -110,7 +110,6 @@ def ddp_run(folder: Path) -> Run:
 
 def megatron_run(folder: Path) -> Run:
     """Data-parallel ranks; of four, two and two share a part of every layer (tensor parallelism)."""
-    from dct_plugin.integrations.megatron import hooks
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -119,6 +118,8 @@ def megatron_run(folder: Path) -> Run:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dct_plugin.integrations.megatron import hooks
 
     dist.init_process_group("gloo")
     hooks.install(DCTConfig.parse(SECTION))

@@ -17,7 +17,7 @@ from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
 if TYPE_CHECKING:
-    from ...kernels.triton_embedding import TritonEmbeddingKernels
+    from ...kernels.triton.embedding import TritonEmbeddingKernels
 
 #: Entries that share a code, or a row's where that has more.
 _SEGMENT = 256

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dct_plugin.errors import DCTError
+from dct_plugin.links.namespaces import LinksError, rate_fault, rate_name
 
-from ...links.namespaces import LinksError, rate_fault, rate_name
 from ..figures import BASELINE
 from ..settings import MODEL_SECTION
 from .shared import Job, check_target, chosen_format, command, complete, launch, read_json, versions, write

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from dct_plugin.errors import ConfigError
+from dct_plugin.links.namespaces import rate_fault, rate_name
 
-from ...links.namespaces import rate_fault, rate_name
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 from .shared import Job, check_target, chosen_format, command, complete, launch, read_json, versions, write

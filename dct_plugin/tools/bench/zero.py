@@ -9,7 +9,8 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from ..links.method import Method
+from dct_plugin.links.method import Method
+
 from .perceptron import BATCH, apart, batch, perceptron, width_of
 
 __all__ = ["Zero"]

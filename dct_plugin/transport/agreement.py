@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import DesyncError
-from .roll_call import in_time
+from .lost_ranks import in_time
 
 #: Seconds to wait for the other ranks. Ranks come here from the host's own start-up barriers, so seconds are
 #: the rule.

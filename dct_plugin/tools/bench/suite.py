@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..links.interleave import Figures, interleaved, warmed
-from ..links.namespaces import Links, LinksError
-from ..links.team import NETWORKS, Block, Team, TeamError
+from dct_plugin.links.interleave import Figures, interleaved, warmed
+from dct_plugin.links.namespaces import Links, LinksError
+from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
 
 __all__ = ["UNLIMITED", "WORKLOADS", "Cell", "Plan", "measure"]
 
@@ -91,7 +91,7 @@ def _recommender(plan: Plan, ranks: int) -> Teams:
 WORKLOADS: dict[str, Entry] = {
     "ddp": Entry(
         "torch DDP",
-        "dct_plugin.integrations.bench.ddp:DDP",
+        "dct_plugin.tools.bench.ddp:DDP",
         (),
         lambda plan: [f"{plan.parameters:g}M parameters"],
         _sized,
@@ -99,7 +99,7 @@ WORKLOADS: dict[str, Entry] = {
     ),
     "deepspeed": Entry(
         "DeepSpeed",
-        "dct_plugin.integrations.bench.zero:Zero",
+        "dct_plugin.tools.bench.zero:Zero",
         ("deepspeed",),
         lambda plan: [f"ZeRO-{stage}" for stage in plan.stages],
         _sized,
@@ -115,7 +115,7 @@ WORKLOADS: dict[str, Entry] = {
     ),
     "megatron": Entry(
         "Megatron GPT",
-        "dct_plugin.integrations.bench.megatron:Megatron",
+        "dct_plugin.tools.bench.megatron:Megatron",
         ("megatron.core",),
         lambda plan: ["PP 2", "DP 2"],
         lambda plan, ranks: {"dense": {"dct": False}, "DCT": {"dct": True}},

@@ -29,12 +29,12 @@ from torch import Tensor
 from ..codecs.frames import FAILED, PREFIX, WORDS, frame_bytes
 from ..codecs.message import MessageWriter
 from ..codecs.stats import KERNEL_ERRORS, read_figures
-from ..collectives import Exchange
 from ..errors import PayloadError
 from ..kernels import Backend, Framing
 from ..metrics import Record
-from .member import Written
+from ..transport import Exchange
 from .plan import Item, Plan, Shard
+from .stream_group import Written
 
 #: Sizes of so many messages decide over the next frame.
 _REMEMBERED = 4
@@ -43,7 +43,7 @@ _ALIKE = ("direct", "parameters")
 
 
 class Exchanging(Protocol):
-    """What is asked of a :class:`.member.Member`."""
+    """What is asked of a :class:`.stream_group.Member`."""
 
     rank: int
     world_size: int

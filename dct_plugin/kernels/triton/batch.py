@@ -2,7 +2,7 @@
 
 A :class:`Batch` takes down what is wanted and gives out the places where figures and thresholds will be; its
 launch sorts the tensors by kind (types, with residual or without, ...), of which a bucket of gradients has
-two or three, and goes through the kernels of :mod:`.triton_kernels` once for each kind.
+two or three, and goes through the kernels of :mod:`.selection_kernels` once for each kind.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.index import IndexEncoding
-from ..codecs.splitmix import signed
-from ..codecs.stats import Stats
-from . import triton_kernels as device
-from .backend import GRAD_DTYPES, SMALLEST_TAU, CompressArgs
+from ...codecs.index import IndexEncoding
+from ...codecs.splitmix import signed
+from ...codecs.stats import Stats
+from ..backend import GRAD_DTYPES, SMALLEST_TAU, CompressArgs
+from . import selection_kernels as device
 
 #: Tensors of a batch, and entries from which on it is launched: residuals lie beside what they become until
 #: then, and so many entries keep a device busy.

@@ -33,7 +33,7 @@ __all__ = [
 
 DATA, CONTROL = "data", "control"  # interfaces
 NETWORKS = (Network(DATA, offload=True), Network(CONTROL, offload=True))
-_WORKER = "dct_plugin.integrations.links.worker"
+_WORKER = "dct_plugin.links.worker"
 
 
 class TeamError(DCTError):

@@ -1,8 +1,8 @@
-"""Device code of requests for embedding rows; :mod:`.triton_requests` launches it.
+"""Device code of requests for embedding rows; :mod:`.requests` launches it.
 
 The format is that of :mod:`dct_plugin.embedding.request_message`, of which a device writes and reads requests
 for distinct rows of all tables, in index sections that the kernels of payloads write. ``parts`` is int64
-[messages, 5] as of :mod:`.triton_embedding_kernels`, in its last places a message's first byte in the buffer,
+[messages, 5] as of :mod:`.embedding_kernels`, in its last places a message's first byte in the buffer,
 and how many it can have; ``sizes`` is int64 [messages, 4].
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_embedding_kernels import _crc
-from .triton_kernels import (
+from .embedding_kernels import _crc
+from .message_kernels import BODY, COUNT, INDEX, KIND, PLACE, SCANS, WRONG
+from .selection_kernels import (
     BITMAP,
     BLOCK,
     BLOCK16,
@@ -34,7 +35,6 @@ from .triton_kernels import (
     _job_of,
     _write_index,
 )
-from .triton_messages import BODY, COUNT, INDEX, KIND, PLACE, SCANS, WRONG
 
 HEADER = tl.constexpr(32)
 #: With the flag that says that bags, of which there are none, have one row each.

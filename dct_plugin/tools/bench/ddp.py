@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from dct_plugin.collectives import Exchange
 from dct_plugin.config import DCTConfig
+from dct_plugin.integrations.ddp import DCTState, dct_hook
+from dct_plugin.links.method import Method
 from dct_plugin.metrics import Metrics
+from dct_plugin.transport import Exchange
 
-from ..ddp import DCTState, dct_hook
-from ..links.method import Method
 from .perceptron import apart, batch, perceptron, width_of
 
 __all__ = ["DDP", "Trained", "methods_of"]

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dct_plugin.integrations.dlrm.report import Rows, png
+from dct_plugin.links.interleave import Figures
+from dct_plugin.links.namespaces import rate_name
 from dct_plugin.metrics import format_bytes
 
-from ..dlrm.report import Rows, png
-from ..links.interleave import Figures
-from ..links.namespaces import rate_name
 from .suite import WORKLOADS, Cell
 
 __all__ = ["as_dict", "draw", "tables", "unmeasured"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..dlrm.commands.dlrm import configuration
+from dct_plugin.integrations.dlrm.commands.dlrm import configuration
 
 __all__ = ["SECTIONS", "configurations"]
 

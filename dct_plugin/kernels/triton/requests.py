@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.index import IndexEncoding, index_bound
+from ...codecs.index import IndexEncoding, index_bound
 
 try:
-    from . import triton_kernels as payloads
-    from . import triton_messages as reading
-    from . import triton_request_kernels as device
-    from .triton_batch import BLOCK, CHUNK, STATE, launched_on, programs, upload
-    from .triton_embedding import advances, check
+    from . import message_kernels as reading
+    from . import request_kernels as device
+    from . import selection_kernels as payloads
+    from .batch import BLOCK, CHUNK, STATE, launched_on, programs, upload
+    from .embedding import advances, check
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from ..dlrm.commands.shared import chosen_format, command, versions, write
-from ..links.namespaces import rate_fault, rate_name
+from dct_plugin.integrations.dlrm.commands.shared import chosen_format, command, versions, write
+from dct_plugin.links.namespaces import rate_fault, rate_name
+
 from .suite import UNLIMITED, WORKLOADS, Cell, Plan, measure
 
 __all__ = ["app", "links", "plan_of"]
@@ -178,7 +179,7 @@ def plan_of(
                 f"{size}: must be a multiple of {wrong[0]} ranks", param_hint="--batch-size"
             )
     if "dlrm" in chosen:
-        from ..dlrm.data import FORMATS
+        from dct_plugin.integrations.dlrm.data import FORMATS
 
         format = chosen_format(format, data, FORMATS)
     return Plan(

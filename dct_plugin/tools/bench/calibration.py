@@ -25,11 +25,10 @@ from dct_plugin.cost import (
     data_parallel,
     reduction,
 )
+from dct_plugin.links.interleave import interleaved, warmed
+from dct_plugin.links.namespaces import Links, bits_per_second, rate_name
+from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.model_parallel import ActivationStream, FixedMessages
-
-from ..links.interleave import interleaved, warmed
-from ..links.namespaces import Links, bits_per_second, rate_name
-from ..links.team import NETWORKS, Team
 
 __all__ = ["Checked", "Measured", "calibrate", "check", "measure"]
 
@@ -106,7 +105,7 @@ def measure(
         LinksError: No namespaces can be made.
         TeamError: A rank failed.
     """
-    workload = "dct_plugin.integrations.bench.transformer:Transformers"
+    workload = "dct_plugin.tools.bench.transformer:Transformers"
     with (
         Links(ranks, NETWORKS) as links,
         Team(workload, ranks, links, options={}, folder=folder, name=f"cost-{ranks}") as team,

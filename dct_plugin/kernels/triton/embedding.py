@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs.stats import read_figures
-from .embedding_format import HEADER_SIZE, Encoded, FloatArray, IntArray, Opened, Outgoing, fault_text
-from .embedding_reference import SLACK, SMALLEST_STEP
+from ...codecs.stats import read_figures
+from ..embedding_format import HEADER_SIZE, Encoded, FloatArray, IntArray, Opened, Outgoing, fault_text
+from ..embedding_reference import SLACK, SMALLEST_STEP
 
 try:
-    from . import triton_embedding_kernels as device
-    from .triton_batch import launched_on, upload
+    from . import embedding_kernels as device
+    from .batch import launched_on, upload
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.links.method import Method
 
-from ..links.method import Method
 from . import megatron_cpu
 
 __all__ = ["Megatron"]
@@ -41,7 +41,7 @@ class Megatron:
         """One method."""
         from megatron.core import parallel_state, tensor_parallel
 
-        from ..megatron import hooks
+        from dct_plugin.integrations.megatron import hooks
 
         stages, micro_batches, section = VARIANTS[variant]
         if self._dct:
@@ -58,7 +58,7 @@ class Megatron:
     def close(self) -> None:
         from megatron.core import parallel_state
 
-        from ..megatron import hooks
+        from dct_plugin.integrations.megatron import hooks
 
         hooks.uninstall()
         parallel_state.destroy_model_parallel()

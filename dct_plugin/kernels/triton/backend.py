@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.frames import PREFIX
-from ..codecs.index import IndexEncoding, decode_indices, encode_indices
-from ..codecs.message import MessageWriter
-from ..codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
-from ..codecs.stats import Stats
-from ..codecs.values import ValueDtype
-from ..errors import PayloadError
-from .backend import (
+from ...codecs.frames import PREFIX
+from ...codecs.index import IndexEncoding, decode_indices, encode_indices
+from ...codecs.message import MessageWriter
+from ...codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
+from ...codecs.stats import Stats
+from ...codecs.values import ValueDtype
+from ...errors import PayloadError
+from ..backend import (
     GRAD_DTYPES,
     SMALLEST_TAU,
     Tau,
@@ -45,14 +45,14 @@ from .backend import (
     open_positions,
     scales_first,
 )
-from .reference import ReferenceBackend, sample_positions
+from ..reference import ReferenceBackend, sample_positions
 
 try:
     import triton
 
-    from . import triton_kernels as device
-    from . import triton_messages as reading
-    from .triton_batch import (
+    from . import message_kernels as reading
+    from . import selection_kernels as device
+    from .batch import (
         BLOCK,
         CHUNK,
         ROOM,
@@ -90,7 +90,7 @@ class _Opened(NamedTuple):
 
     buffer: Tensor
     rows: Tensor
-    """int64 [messages, payloads + 1, _ROW]; see :mod:`.triton_messages`."""
+    """int64 [messages, payloads + 1, _ROW]; see :mod:`.message_kernels`."""
     positions: Tensor
     missing: Tensor
     """int64 [messages]: 1 for a frame that does not hold its message."""

@@ -1,4 +1,4 @@
-"""Device code that reads whole messages, and puts them into frames; :mod:`.triton_backend` launches it.
+"""Device code that reads whole messages, and puts them into frames; :mod:`.backend` launches it.
 
 The host knows how long a message may be and which tensors it is for. What is in it (encodings, sizes, counts)
 is found here: one program per message walks over its headers and makes a row of each, and the kernels behind
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import (
+from .selection_kernels import (
     _LOOK,
     BAD_CHECKSUM,
     BAD_COUNT,

@@ -1,4 +1,4 @@
-"""Device code of error-bounded codes; :mod:`.triton_embedding` launches it.
+"""Device code of error-bounded codes; :mod:`.embedding` launches it.
 
 The format is that of :mod:`.embedding_format`, of which a device writes and reads the methods raw, zero and
 packed. A payload is planned by one program (methods, step widths, where each segment's bits begin), then
@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import CHUNK, OVERFLOW, STEP
-from .triton_messages import _LOOK
+from .message_kernels import _LOOK
+from .selection_kernels import CHUNK, OVERFLOW, STEP
 
 HEADER = tl.constexpr(20)
 MAGIC_AND_VERSION = tl.constexpr(0x0002DC7B)

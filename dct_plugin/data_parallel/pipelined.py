@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter, read_messages
 from ..metrics import Record
-from .framed import Reducing
-from .member import Written
+from .fixed_size import Reducing
 from .plan import Item, Plan
+from .stream_group import Written
 
 __all__ = ["Pieces"]
 

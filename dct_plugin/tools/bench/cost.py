@@ -25,8 +25,7 @@ from dct_plugin.cost import (
     pays_below,
     pipeline,
 )
-
-from ..links.namespaces import bits_per_second, rate_fault, rate_name
+from dct_plugin.links.namespaces import bits_per_second, rate_fault, rate_name
 
 __all__ = ["app"]
 
@@ -303,7 +302,7 @@ def _speed(bits: float) -> str:
 
 
 def _draw(steps: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    from ..dlrm.report import png
+    from dct_plugin.integrations.dlrm.report import png
 
     with png(path, 1, 1, figsize=(7.5, 4.2)) as (_, axes):
         for number, (name, seconds) in enumerate(steps.items()):

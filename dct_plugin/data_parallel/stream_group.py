@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter, read_messages
-from ..collectives import Exchange
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
 from ..feedback import Rooms
@@ -25,6 +24,7 @@ from ..kernels import Framing
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, backend_of
+from ..transport import Exchange
 
 logger = logging.getLogger("dct_plugin")
 

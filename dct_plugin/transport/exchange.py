@@ -2,7 +2,7 @@
 
 With its size every message is announced by a fingerprint of what the sender sends, so that ranks out of step
 stop with a message instead of adding up each other's wrong tensors, and a failed rank can tell the others
-before it stops. How the bytes travel is said in :mod:`.carriers`.
+before it stops. How the bytes travel is said in :mod:`.transports`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DesyncError
-from . import roll_call
-from .carriers import Carrier, Row, carrier_of
+from . import lost_ranks
+from .transports import Carrier, Row, carrier_of
 
-logger = logging.getLogger("dct_plugin.collectives")
+logger = logging.getLogger("dct_plugin.transport")
 
 _FAILED = -1
 
@@ -267,9 +267,9 @@ class Exchange:
             self._carrier = carrier_of(self.group, self._wire)
         return self._carrier
 
-    def _transport(self, what: str) -> roll_call.transport:
+    def _transport(self, what: str) -> lost_ranks.transport:
         """Around the transport's own work: what it raises names addresses at best, not ranks."""
-        return roll_call.transport(what, self.group, self.step, self._give_up)
+        return lost_ranks.transport(what, self.group, self.step, self._give_up)
 
     def _give_up(self) -> None:
         self._lost = True

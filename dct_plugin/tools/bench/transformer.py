@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_plugin.cost import Transformer
+from dct_plugin.links.method import Method
 
-from ..links.method import Method
 from .ddp import Trained, methods_of
 
 __all__ = ["Transformers"]

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import mesh
+from . import tcp
 
-logger = logging.getLogger("dct_plugin.collectives")
+logger = logging.getLogger("dct_plugin.transport")
 
 #: Size and fingerprint of a message (size negative: the sender failed), and what its sender was busy with.
 Row: TypeAlias = tuple[int, int, int]
@@ -73,7 +73,7 @@ def carrier_of(group: dist.ProcessGroup | None, wire: torch.device) -> Carrier:
     if wire.type != "cpu":
         return _Device(group, wire)
     if dist.get_world_size(group) > 1:
-        found, reason = mesh.connect(group)
+        found, reason = tcp.connect(group)
         if found is not None:
             return _Sockets(group, found)
         if reason:
@@ -82,7 +82,7 @@ def carrier_of(group: dist.ProcessGroup | None, wire: torch.device) -> Carrier:
                 "could not be connected directly: %s (%s=gloo: not to try)",
                 dist.get_rank(),
                 reason,
-                mesh.VARIABLE,
+                tcp.VARIABLE,
             )
     return _Gloo(group)
 
@@ -119,7 +119,7 @@ class _Places:
 class _Sockets(_Places):
     """Connections of our own: a message follows its row at once."""
 
-    def __init__(self, group: dist.ProcessGroup | None, connections: mesh.Mesh) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, connections: tcp.Mesh) -> None:
         super().__init__(group)
         self._mesh = connections
 

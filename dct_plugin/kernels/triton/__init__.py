@@ -1,0 +1,1 @@
+"""Triton kernels and the backend that launches them; they need CUDA, or the interpreter of Triton."""
