@@ -14,10 +14,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from .._version import __version__
+from ..console import print_error
 from ..errors import ConfigError, DCTError
 from . import config
 
-__all__ = ["COMMANDS", "LazyCommand", "app", "main", "print_error"]
+__all__ = ["COMMANDS", "LazyCommand", "app", "main"]
 
 app = typer.Typer(
     name="dct",
@@ -87,15 +88,6 @@ COMMANDS = [
         extra="demo",
     ),
 ]
-
-
-def print_error(message: object) -> None:
-    """Print an error to standard error, as it is: without markup and line wrapping."""
-    from rich.console import Console
-    from rich.text import Text
-
-    text = Text.assemble(("error: ", "bold red"), str(message))
-    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
 
 
 def _missing(entry: LazyCommand, modules: list[str]) -> typer.Exit:

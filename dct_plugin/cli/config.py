@@ -53,8 +53,8 @@ def show(
 def check(files: Annotated[list[Path], typer.Argument(help="Files to check.")]) -> None:
     """Check files; prints every fault and exits with 2 if there is one."""
     from ..config import DCTConfig
+    from ..console import print_error
     from ..errors import ConfigError
-    from . import print_error
 
     faults = 0
     for file in files:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from dct_plugin.console import print_error
 from dct_plugin.errors import ConfigError
 
 from . import files
@@ -88,8 +89,6 @@ def patch_launch(
     ] = False,
 ) -> None:
     """The command; its help is ``_HELP``."""
-    from dct_plugin.cli import print_error
-
     try:
         if sum((in_place, output is not None, check)) > 1:
             raise LaunchError("only one of --in-place, --output and --check can be given")
