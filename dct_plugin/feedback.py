@@ -293,8 +293,7 @@ class Velocity:
 
     Momentum correction (section 3.2): what is thresholded is the velocity ``u = momentum * u + gradient``, so
     that an entry sent late carries the momentum it would have gathered; the optimizer itself must not apply
-    momentum again. Momentum factor masking (section 3.3): the velocity of entries that were sent starts over,
-    so that what is stale does not push on.
+    momentum again.
 
     Args:
         numel: Entries of the stream.
@@ -317,15 +316,14 @@ class Velocity:
         self.buffer = Residual(numel, device, transactional=transactional)
         self._kernels = kernels
 
-    def accumulate(self, grad: Tensor, *, clear: bool) -> tuple[Tensor, Tensor]:
+    def accumulate(self, grad: Tensor, *, clear: bool) -> Tensor:
         """Add a gradient (1-D, fp32, bf16 or fp16), and leave zeros there if ``clear``.
 
         One that the kernels will refuse (see :meth:`~dct_plugin.kernels.Backend.compress`) is not kept. No
         value crosses to the host.
 
         Returns:
-            The velocity, fp32, with memory of its own; and what is kept of it, where the entries that are
-            sent start over.
+            The velocity, fp32, with memory of its own.
         """
         source, target = self.buffer.begin()
-        return self._kernels.accumulate(grad, source, self.momentum, target, clear=clear), target
+        return self._kernels.accumulate(grad, source, self.momentum, target, clear=clear)

@@ -154,9 +154,7 @@ class Stream:
         capacity: int,
         value_dtype: ValueDtype,
         residual: Sequence[Tensor | None] = (None, None),
-        encoding: IndexEncoding | None = None,
         clear: bool = False,
-        restart: Tensor | None = None,
     ) -> Stats:
         """One payload into ``out``, uint8 of ``payload_bound`` bytes; ``residual`` is ``(read, written)``.
 
@@ -172,9 +170,7 @@ class Stream:
             capacity=capacity,
             start=(step * _START_STRIDE) % numel if numel else 0,
             value_dtype=value_dtype,
-            encoding=encoding,
             clear=clear,
-            restart=restart,
         )
         encoded.stats.append(stats)
         return stats
@@ -227,9 +223,6 @@ class Compressor(Stream):
         self._rooms = rooms
         self._shape: torch.Size | None = None
         self._value_dtype = ValueDtype.parse(config.value_dtype)
-        self._encoding = (
-            None if config.index_encoding == "auto" else IndexEncoding.parse(config.index_encoding)
-        )
         self._saved_threshold: dict[str, Any] | None = None
         self._loaded: dict[str, Tensor] = {}
 
@@ -307,17 +300,14 @@ class Compressor(Stream):
             self._saved_threshold = self.threshold.state_dict()
         buffers = self._residual_buffers(numel, grad.device) if left is None else (None, left)
         dense = encoded.density >= 1.0 or not numel
-        restart = None
         if self.velocity is not None:
-            grad, kept = self.velocity.accumulate(grad, clear=clear)
+            grad = self.velocity.accumulate(grad, clear=clear)
             clear = False
-            if self.config.momentum_masking and not dense:
-                restart = kept
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
         for start, stop, writer in parts:
             length = stop - start
             capacity = length if dense else self._capacity(encoded.density, length)
-            room = writer.reserve(payload_bound(length, capacity, self._value_dtype, self._encoding))
+            room = writer.reserve(payload_bound(length, capacity, self._value_dtype))
             part = self.write(
                 encoded,
                 _part(grad, start, stop),
@@ -327,9 +317,7 @@ class Compressor(Stream):
                 capacity=capacity,
                 value_dtype=self._value_dtype,
                 residual=[None if buffer is None else _part(buffer, start, stop) for buffer in buffers],
-                encoding=self._encoding,
                 clear=clear,
-                restart=None if restart is None else restart[start:stop],
             )
             writer.advance(part)
         if self.residual is not None and left is None:

@@ -46,11 +46,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.99, no feedback": {"sparsity": 0.99, "error_feedback": "none"},
     "0.99, 10 % warm-up + 10 % ramp": {"sparsity": 0.99, "ramp": True},
     "0.99, momentum correction": {"sparsity": 0.99, "momentum_correction": 0.9},
-    "0.99, momentum correction + masking": {
-        "sparsity": 0.99,
-        "momentum_correction": 0.9,
-        "momentum_masking": True,
-    },
     "0.999": {"sparsity": 0.999},
     "0.9, step-ahead": {"sparsity": 0.9, "error_feedback": "step_ahead"},
     "0.99, step-ahead": {"sparsity": 0.99, "error_feedback": "step_ahead"},

@@ -171,10 +171,6 @@ class DataParallelConfig(Section):
         description="Type of the kept values on the wire; the rounding error stays in the residual. int8 has "
         "one scale per 256 values; int4 and int2 have a sign and 8 or 2 levels between two.",
     )
-    index_encoding: Literal["auto", "bitmap", "gaps8", "block16", "rice"] = Field(
-        default="auto",
-        description="How the kept positions are written; auto takes the smallest for each payload.",
-    )
     error_feedback: Literal["local", "step_ahead", "none"] = Field(
         default="local",
         description="What was not sent is added to the next gradient (local); besides, the next gradient is "
@@ -210,14 +206,6 @@ class DataParallelConfig(Section):
         lt=1,
         description="Momentum kept at the workers, so that what is sent late carries it "
         "(Deep Gradient Compression, section 3.2); 0 is off.",
-    )
-    momentum_masking: bool = Field(
-        default=False,
-        description="With momentum_correction: the momentum of entries that were sent starts over "
-        "(Deep Gradient Compression, section 3.3).",
-    )
-    server_error_feedback: bool = Field(
-        default=True, description="In the two-phase exchange the owner keeps what it did not send back, too."
     )
     server_density: float | None = Field(
         default=None,
@@ -316,12 +304,6 @@ class DataParallelConfig(Section):
                 "dct_conflict",
                 "adaptive_sparsity = {gentle} is above sparsity = {strong}; it is the gentle one of the two",
                 {"gentle": show(self.adaptive_sparsity), "strong": show(self.sparsity)},
-            )
-        if self.momentum_masking and self.momentum_correction == 0:
-            raise PydanticCustomError(
-                "dct_conflict",
-                "momentum_masking = true needs momentum_correction above 0: there is no momentum to mask",
-                {},
             )
         return self
 

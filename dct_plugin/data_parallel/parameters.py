@@ -75,7 +75,6 @@ class ParameterUpdates(Member):
                 "value_dtype": self.config.value_dtype,
                 "error_feedback": "none",
                 "momentum_correction": 0.0,
-                "momentum_masking": False,
             }
         )
         super().__init__(

@@ -596,11 +596,6 @@ class GradientReducer(Member):
         density, stream = min(1.0, self.density(item) * self.config.answer_density), None
         if item.small:
             encoded = encode_all(self.backend, total, answer, ValueDtype.FP32, clear=True)
-        elif density < 1.0 and not self.config.server_error_feedback:
-            # Without a residual nothing may be dropped: everything that arrived goes back.
-            code = ValueDtype.parse(self.config.value_dtype)
-            encoded = encode_all(self.backend, total, answer, code, zeros=False, clear=True)
-            encoded.density = density
         else:
             stream = self.stream(f"{item.name}[{shard.start}:{shard.stop}]")
             encoded = stream.encode(total, [(0, total.numel(), answer)], density, clear=True)

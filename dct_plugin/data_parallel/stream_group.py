@@ -118,8 +118,7 @@ class Member:
     @property
     def frames(self) -> bool:
         """Whether messages travel in frames."""
-        waits = self._settings.index_encoding == "rice"
-        return isinstance(self.backend, Framing) and self.world_size > 1 and not waits
+        return isinstance(self.backend, Framing) and self.world_size > 1
 
     def complete(
         self, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record

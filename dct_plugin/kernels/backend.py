@@ -58,7 +58,6 @@ class Backend(Protocol):
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
-        restart: Tensor | None = None,
     ) -> Stats:
         """Error feedback, selection and encoding in one go (DCT, Gupta et al., KDD 2021, section 3).
 
@@ -76,8 +75,6 @@ class Backend(Protocol):
             encoding: force an index encoding (tests, benchmarks).
             clear: leave zeros in ``grad``, where the sum of all ranks can be added up then
                 (:meth:`sum_messages`).
-            restart: fp32 [numel], apart from the others: gets zeros where an entry is sent (momentum factor
-                masking; Lin et al., ICLR 2018, section 3.3).
         Raises:
             ValueError, TypeError: arguments that do not fit each other; nothing has been changed then.
         If ``grad`` holds a non-finite entry or one of magnitude >= 2**126, ``residual_out`` gets the old
@@ -376,13 +373,6 @@ def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
     check_pair(grad, residual)
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1")
-
-
-def check_restart(restart: Tensor | None, grad: Tensor) -> None:
-    if restart is not None:
-        check_vector("restart", restart, (torch.float32,), grad.numel())
-        if restart.device != grad.device:
-            raise ValueError(f"grad is on {grad.device}, restart on {restart.device}")
 
 
 def check_accumulate(grad: Tensor, velocity: Tensor, kept: Tensor) -> None:

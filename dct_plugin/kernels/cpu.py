@@ -25,7 +25,6 @@ from .backend import (
     check_encode_shared,
     check_exact,
     check_pack,
-    check_restart,
     check_sample,
     check_shared,
     check_vector,
@@ -201,12 +200,10 @@ class CpuBackend:
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
-        restart: Tensor | None = None,
     ) -> Stats:
         if grad.device.type != "cpu":
             _on_cpu(grad=grad)
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        check_restart(restart, grad)
         call = _Compress(
             _pointer(grad),
             _pointer(residual),
@@ -224,8 +221,6 @@ class CpuBackend:
             clear,
         )
         _check(self._library.dct_compress(byref(call)))
-        if restart is not None:
-            restart.masked_fill_(self.decode_mask(out[: call.nbytes], args.numel), 0.0)
         return Stats(
             call.nbytes,
             call.nnz,

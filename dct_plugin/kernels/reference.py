@@ -30,7 +30,6 @@ from .backend import (
     check_encode_shared,
     check_exact,
     check_pack,
-    check_restart,
     check_sample,
     check_shared,
     check_vector,
@@ -165,10 +164,8 @@ class ReferenceBackend:
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
-        restart: Tensor | None = None,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        check_restart(restart, grad)
         applied = args.applied()
         began = time.perf_counter_ns()
         if has_overflow(grad):
@@ -202,8 +199,6 @@ class ReferenceBackend:
                 args.residual_out.copy_(left)
             else:
                 args.residual_out[idx] = left
-        if restart is not None:
-            restart[slice(None) if idx is None else idx] = 0.0
         if idx is None and args.encoding in (None, IndexEncoding.DENSE):
             enc, param, index = IndexEncoding.DENSE, 0, body[:0]
         else:

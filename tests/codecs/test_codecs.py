@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from dct_plugin.codecs import (
 from dct_plugin.codecs.index import ANY_POSITIONS, CODECS, _table, check_section, index_bound
 from dct_plugin.codecs.payload import checksum
 from dct_plugin.codecs.values import VALUE_CODECS
-from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import build
 from dct_plugin.kernels.backend import Backend
@@ -540,11 +538,6 @@ def test_numbers_on_the_wire_are_stable() -> None:
         "int4": 4,
         "int2": 5,
     }
-
-
-def test_configuration_offers_every_encoding() -> None:
-    annotation = DataParallelConfig.model_fields["index_encoding"].annotation
-    assert get_args(annotation) == ("auto", *(encoding.label for encoding in ANY_POSITIONS))
 
 
 def test_compiled_kernels_number_encodings_and_value_types_alike() -> None:

@@ -28,7 +28,7 @@ from dct_plugin.transport import Exchange
 REMEMBERED: list[dict[str, Any]] = [
     {},
     {"residual_dtype": "int8"},
-    {"momentum_correction": 0.9, "momentum_masking": True},
+    {"momentum_correction": 0.9},
 ]
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 

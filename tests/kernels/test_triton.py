@@ -396,7 +396,7 @@ def test_a_stream_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"residual_dtype": "bf16"}, False),
         ({"residual_dtype": "bf16", "threshold": "exact"}, False),
         ({"residual_dtype": "int8"}, True),
-        ({"momentum_correction": 0.9, "momentum_masking": True}, False),
+        ({"momentum_correction": 0.9}, False),
     ],
     ids=["bf16", "of all", "int8", "momentum"],
 )

@@ -43,7 +43,7 @@ ONE_LOOK = ["codecs/copies.py:cpu"]
 #: What streams remember besides, by the kind of exchange.
 REMEMBERED: dict[str, dict[str, Any]] = {
     "direct": {},
-    "two_phase": {"momentum_correction": 0.9, "momentum_masking": True},
+    "two_phase": {"momentum_correction": 0.9},
     "reduce_scatter": {"residual_dtype": "int8"},
 }
 

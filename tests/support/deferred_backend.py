@@ -55,7 +55,6 @@ class DeferredBackend(ReferenceBackend):
         value_dtype: int = 0,
         encoding: int | None = None,
         clear: bool = False,
-        restart: Tensor | None = None,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
         applied = args.applied()
@@ -72,7 +71,6 @@ class DeferredBackend(ReferenceBackend):
             value_dtype=value_dtype,
             encoding=encoding,
             clear=clear,
-            restart=restart,
         )
         return Stats.on_device(on_device(stats.counts, torch.int64), tau=applied)
 

@@ -37,7 +37,6 @@ class Case:
     value_dtype: ValueDtype
     encoding: IndexEncoding | None
     clear: bool
-    restarts: bool = False
 
     def run(self, backend: Backend, device: str = "cpu") -> tuple[Stats, Tensor, Tensor | None]:
         """Stats, payload and residual afterwards, on the host; checks that inputs are left alone."""
@@ -47,7 +46,6 @@ class Case:
         bound = payload_bound(
             grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype, self.encoding
         )
-        restart = torch.ones_like(grad, dtype=torch.float32) if self.restarts else None
         guard = 64
         out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8, device=device)
         stats = backend.compress(
@@ -61,11 +59,7 @@ class Case:
             value_dtype=self.value_dtype,
             encoding=self.encoding,
             clear=self.clear,
-            restart=restart,
         )
-        if restart is not None:
-            sent = REFERENCE.decode_mask(out[: stats.nbytes].cpu(), grad.numel())
-            assert torch.equal(restart.cpu() == 0, sent)
         assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
         assert same_bits(grad.cpu(), torch.zeros_like(self.grad) if self.clear else self.grad)
         if not self.in_place and residual is not None:
@@ -107,7 +101,6 @@ def cases(draw: st.DrawFn, sizes: Sequence[int] = SIZES) -> Case:
         value_dtype=draw(st.sampled_from(list(ValueDtype))),
         encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
         clear=draw(st.booleans()),
-        restarts=draw(st.booleans()),
     )
 
 

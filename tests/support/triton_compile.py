@@ -58,7 +58,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             "ACCUMULATED": True,
             "VALUE": _INT4,
             "HAS_LEFT": True,
-            "RESTARTS": True,
         }
     ],
     "seal": [{"ENTRIES": -1, "VALUE": _INT4}],

@@ -36,7 +36,6 @@ from ..backend import (
     check_encode_shared,
     check_exact,
     check_pack,
-    check_restart,
     check_sample,
     check_shared,
     check_vector,
@@ -132,10 +131,8 @@ class TritonBackend:
         value_dtype: int = ValueDtype.FP32,
         encoding: int | None = None,
         clear: bool = False,
-        restart: Tensor | None = None,
     ) -> Stats:
         args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        check_restart(restart, grad)
         if args.encoding is IndexEncoding.RICE:
             _say_once("Rice code")
             self._catch_up()
@@ -150,10 +147,9 @@ class TritonBackend:
                 value_dtype=value_dtype,
                 encoding=encoding,
                 clear=clear,
-                restart=restart,
             )
         with self._batch(grad.device) as batch:
-            return batch.compress(grad, residual, args, out, clear, restart)
+            return batch.compress(grad, residual, args, out, clear)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -215,7 +211,6 @@ class TritonBackend:
                     GRAD=code,
                     HAS_RESIDUAL=False,
                     HAS_LEFT=False,
-                    RESTARTS=False,
                 )
             seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
         return Stats.on_device(counts[0])

@@ -70,14 +70,13 @@ class Row:
         slot: int = 0,
         tau: tuple[int, int] = (-1, 0),
         count: int = 0,
-        restart: Tensor | None = None,
         first: Sequence[int] = (0, 0, 0, 0, 0),
     ) -> list[int]:
         """``first``: tile, block, chunk of the body, chunk of entries, position; ``tau``: slot, or -1 and
         bits.
         """
         addresses = (_address(tensor) for tensor in (grad, residual, left, out))
-        return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count, _address(restart)]
+        return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count]
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -95,7 +94,6 @@ class _Kind(NamedTuple):
     value: int
     forced: int
     clear: bool
-    restarts: bool
     aligned: bool
 
 
@@ -109,7 +107,6 @@ class _Job(NamedTuple):
     start: int
     slot: int
     tau: tuple[int, int]
-    restart: Tensor | None
 
     def units(self) -> tuple[int, int, int, int, int]:
         """Tiles, blocks, chunks of the body and of entries, positions."""
@@ -208,7 +205,6 @@ class Batch:
         args: CompressArgs,
         out: Tensor,
         clear: bool,
-        restart: Tensor | None,
     ) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         dense = args.dense and args.encoding in (None, IndexEncoding.DENSE)
@@ -226,13 +222,12 @@ class Batch:
             int(args.value_dtype),
             _SELECTED if args.encoding is None else int(args.encoding),
             clear,
-            restart is not None,
             all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in tensors[:3]),
         )
         slot, self._payloads = self._payloads, self._payloads + 1
         self._entries += args.numel
         tau = (-1, 0) if dense else self._tau(args.tau)
-        self._jobs.append(_Job(kind, tensors, args.capacity, args.start, slot, tau, restart))
+        self._jobs.append(_Job(kind, tensors, args.capacity, args.start, slot, tau))
         applied = self._taus[tau[0]] if tau[0] >= 0 else args.tau
         return Stats.on_device(self._counts[slot], tau=applied, launch=self.launch)
 
@@ -379,7 +374,6 @@ class Batch:
             ACCUMULATED=selected and kind.left,
             VALUE=kind.value,
             HAS_LEFT=kind.left,
-            RESTARTS=kind.restarts,
             **kinds,
         )
         put_back = kind.left and not kind.in_place
@@ -417,7 +411,6 @@ def _laid_out(jobs: Sequence[_Job]) -> tuple[list[list[int]], tuple[int, ...]]:
             start=job.start,
             slot=job.slot,
             tau=job.tau,
-            restart=job.restart,
             count=job.tensors[0].numel(),
             first=first,
         )

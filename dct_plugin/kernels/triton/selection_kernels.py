@@ -37,7 +37,7 @@ INDEX_NBYTES = tl.constexpr(7)
 STATE = tl.constexpr(16)  # its size; behind the last job's, a count per block
 
 #: Places in a job's row.
-ROW = tl.constexpr(17)
+ROW = tl.constexpr(16)
 GRAD_AT = tl.constexpr(0)  # addresses
 RESIDUAL_AT = tl.constexpr(1)
 LEFT_AT = tl.constexpr(2)
@@ -54,7 +54,6 @@ SLOT = tl.constexpr(12)  # row of its figures
 TAU_SLOT = tl.constexpr(13)  # of the threshold, on the device; or (-1) the next place has its bits
 TAU_BITS = tl.constexpr(14)
 COUNT = tl.constexpr(15)  # kept entries, where the host knows them
-RESTART_AT = tl.constexpr(16)  # what becomes zero where an entry is sent
 
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
 SAMPLES = tl.constexpr(2)
@@ -600,10 +599,9 @@ def _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, 
 def write(
     table, words, positions, kept_counts, state, sums, count, ENTRIES: tl.constexpr,
     ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_LEFT: tl.constexpr, RESTARTS: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the body: positions and values; what the values do not carry stays in what is left. What
-    RESTARTS becomes zero where an entry is sent.
+    """A chunk of the body: positions and values; what the values do not carry stays in what is left.
 
     ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; SHARED,
     those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in what is left.
@@ -705,9 +703,6 @@ def write(
         _add_checks(state, check1, check2)
         if HAS_LEFT:
             tl.store(left + at, acc - decoded, mask=kept)
-        if RESTARTS:
-            restart = _floats_of(job, RESTART_AT, False)
-            tl.store(restart + at, tl.zeros(at.shape, tl.float32), mask=kept)
 
 
 @triton.jit
