@@ -160,6 +160,7 @@ class Residual(_Transaction[Tensor]):
         # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
         # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
         self._beside = device.type == "cuda" and memory is None
+        self._written: Tensor | None = None
 
     @property
     def current(self) -> Tensor:
@@ -171,20 +172,26 @@ class Residual(_Transaction[Tensor]):
         return self.current
 
     def begin(self) -> tuple[Tensor, Tensor]:
-        """Buffers of the coming pass over the whole stream: ``(read from, write to)``, possibly the same;
-        :meth:`end` follows.
+        """Return the buffers of the coming pass over the whole stream: ``(read from, write to)``. They may be
+        the same.
+
+        The residual stays as it is until :meth:`end`, also if the pass fails before.
         """
-        if self._pending is None:
-            source = self._committed
-            if self._beside:
-                self._committed = torch.empty_like(source)
-            return source, self._committed
         source = self._newest
-        self._dirty = True
-        return source, self._pending
+        if self._pending is not None:
+            self._written = self._pending
+        else:
+            self._written = torch.empty_like(source) if self._beside else source
+        return source, self._written
 
     def end(self, step: int) -> None:
-        """The pass is over; ``step`` passes of the stream came before it."""
+        """Take over what the pass wrote; ``step`` passes of the stream came before it."""
+        assert self._written is not None, "begin() comes first"
+        if self._pending is None:
+            self._committed = self._written
+        else:
+            self._dirty = True
+        self._written = None
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
@@ -326,4 +333,6 @@ class Velocity:
             The velocity, fp32, with memory of its own.
         """
         source, target = self.buffer.begin()
-        return self._kernels.accumulate(grad, source, self.momentum, target, clear=clear)
+        total = self._kernels.accumulate(grad, source, self.momentum, target, clear=clear)
+        self.buffer.end(0)
+        return total

@@ -349,6 +349,8 @@ class Compressor(Stream):
                 residual=[None if buffer is None else buffer[start:stop] for buffer in buffers],
             )
             writer.advance(part)
+        if self.residual is not None:
+            self.residual.end(0)
         return encoded
 
     def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:

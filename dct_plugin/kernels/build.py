@@ -119,7 +119,9 @@ def _seal(path: str) -> None:
 
 
 def _check(path: Path) -> None:
-    """Whether a library is whole."""
+    """Raise :class:`BuildError` unless a library is a whole, regular file: reading a FIFO would never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise BuildError(f"{path} is not a regular file")
     if _SEALED:
         content, _, digest = path.read_bytes().rpartition(_SEAL)
         if hashlib.sha256(content).hexdigest().encode() != digest:
@@ -152,7 +154,8 @@ def _private(folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock, if the file system has them and it can be had in time."""
-    with open(path, "w") as handle:
+    # O_RDWR: opening a FIFO in its place does not wait for a reader.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as handle:
         began, said = time.monotonic(), False
         while fcntl is not None:
             try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,29 @@ def test_damaged_library_is_built_again(tmp_path: Path) -> None:
     out, err = finish(python(LOAD, XDG_CACHE_HOME=str(tmp_path)))
     assert out == f"cpu {library}"
     assert err == ""
+
+
+@pytest.mark.parametrize("place", ["library", "lock", "prebuilt"])
+def test_a_fifo_in_place_of_a_file_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    folder = tmp_path / "dct_plugin"
+    folder.mkdir(mode=0o700)
+    library, prebuilt = folder / LIBRARY, tmp_path / "prebuilt.so"
+    lock = library.with_suffix(".lock")
+    os.mkfifo({"library": library, "lock": lock, "prebuilt": prebuilt}[place], 0o600)
+    whole, path = build.load()
+    assert whole
+    monkeypatch.setattr(build, "PREBUILT", prebuilt)
+    monkeypatch.setattr(
+        build, "compile_library", lambda target: os.replace(shutil.copy(path, f"{target}.tmp"), target)
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found: list[Path] = []
+    loader = threading.Thread(target=lambda: found.append(build.load()[1]), daemon=True)
+    loader.start()
+    loader.join(20)
+    assert found == [library]
 
 
 @pytest.mark.slow

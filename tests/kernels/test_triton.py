@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +28,13 @@ from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import PayloadError
-from dct_plugin.feedback import unpacked
+from dct_plugin.feedback import Residual, unpacked
 from dct_plugin.kernels import read_stats, together
 from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.batch import Batch
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -388,6 +390,65 @@ def test_a_stream_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         states = [stream.state_dict() for stream in streams]
         assert same_bits(states[0]["residual"], states[1]["residual"])
         assert states[0]["threshold"] == states[1]["threshold"]
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("failing", ["threshold", "between tensors", "launch", "launch with momentum"])
+@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """A pass writes into fresh memory, as on CUDA. The residual is the old one, or all of the new one."""
+    monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
+    monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
+    kernels.register_backend("interpreted", TritonBackend)
+    momentum = 0.9 if failing == "launch with momentum" else 0.0
+    streams = [
+        Compressor(
+            sparsity=0.9, name=str(at), kernels=KernelConfig(backend="interpreted"),
+            momentum_correction=momentum,
+        )
+        for at in range(2)
+    ]  # fmt: skip
+    gradient = torch.randn(900, generator=torch.Generator().manual_seed(1))
+    for stream in streams:
+        stream.compress(gradient)
+        for buffer in stream._buffers().values():
+            assert isinstance(buffer, Residual)
+            buffer._beside = True
+    before = [stream.state_dict() for stream in streams]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def encode_both() -> None:
+        with together(streams[0].backend(gradient.device)):
+            for stream in streams:
+                stream.encode(gradient, [(0, 900, writer)])
+                if failing == "between tensors":
+                    fails()
+
+    if failing == "threshold":
+        monkeypatch.setattr(streams[1], "propose", fails)
+    elif failing != "between tensors":
+        monkeypatch.setattr(Batch, "_write", fails)
+        monkeypatch.setattr(Batch, "_pass", fails)
+    writer = MessageWriter(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        encode_both()
+    after = [stream.state_dict() for stream in streams]
+    assert_same_state(before[1]["residual"], after[1]["residual"])
+    assert_same_state(before[1]["velocity"], after[1]["velocity"])
+    if failing.startswith("launch"):
+        assert_same_state(before[0]["residual"], after[0]["residual"])
+        assert_same_state(before[0]["velocity"], after[0]["velocity"])
+    else:  # the first tensor was taken down, and is launched with what it left
+        assert bool(torch.isfinite(after[0]["residual"]).all())
+        assert not torch.equal(before[0]["residual"], after[0]["residual"])
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,11 @@ class TritonBackend:
         self._waiting.batches = {}
         try:
             yield
-            self._catch_up()
         finally:
-            self._waiting.batches = None
+            try:  # after an exception, too: streams hold residuals that only the launch writes
+                self._catch_up()
+            finally:
+                self._waiting.batches = None
 
     @contextlib.contextmanager
     def _batch(self, where: torch.device) -> Iterator[Batch]:

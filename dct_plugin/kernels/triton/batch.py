@@ -117,6 +117,12 @@ class _Job(NamedTuple):
         chunks = programs(max(self.capacity, -(-numel // 32)), CHUNK)
         return tiles, blocks, chunks, programs(self.capacity, CHUNK), self.capacity
 
+    def undo(self) -> None:
+        """Put the old residual into memory that the launch, which failed, should have written."""
+        _, residual, left, _ = self.tensors
+        if left is not None and residual is not None and left.data_ptr() != residual.data_ptr():
+            left.copy_(residual)
+
 
 class _Sample(NamedTuple):
     """A threshold to be found."""
@@ -154,6 +160,14 @@ class _Pass(NamedTuple):
     tensors: tuple[Tensor | None, ...]
     numbers: tuple[tuple[int, int], ...] = ()
     """Places in the row, and what is there besides."""
+
+    def undo(self) -> None:
+        """Put the old velocity where a launch, which failed, should have written what is kept of the new."""
+        if self.kernel == "accumulate":
+            _, velocity, _, kept = self.tensors
+            assert velocity is not None
+            assert kept is not None
+            kept.copy_(velocity)
 
     @property
     def first(self) -> Tensor:
@@ -286,6 +300,22 @@ class Batch:
         self._entries = 0
         if not (jobs or samples or before or after):
             return
+        try:
+            self._launch(jobs, samples, before, after)
+        except BaseException:
+            for each in itertools.chain.from_iterable(before):
+                each.undo()
+            for job in jobs:
+                job.undo()
+            raise
+
+    def _launch(
+        self,
+        jobs: Sequence[_Job],
+        samples: Sequence[_Sample],
+        before: Sequence[Sequence[_Pass]],
+        after: Sequence[Sequence[_Pass]],
+    ) -> None:
         kinds: dict[_Kind, list[_Job]] = {}
         for job in jobs:
             kinds.setdefault(job.kind, []).append(job)
@@ -293,22 +323,22 @@ class Batch:
         for each in samples:
             sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
         laid = [_laid_out(group) for group in kinds.values()]
-        drawn = [_drawn(group) for group in sampled.values()]
-        first, last = ([_in_chunks(group) for group in passes] for passes in (before, after))
+        drawn = [_drawn(these) for these in sampled.values()]
+        first, last = ([_in_chunks(passes) for passes in groups] for groups in (before, after))
         every = [rows for rows, _ in (*first, *drawn, *laid, *last)]
         table = tables.of(list(itertools.chain(*every)), self.where)
         parts = iter(table.split([len(rows) for rows in every]))
         with launched_on(self.where):
-            for group, (_, chunks) in zip(before, first, strict=True):
-                self._pass(next(parts), group, chunks)
+            for passes, (_, chunks) in zip(before, first, strict=True):
+                self._pass(next(parts), passes, chunks)
             for these, (_, chunks) in zip(sampled.values(), drawn, strict=True):
                 self._find(next(parts), these, chunks)
             sizes = [-(-(len(rows) * STATE + units[1]) // 2) * 2 for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
-            for (kind, jobs), (_, units), state in zip(kinds.items(), laid, states, strict=True):
-                self._write(next(parts), kind, len(jobs), units, state)
-            for group, (_, chunks) in zip(after, last, strict=True):
-                self._pass(next(parts), group, chunks)
+            for (kind, group), (_, units), state in zip(kinds.items(), laid, states, strict=True):
+                self._write(next(parts), kind, len(group), units, state)
+            for passes, (_, chunks) in zip(after, last, strict=True):
+                self._pass(next(parts), passes, chunks)
 
     # -- inside ---
 
