@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dct_plugin.integrations.dlrm.data import ClickDataset, Columns, DataFormatError, load
+from dct_plugin.integrations.dlrm.data.table import CONSTANT
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -41,6 +42,14 @@ def test_roles_follow_the_types(file: Path) -> None:
     assert abs(known.mean()) < 1e-6
     assert abs(known.std() - 1) < 1e-6
     assert not clicks.dense[::4].any()  # missing
+
+
+def test_a_purely_categorical_table_gets_a_constant(file: Path) -> None:
+    clicks = load("table", file, columns=Columns("rating>=4", [], ["user", "item"]))
+    assert clicks.dense_names == (CONSTANT,)
+    assert clicks.dense.dtype == np.float32
+    assert np.array_equal(clicks.dense, np.ones((400, 1)))
+    assert clicks.categorical_names == ("user", "item")
 
 
 def test_the_same_from_tsv_gzip_and_parquet(file: Path, tmp_path: Path) -> None:

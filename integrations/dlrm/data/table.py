@@ -12,7 +12,11 @@ import numpy as np
 
 from .dataset import Array, ClickDataset, DataFormatError, check_fraction, first_rows, index_columns
 
-__all__ = ["Columns", "load_table"]
+__all__ = ["CONSTANT", "Columns", "load_table"]
+
+#: Name of the dense column of ones that a purely categorical table gets: every model has a bias for dense
+#: features, and DLRM's bottom MLP then gives one learned vector for all samples.
+CONSTANT = "(constant)"
 
 
 class Columns(NamedTuple):
@@ -40,7 +44,7 @@ def load_table(
     The first ``train_fraction`` of the rows, in file order, are for training. Dense columns are scaled by
     mean and deviation of the training part, a missing value becomes 0 then. Values of categorical columns are
     texts; a missing one is a value like any other, and those that occur fewer than ``min_count`` times in the
-    training part become id 0.
+    training part become id 0. A table without dense columns gets one column of ones, :data:`CONSTANT`.
 
     Raises ``FileNotFoundError`` and :class:`DataFormatError` (file, column, what was expected).
     """
@@ -72,6 +76,8 @@ def load_table(
     if np.isnan(label).any():
         raise DataFormatError(f"{path}: column {label_name!r}: expected a label in every row")
     dense = [_scaled(_numbers(table, column, path), train) for column in dense_names]
+    if not dense:
+        dense, dense_names = [np.ones(len(label))], [CONSTANT]
     raw = np.stack([_codes(table, column) for column in names], axis=1)
     categorical, cardinalities = index_columns(raw, train, min_count)
     return ClickDataset(
@@ -107,9 +113,10 @@ def _roles(
     if not dense and not categorical:
         others = [name for name in types if name != label]
         dense, categorical = [n for n in others if types[n]], [n for n in others if not types[n]]
-    for what, names in (("dense", dense), ("categorical", categorical)):
-        if not names:
-            raise DataFormatError(f"{path}: expected at least one {what} column; name them with --{what}")
+    if not categorical:
+        raise DataFormatError(
+            f"{path}: expected at least one categorical column; name them with --categorical"
+        )
     return label, dense, categorical
 
 
