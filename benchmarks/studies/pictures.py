@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.integrations.dlrm.report import png
+from dct_plugin.output import png
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -17,20 +17,18 @@ from typing import NamedTuple
 
 from dct_plugin.errors import DCTError
 
+from .rates import bits_per_second, check_rate
+
 __all__ = [
     "HEADER_BYTES",
     "Links",
     "LinksError",
     "Network",
-    "bits_per_second",
     "packets_sent",
-    "rate_fault",
-    "rate_name",
 ]
 
 #: Ethernet 14, IPv4 20, TCP 20 with timestamps 12: what interface counters see of every packet's headers.
 HEADER_BYTES = 66
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MTU = 1500
 #: Packets that are cut at the other end are at most this long, so that a short burst lets them pass whole.
 _OFFLOADED = 16384
@@ -167,35 +165,15 @@ def _port(network: int, rank: int) -> str:
     return f"port{network}-{rank}"
 
 
-def rate_fault(rate: str) -> str | None:
-    """What is wrong with a rate in the notation of ``tc``; None if nothing is."""
-    number, unit = rate[:-4], rate[-4:].lower()
-    try:
-        if unit in _UNITS and float(number) * _UNITS[unit] >= 1e5:
-            return None
-    except ValueError:
-        pass
-    return f"{rate!r}: must be a number with one of {', '.join(_UNITS)}, at least 100kbit (such as 100mbit)"
-
-
-def bits_per_second(rate: str) -> float:
-    """Of a rate that has no :func:`rate_fault`."""
-    return float(rate[:-4]) * _UNITS[rate[-4:].lower()]
-
-
-def rate_name(rate: str) -> str:
-    """``100mbit`` as ``100 Mbit/s``; anything else as it is."""
-    number, unit = rate[:-4], rate[-4:].lower()
-    return f"{number} {unit.capitalize()}/s" if unit in _UNITS else rate
-
-
 def _bucket(rate: str, offload: bool) -> str:
     """A token bucket whose burst is 0.1 ms (at least two packets, or one that is cut at the other end), so
     that small messages are slowed down, too; its queue holds 20 ms.
     """
-    if fault := rate_fault(rate):
-        raise LinksError(f"rate {fault}")
-    per_second = float(rate[:-4]) * _UNITS[rate[-4:].lower()] / 8
+    try:
+        check_rate(rate)
+    except ValueError as error:
+        raise LinksError(f"rate {error}") from None
+    per_second = bits_per_second(rate) / 8
     burst = max(_OFFLOADED + 1000 if offload else 2 * (_MTU + 14), int(per_second * 1e-4))
     return f"tbf rate {rate} burst {burst} limit {max(1 << 18, int(per_second * 0.02))}"
 

@@ -44,8 +44,7 @@ class Run:
     ``sent`` and ``dense`` are payload bytes by class, as sent and had nothing been compressed. ``wire_bytes``
     are by the interface's counter, headers included; None where there is none. ``losses`` are those of rank
     0, ``auc`` and ``log_loss`` on the test part after the last epoch, ``seconds`` the training of one seed.
-    ``all_reduce_ms`` is the time of one ring all-reduce of the replicated ``weights`` in fp32;
-    ``ranks_in_step`` says whether all ranks ended with the same ones.
+    ``weights`` counts the replicated ones; ``ranks_in_step`` says whether all ranks ended with the same ones.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Run:
     ranks_in_step: bool = True
     batch_size: int = 0
     weights: int = 0
-    all_reduce_ms: float = 0.0
     difference: Difference = Difference()
 
     @property
@@ -175,7 +173,7 @@ def read_runs(events: Iterable[dict[str, Any]]) -> list[Run]:
         run = runs.setdefault(name, Run(name))
         if kind == "run":
             run.exchange, run.batch_size = event["exchange"], event["batch_size"]
-            run.weights, run.all_reduce_ms = event["parameters"][0], event["all_reduce_ms"]
+            run.weights = event["parameters"][0]
             losses = run.losses.setdefault(seed, [])
         elif kind == "epoch":
             run.auc[seed], run.log_loss[seed] = event["auc"], event["log_loss"]

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dct_plugin.metrics import format_bytes
+from dct_plugin.output import Table, png
 
+from .comparison import Comparison
 from .figures import LAYERS, Run
-from .speed import Comparison
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = [
     "MARGIN_AUC",
-    "Rows",
+    "diverged",
     "draw_quality",
     "draw_training",
-    "faults",
     "markdown",
-    "png",
     "run_tables",
     "speed_table",
     "step_table",
@@ -33,40 +27,10 @@ __all__ = [
 MARGIN_AUC = 0.002
 
 
-class Rows(NamedTuple):
-    """A table before it is laid out; the first column names the rows."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    section_after: int | None = None
-    """Row that a line is drawn under."""
-
-    def rich(self) -> Table:
-        """For the terminal; 80 columns hold names of 16."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(
-            title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-        )
-        for number, column in enumerate(self.header):
-            first = number == 0
-            table.add_column(column, justify="left" if first else "right", overflow="fold", no_wrap=not first)
-        for number, row in enumerate(self.rows):
-            table.add_row(*row, end_section=number == self.section_after)
-        return table
-
-    def markdown(self) -> list[str]:
-        """Lines of Markdown."""
-        lines = [self.header, ["---", *["--:"] * (len(self.header) - 1)], *self.rows]
-        return [f"{self.title}.", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
-
-
 # -- runs over seeds ---
 
 
-def run_tables(runs: Sequence[Run]) -> list[Rows]:
+def run_tables(runs: Sequence[Run]) -> list[Table]:
     """Quality, bytes, and layers of all runs."""
     quality, amounts, layers, totals = [], [], [], []
     for run in runs:
@@ -83,22 +47,22 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
         whole, step = format_bytes(run.total_bytes), f"{run.step_ms:.1f} ms"
         totals.append([run.name, whole, _times(against.total_reduction), step])
     return [
-        Rows(
+        Table(
             "Quality on the test part: mean over seeds, difference to dense with 95 % interval",
             ["", "AUC", "difference", "log loss", "difference", "seeds"],
             quality,
         ),
-        Rows(
+        Table(
             "Bytes per step, all ranks: embeddings forward + backward, ids that ask for them",
             ["", "embeddings", "fewer", "ids", "with ids", "fewer"],
             amounts,
         ),
-        Rows(
+        Table(
             "Saving of each layer on embeddings (they multiply), and bytes of MLP gradients",
             ["", *LAYERS, "MLP gradients", "fewer"],
             layers,
         ),
-        Rows(
+        Table(
             "All payload per step: embeddings, ids, gradients, gathered weights; median time of a step here",
             ["", "all payload", "fewer", "step"],
             totals,
@@ -106,7 +70,7 @@ def run_tables(runs: Sequence[Run]) -> list[Rows]:
     ]
 
 
-def step_table(runs: Sequence[Run], link: str) -> Rows:
+def step_table(runs: Sequence[Run], link: str) -> Table:
     """Step times of all runs on links of one rate."""
     first = runs[0]
     rows = [
@@ -118,7 +82,7 @@ def step_table(runs: Sequence[Run], link: str) -> Rows:
         ]
         for run in runs
     ]
-    return Rows(
+    return Table(
         f"Step on links of {link}, median, and bytes on the wire per step, all ranks",
         ["", "step", f"of {first.name}", "on the wire"],
         rows,
@@ -129,7 +93,7 @@ def _times(factor: float | None) -> str:
     return "" if factor is None else f"{factor:.3g}x"
 
 
-def markdown(tables: Iterable[Rows], *, command: str, data: str) -> str:
+def markdown(tables: Iterable[Table], *, command: str, data: str) -> str:
     """Tables as Markdown, with the command that makes them."""
     lines = [f"{data}:", "", "```", command, "```"]
     for table in tables:
@@ -140,9 +104,9 @@ def markdown(tables: Iterable[Rows], *, command: str, data: str) -> str:
 # -- dense against DCT ---
 
 
-def speed_table(comparison: Comparison, *, title: str) -> Rows:
+def speed_table(comparison: Comparison, *, title: str) -> Table:
     """The demo's table."""
-    (dense, dense_cost), (dct, dct_cost) = comparison.sides
+    dense, dct = comparison.dense, comparison.dct
     rows: list[list[str]] = []
 
     def add(name: str, form: Callable[[float], str], first: float, second: float, difference: str) -> None:
@@ -151,12 +115,12 @@ def speed_table(comparison: Comparison, *, title: str) -> Rows:
     add("AUC (test)", "{:.4f}".format, dense.mean_auc, dct.mean_auc, f"{comparison.auc_difference:+.4f}")
     difference = f"{comparison.log_loss_difference:+.4f}"
     add("Log loss (test)", "{:.4f}".format, dense.mean_log_loss, dct.mean_log_loss, difference)
-    payload = dense_cost.payload_bytes, dct_cost.payload_bytes
+    payload = comparison.dense_sent.payload_bytes, comparison.dct_sent.payload_bytes
     add("Payload per step and rank", format_bytes, *payload, _fewer(comparison.reduction))
     if comparison.wire_reduction is not None and dense.wire_bytes and dct.wire_bytes:
         wire = dense.wire_bytes, dct.wire_bytes
         add("On the wire per step, all ranks", format_bytes, *wire, _fewer(comparison.wire_reduction))
-    density, target = 100 * dct_cost.density, 100 * dct_cost.density_target
+    density, target = 100 * comparison.dct_sent.density, 100 * comparison.dct_sent.density_target
     rows.append(["Gradient entries sent (target)", "100 %", f"{density:#.3g} % ({target:#.3g} %)", ""])
     faster = _faster(dense.step_ms / dct.step_ms)
     add("Step here, median", "{:.1f} ms".format, dense.step_ms, dct.step_ms, faster)
@@ -165,10 +129,7 @@ def speed_table(comparison: Comparison, *, title: str) -> Rows:
         ours = each.dct.median
         add(f"Step at {each.name}", "{:.1f} ms".format, each.dense.median, ours, _faster(each.speed_up))
         add("  dense in bf16", "{:.1f} ms".format, each.bf16.median, ours, _faster(each.speed_up_bf16))
-    for link in comparison.links() if not comparison.measured else ():
-        times = link.dense_ms, link.dct_ms
-        add(f"Step at {link.name}, computed", "{:.1f} ms".format, *times, _faster(link.speed_up))
-    return Rows(title, ["", "dense", "DCT", "difference"], rows, section_after=measured)
+    return Table(title, ["", "dense", "DCT", "difference"], rows, section_after=measured)
 
 
 def _fewer(times: float) -> str:
@@ -198,14 +159,7 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
             f"{MARGIN_AUC} (one seed; --seed gives others). A lower --sparsity narrows the gap."
         )
 
-    speed = _speed_measured(comparison) if comparison.measured else _speed_computed(comparison)
-    if comparison.disturbed:
-        speed += (
-            " But the same computation took much longer in one run than in the other: the machine is busy "
-            "with other things, and all times are rough."
-        )
-
-    paragraphs = [quality, speed]
+    paragraphs = [quality, _speed(comparison)]
     if comparison.wire_reduction is None:
         paragraphs.append("There are no interface counters here to check the payload bytes against.")
     elif comparison.unexplained > 0:
@@ -218,9 +172,11 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
     return paragraphs
 
 
-def _speed_measured(comparison: Comparison) -> str:
+def _speed(comparison: Comparison) -> str:
     here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
     speed = f"Over this machine's loopback interface a DCT step was {here}."
+    if not comparison.measured:
+        speed += " That is not the slow link that DCT is for, and steps on slower links were not measured."
     for each in comparison.measured:
         low, high = each.dct.quartiles
         speed += (
@@ -232,23 +188,7 @@ def _speed_measured(comparison: Comparison) -> str:
     return speed
 
 
-def _speed_computed(comparison: Comparison) -> str:
-    links = comparison.links()
-    here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
-    speed = (
-        "All ranks are on this machine and talk over its loopback interface, which is not the slow link that "
-        f"DCT is for: here a DCT step was {here}. The last rows are computed, not measured: "
-        f"{comparison.compute_ms:.1f} ms of computation, {comparison.overhead_ms:.1f} ms more for DCT (both "
-        "as measured here), and bytes of a rank / rate of its link, without latency or overlap."
-    )
-    if faster := [link.name for link in links if link.speed_up > 1]:
-        speed += f" By that DCT is faster at {_listed(faster)}."
-    if slower := [link.name for link in links if link.speed_up <= 1]:
-        speed += f" It is not at {_listed(slower)}: leave it off there."
-    return speed
-
-
-def faults(runs: Iterable[Run]) -> list[str]:
+def diverged(runs: Iterable[Run]) -> list[str]:
     """What must not be: one sentence for each run of which the ranks came apart."""
     return [
         f"FAULT: the ranks of the {run.name} run ended with different weights."
@@ -257,25 +197,7 @@ def faults(runs: Iterable[Run]) -> list[str]:
     ]
 
 
-def _listed(names: list[str]) -> str:
-    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
-
-
 # -- plots ---
-
-
-@contextmanager
-def png(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, to be drawn on; afterwards written to a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(*grid, layout="constrained", **settings)
-    yield figure, axes
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
@@ -305,7 +227,7 @@ def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
 
 def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
     """Loss curves and the share of entries sent, over the steps, as a PNG."""
-    (dense, _), (dct, cost) = comparison.sides
+    dense, dct, sent = comparison.dense, comparison.dct, comparison.dct_sent
     window = max(1, min(50, dense.steps // 20))
     means = {}
     for run in (dense, dct):
@@ -324,12 +246,12 @@ def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
         low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
         if high > low:
             above.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
-        if cost.densities:
-            steps_sent, densities = zip(*cost.densities, strict=True)
+        if sent.densities:
+            steps_sent, densities = zip(*sent.densities, strict=True)
             percent = [100 * density for density in densities]
             below.plot(steps_sent, percent, color="tab:orange", linewidth=0.8, label="sent")
-            below.set_ylim(0, max(1.1 * max(percent), 200 * cost.density_target))
-        target = 100 * cost.density_target
+            below.set_ylim(0, max(1.1 * max(percent), 200 * sent.density_target))
+        target = 100 * sent.density_target
         below.axhline(target, color="black", linestyle="--", linewidth=0.8, label="target")
         below.set_ylabel("gradient entries sent, %")
         below.set_xlabel("optimizer step")

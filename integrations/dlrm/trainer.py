@@ -37,7 +37,7 @@ from dct_plugin.metrics import InterfaceCounter, Metrics
 
 from .data import ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
 from .engine import make_engine
-from .measure import bytes_per_step, gathered, same_on_all_ranks, time_all_reduce, unrecorded
+from .measure import bytes_per_step, gathered, same_on_all_ranks, unrecorded
 from .runner import run_name
 
 __all__ = ["Training", "main", "reporter", "tensors_of"]
@@ -193,7 +193,6 @@ class Training:
             batch_size=self.batch_size,
             exchange=[*map(str, self.choices), *self.notes],
             parameters=[shared, total - shared],
-            all_reduce_ms=time_all_reduce(shared, engine.device),
         )
         counter = InterfaceCounter([interface] if interface else None)
         on_wire, seconds = 0, 0.0

@@ -117,7 +117,6 @@ def events(name: str, aucs: list[float], sent: float) -> list[dict[str, Any]]:
                 "exchange": [],
                 "batch_size": 2,
                 "parameters": [3, 4],
-                "all_reduce_ms": 1.0,
             },
             {"event": "epoch", **common, "epoch": 0, "auc": 0.1, "log_loss": 0.9},
             {"event": "epoch", **common, "epoch": 1, "auc": auc, "log_loss": 1 - auc},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.links.interleave import LEAST_ROUNDS, Figures, interleaved
-from dct_plugin.links.namespaces import Links, LinksError, Network, rate_fault, rate_name
+from dct_plugin.links.namespaces import Links, LinksError, Network
+from dct_plugin.links.rates import check_rate, rate_name
 from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
 from dct_plugin.tools.bench.recommender import SECTIONS, configurations
 from dct_plugin.tools.bench.report import draw, split, tables, unmeasured
@@ -26,14 +28,13 @@ from dct_plugin.tools.bench.suite import Cell, Plan, measure
 
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit", "2.5Gbit", "250kbit"])
 def test_rates_of_tc(rate: str) -> None:
-    assert rate_fault(rate) is None
+    assert check_rate(rate) == rate
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "1mb", "mbit", "1 kbit", "-1gbit", "1kbit"])
 def test_other_rates_are_refused(rate: str) -> None:
-    fault = rate_fault(rate)
-    assert fault is not None
-    assert repr(rate) in fault
+    with pytest.raises(ValueError, match=re.escape(repr(rate))):
+        check_rate(rate)
 
 
 def test_names_of_rates() -> None:

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.links.namespaces import rate_fault
+from dct_plugin.links.rates import check_rate
 from dct_plugin.links.team import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -56,7 +56,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.rate != "none" and _NETWORK not in os.environ and not rate_fault(arguments.rate):
+    if arguments.rate != "none" and _NETWORK not in os.environ and check_rate(arguments.rate):
         _again_in_a_network_of_its_own()
     limit = Limit(arguments.rate if _NETWORK in os.environ else None)
     until, generator = time.monotonic() + arguments.seconds, random.Random(arguments.seed)

@@ -26,7 +26,8 @@ from dct_plugin.cost import (
     reduction,
 )
 from dct_plugin.links.interleave import interleaved, warmed
-from dct_plugin.links.namespaces import Links, bits_per_second, rate_name
+from dct_plugin.links.namespaces import Links
+from dct_plugin.links.rates import bits_per_second, rate_name
 from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.model_parallel import ActivationStream, FixedMessages
 

@@ -25,7 +25,7 @@ from dct_plugin.cost import (
     pays_below,
     pipeline,
 )
-from dct_plugin.links.namespaces import bits_per_second, rate_fault, rate_name
+from dct_plugin.links.rates import bits_per_second, check_rates, rate_name
 
 __all__ = ["app"]
 
@@ -174,7 +174,10 @@ def check(
     )
 
     here, console = _machine(machine), Console()
-    rates = [None if one == UNLIMITED else one for one in _rates(rate, (UNLIMITED, "1gbit", "100mbit"))]
+    rates = [
+        None if one == UNLIMITED else one
+        for one in check_rates(rate or (UNLIMITED, "1gbit", "100mbit"), also=UNLIMITED, option="--rate")
+    ]
     found: list[Measured] = []
     for count in ranks or (2, 4):
         shapes = [(shape, True) for shape in HELD_OUT]
@@ -202,14 +205,6 @@ def _machine(path: Path | None) -> Machine:
     return MEASURED if path is None else Machine.load(path)
 
 
-def _rates(rates: Sequence[str] | None, otherwise: Sequence[str]) -> list[str]:
-    chosen = list(dict.fromkeys(rates or otherwise))
-    for one in chosen:
-        if one != UNLIMITED and (fault := rate_fault(one)):
-            raise typer.BadParameter(f"{fault}, or {UNLIMITED}", param_hint="--rate")
-    return chosen
-
-
 def _answer(
     names: Sequence[str],
     estimate: Any,
@@ -224,7 +219,7 @@ def _answer(
     """Print what was asked for: a table, or JSON; and draw it."""
     links = {
         name: Link(math.inf if name == UNLIMITED else bits_per_second(name), latency / 1e6)
-        for name in _rates(rate, RATES)
+        for name in check_rates(rate or RATES, also=UNLIMITED, option="--rate")
     }
     free = {name: estimate(name, Link(latency=latency / 1e6)) for name in names}
     rows = [
@@ -302,7 +297,7 @@ def _speed(bits: float) -> str:
 
 
 def _draw(steps: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    from dct_plugin.integrations.dlrm.report import png
+    from dct_plugin.output import png
 
     with png(path, 1, 1, figsize=(7.5, 4.2)) as (_, axes):
         for number, (name, seconds) in enumerate(steps.items()):

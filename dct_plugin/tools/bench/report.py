@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dct_plugin.integrations.dlrm.report import Rows, png
 from dct_plugin.links.interleave import Figures
-from dct_plugin.links.namespaces import rate_name
+from dct_plugin.links.rates import rate_name
 from dct_plugin.metrics import format_bytes
+from dct_plugin.output import Table, png
 
 from .suite import WORKLOADS, Cell
 
@@ -38,7 +38,7 @@ def groups(cells: Iterable[Cell]) -> list[Group]:
     return [Group(title, members) for title, members in found.items()]
 
 
-def tables(cells: Iterable[Cell], *, ratios: bool = True) -> Iterator[Rows]:
+def tables(cells: Iterable[Cell], *, ratios: bool = True) -> Iterator[Table]:
     """Of every variant: the step on every link, and where the plugin's part of it goes.
 
     Args:
@@ -52,7 +52,7 @@ def tables(cells: Iterable[Cell], *, ratios: bool = True) -> Iterator[Rows]:
             yield parts
 
 
-def _steps(group: Group, ratios: bool) -> Rows:
+def _steps(group: Group, ratios: bool) -> Table:
     baseline = group.cells[0].baseline
     rows = []
     for number, figures in enumerate(group.cells[0].figures):
@@ -68,7 +68,7 @@ def _steps(group: Group, ratios: bool) -> Rows:
     for cell in group.cells:
         header += [rate_name(cell.rate), *([f"of {baseline}"] if ratios else [])]
     title = f"{group.title}: ms per step, median ± half the interquartile range; bytes per step, all ranks"
-    return Rows(title, header, rows)
+    return Table(title, header, rows)
 
 
 def split(cell: Cell, figures: Figures) -> dict[str, float]:
@@ -86,7 +86,7 @@ def split(cell: Cell, figures: Figures) -> dict[str, float]:
     return {COMPUTE: ideal, **parts, REST: figures.median - ideal - exposed}
 
 
-def _split(group: Group, whole: bool) -> Rows | None:
+def _split(group: Group, whole: bool) -> Table | None:
     rows: list[list[str]] = []
     names: list[str] = []
     for cell in group.cells:
@@ -100,7 +100,7 @@ def _split(group: Group, whole: bool) -> Rows | None:
     if not rows:
         return None
     header = ["", "link", "step", *(name.replace("_", " ") for name in names)]
-    return Rows(f"{group.title}: where the step goes, ms (mean of the ranks)", header, rows)
+    return Table(f"{group.title}: where the step goes, ms (mean of the ranks)", header, rows)
 
 
 def _named(cell: Cell, name: str) -> Figures:

@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from dct_plugin.errors import ConfigError
-from dct_plugin.links.namespaces import rate_fault, rate_name
+from dct_plugin.links.rates import check_rates, rate_name
+from dct_plugin.output import check_target, command, versions, write
 
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
-from .shared import Job, check_target, chosen_format, command, complete, launch, read_json, versions, write
+from .shared import Job, chosen_format, complete, launch, read_json
 
 __all__ = ["configuration", "configurations", "dlrm"]
 
@@ -30,94 +31,88 @@ _OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
 _BATCH_SIZE = 256
 
 
+_Configs = Annotated[list[Path] | None, typer.Argument(help="With --compare: the configurations to compare.")]
+_Config = Annotated[
+    Path | None,
+    typer.Option(help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model."),
+]
+_Compare = Annotated[
+    bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
+]
+_Data = Annotated[
+    Path | None, typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this.")
+]
+_Format = Annotated[
+    str | None,
+    typer.Option(
+        help="criteo, diabetes, movielens, or table for any CSV, TSV or Parquet file (if only --data is "
+        "given: table for these by their names, else criteo)."
+    ),
+]
+_Label = Annotated[
+    str | None, typer.Option(help="Column of a table to predict, 0 or 1, or compared: 'rating>=4'.")
+]
+_Dense = Annotated[str | None, typer.Option(help="Numeric columns of a table, separated by commas.")]
+_Categorical = Annotated[
+    str | None,
+    typer.Option(
+        help="Categorical columns of a table. Without both lists, columns of floating-point numbers "
+        "are dense and all others categorical."
+    ),
+]
+_Model = Annotated[
+    str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
+]
+_Exchange = Annotated[
+    str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
+]
+_Ranks = Annotated[int, typer.Option(min=2, help="Local processes.")]
+_Epochs = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Passes over the training part; if not given 2 for diabetes and movielens, else 1."
+    ),
+]
+_Seeds = Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")]
+_MaxRows = Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")]
+_Baseline = Annotated[bool, typer.Option(help="Also train without compression, to compare with.")]
+_Link = Annotated[
+    str | None,
+    typer.Option(help="Rate of the links between the ranks, as tc writes it (1gbit); without, loopback."),
+]
+_Report = Annotated[Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")]
+_Plot = Annotated[Path | None, typer.Option(help="Where --compare draws; by default beside the report.")]
+_Out = Annotated[Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")]
+
+
 def dlrm(
-    configs: Annotated[
-        list[Path] | None, typer.Argument(help="With --compare: the configurations to compare.")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model."),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
-    ] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this."),
-    ] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help="criteo, diabetes, movielens, or table for any CSV, TSV or Parquet file (if only --data is "
-            "given: table for these by their names, else criteo)."
-        ),
-    ] = None,
-    label: Annotated[
-        str | None, typer.Option(help="Of a table: column to predict, 0 or 1, or compared: 'rating>=4'.")
-    ] = None,
-    dense: Annotated[
-        str | None, typer.Option(help="Of a table: its numeric columns, separated by commas.")
-    ] = None,
-    categorical: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a table: its categorical columns. Without both lists, columns of floating-point numbers "
-            "are dense and all others categorical."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
-    ] = None,
-    exchange: Annotated[
-        str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Passes over the training part; if not given 2 for diabetes and movielens, else 1."
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None,
-    baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True,
-    link: Annotated[
-        str | None,
-        typer.Option(help="Rate of the links between the ranks, as tc writes it (1gbit); without, loopback."),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Where --compare draws; by default beside the report.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")
-    ] = None,
+    configs: _Configs = None,
+    config: _Config = None,
+    compare: _Compare = False,
+    data: _Data = None,
+    format: _Format = None,
+    label: _Label = None,
+    dense: _Dense = None,
+    categorical: _Categorical = None,
+    model: _Model = None,
+    exchange: _Exchange = None,
+    ranks: _Ranks = 2,
+    epochs: _Epochs = None,
+    seeds: _Seeds = 1,
+    max_rows: _MaxRows = None,
+    baseline: _Baseline = True,
+    link: _Link = None,
+    report: _Report = None,
+    plot: _Plot = None,
+    out: _Out = None,
 ) -> None:
     """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
-    from ..data import FORMATS
-
-    files = list(configs or [])
-    if files and not compare:
-        raise typer.BadParameter("give one configuration with --config, or several with --compare")
-    if compare and not files:
-        raise typer.BadParameter("needs configurations: --compare a.json b.json", param_hint="--compare")
-    if config is not None:
-        files.insert(0, config)
     for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
-    if link is not None and (fault := rate_fault(link)):
-        raise typer.BadParameter(fault, param_hint="--link")
-    columns = _columns(label, dense, categorical)
-    if format is None and (columns or (data is not None and set(data.suffixes) & set(_TABLES))):
-        format = "table"
-    if columns is not None and format != "table":
-        raise typer.BadParameter(f"{format} has columns of its own", param_hint="--label")
-    if format == "table" and columns is None:
-        raise typer.BadParameter("name the column to predict", param_hint="--label")
-    format = chosen_format(format, data, FORMATS, columns)
+    check_rates([] if link is None else [link], option="--link")
+    files = _files(configs, config, compare=compare)
+    format, columns = _format_and_columns(format, data, label, dense, categorical)
     job = Job(
         format,
         None if data is None else str(data.resolve()),
@@ -133,14 +128,48 @@ def dlrm(
     check_target(plot, "--plot")
     check_target(None if out is None else out / "dlrm.events.jsonl", "--out")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
-    # After a failure it stays: the message says where the ranks' output is.
+    # After a failure the folder stays: the message says where the ranks' output is.
     _train(job, ranks, report, plot, folder, link)
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _files(configs: list[Path] | None, config: Path | None, *, compare: bool) -> list[Path]:
+    """Return the configuration files that were given.
+
+    Raises:
+        typer.BadParameter: There are several without ``--compare``, or none with it.
+    """
+    files = list(configs or [])
+    if files and not compare:
+        raise typer.BadParameter("give one configuration with --config, or several with --compare")
+    if compare and not files:
+        raise typer.BadParameter("needs configurations: --compare a.json b.json", param_hint="--compare")
+    return files if config is None else [config, *files]
+
+
+def _format_and_columns(
+    format: str | None, data: Path | None, label: str | None, dense: str | None, categorical: str | None
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the format of the data, and for a table the roles of its columns.
+
+    Raises:
+        typer.BadParameter: The options contradict each other or the data.
+    """
+    from ..data import FORMATS
+
+    columns = _columns(label, dense, categorical)
+    if format is None and (columns or (data is not None and set(data.suffixes) & set(_TABLES))):
+        format = "table"
+    if columns is not None and format != "table":
+        raise typer.BadParameter(f"{format} has columns of its own", param_hint="--label")
+    if format == "table" and columns is None:
+        raise typer.BadParameter("name the column to predict", param_hint="--label")
+    return chosen_format(format, data, FORMATS, columns), columns
+
+
 def _columns(label: str | None, dense: str | None, categorical: str | None) -> dict[str, Any] | None:
-    """Of a table, as options give them; None if they give none."""
+    """Return the columns of a table as the options give them; None if they give none."""
     if label is None:
         if dense is not None or categorical is not None:
             raise typer.BadParameter("name the column to predict", param_hint="--label")
@@ -160,7 +189,7 @@ def configurations(
     ranks: int,
     baseline: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its configuration, completed; the uncompressed one first.
+    """Return the completed configurations by the names of their runs, the uncompressed one first.
 
     Args:
         files: DeepSpeed JSON files; runs are named after them.
@@ -228,7 +257,7 @@ def _train(
     from rich.text import Text
 
     from ..figures import read_runs
-    from ..report import draw_quality, faults, markdown, run_tables, step_table
+    from ..report import diverged, draw_quality, markdown, run_tables, step_table
 
     console = Console()
     started = time.monotonic()
@@ -251,7 +280,7 @@ def _train(
             console.print(Text(f"\n{run.name} exchanges"))
             for line in run.exchange:
                 console.print(Text(f"  {line}"))
-    broken = faults(runs)
+    broken = diverged(runs)
     for line in broken:
         console.print(Text(f"\n{line}"))
     written = []

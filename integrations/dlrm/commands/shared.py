@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
-import shlex
-import sys
-import tempfile
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from dct_plugin import __version__
 from dct_plugin.config.sections import SECTION
 from dct_plugin.errors import ConfigError
+from dct_plugin.output import write
 
 from ...host.deepspeed_keys import near_misses, unread
 from ..settings import MODEL_SECTION
@@ -28,14 +23,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "Launch",
-    "check_target",
     "chosen_format",
-    "command",
     "complete",
     "launch",
     "read_json",
-    "versions",
-    "write",
 ]
 
 #: Keys of a DeepSpeed JSON of which one gives the batch.
@@ -111,28 +102,6 @@ def chosen_format(
     except FileNotFoundError as error:
         raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
     return format
-
-
-def check_target(path: Path | None, option: str) -> None:
-    """Whether a file can be written there: better known before the training than after it.
-
-    Raises:
-        typer.BadParameter: It cannot.
-    """
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-        if path.exists():
-            open(path, "ab").close()
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{path}: cannot be written: {error.strerror or error}", param_hint=option
-        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -225,25 +194,3 @@ def launch(
     with LaunchProgress(console) as progress:
         events = runner(name, job.configs).run(progress.follow)
     return Launch(events, {run: runner(run, [run]).command_line for run in job.configs})
-
-
-def write(path: Path, content: dict[str, Any] | str) -> None:
-    """Write text or JSON to a file, whose folder is made if it is not there."""
-    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
-def command() -> str:
-    """The command line of this program."""
-    return shlex.join(["dct", *sys.argv[1:]])
-
-
-def versions() -> dict[str, str]:
-    """Of everything that figures depend on."""
-    packages = ("torch", "deepspeed", "numpy", "scikit-learn")
-    return {
-        "dct-plugin": __version__,
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in packages},
-    }

@@ -1,4 +1,4 @@
-"""What communication costs in the demo's two runs, and step times on slower links: measured, or computed."""
+"""The comparison of the demo's two runs: bytes of both, and step times on slower links."""
 
 from __future__ import annotations
 
@@ -10,30 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from dct_plugin.links.interleave import Figures, interleaved, warmed
-from dct_plugin.links.namespaces import Links, rate_name
+from dct_plugin.links.namespaces import Links
+from dct_plugin.links.rates import rate_name
 from dct_plugin.links.team import NETWORKS, Team
 
 from .figures import Run
 
-__all__ = ["LINKS", "Comparison", "Cost", "Link", "Measured", "measured_on", "read_metrics", "ring_bytes"]
+__all__ = ["Comparison", "Measured", "Sent", "measured_on", "read_metrics"]
 
 Metrics = Sequence[dict[str, Any]]
-
-#: Rates for which step times are computed: name, bits per second.
-LINKS = (("100 Mbit/s", 100e6), ("1 Gbit/s", 1e9), ("10 Gbit/s", 10e9))
 
 _ON_LINKS = "dct_plugin.integrations.dlrm.on_links:Trainings"
 
 #: Bytes on the wire per payload byte, and per step beside it, that the ranks themselves may account for.
 HEADERS, PER_STEP = 1.1, 4096
-
-#: Ratio of the computation times of the two runs above which the machine is called busy.
-BUSY = 1.25
-
-
-def ring_bytes(numel: int, ranks: int) -> float:
-    """Bytes that a rank sends in a ring all-reduce of ``numel`` fp32 numbers."""
-    return 2 * (ranks - 1) / ranks * 4 * numel
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,55 +42,32 @@ def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:
 
 
 @dataclass
-class Cost:
-    """What one rank sends and waits for in an optimizer step."""
+class Sent:
+    """What one rank of a run sends in an optimizer step."""
 
     payload_bytes: float
-    """Gradient bytes that it hands to the network, without the transport's headers."""
-    exchange_ms: float
-    codec_ms: float = 0.0
-    """Selecting, encoding and decoding."""
+    """Bytes of gradients that the rank hands to the network, without the transport's headers."""
     density: float = 1.0
     density_target: float = 1.0
     densities: list[tuple[int, float]] = field(default_factory=list)
-    """Step, and share of the entries that were sent in it."""
+    """Step, and the share of the entries that were sent in it."""
 
     @classmethod
-    def of_dense(cls, run: Run, metrics: Metrics, *, ranks: int) -> Cost:
-        """Of the uncompressed run; ``metrics`` of the DCT run say what it sends."""
-        payload = statistics.fmean(_per_step(metrics, "dense_bytes").values())
-        # Timed was a ring all-reduce of all gradients once per step in fp32; the run may send more or less.
-        return cls(payload, run.all_reduce_ms * payload / ring_bytes(run.weights, ranks))
+    def by_dense_run(cls, metrics: Metrics) -> Sent:
+        """Return the bytes of the uncompressed run, which the metrics of the DCT run tell."""
+        return cls(statistics.fmean(_per_step(metrics, "dense_bytes").values()))
 
     @classmethod
-    def of_dct(cls, metrics: Metrics, *, density_target: float) -> Cost:
-        """Of the DCT run, from the lines of the plugin's metrics file (every=1)."""
+    def by_dct_run(cls, metrics: Metrics, *, density_target: float) -> Sent:
+        """Read the lines of the plugin's metrics file (``every: 1``)."""
         gradients = [line for line in metrics if line["class"] == "gradient" and line["density"] is not None]
         densities = [(line["step"], line["density"]) for line in gradients]
-        # Bytes as they add up; times as medians, which a busy machine disturbs less.
         return cls(
             payload_bytes=statistics.fmean(_per_step(metrics, "sent_bytes").values()),
-            exchange_ms=statistics.median(_per_step(metrics, "exchange_ms").values()),
-            codec_ms=statistics.median(_per_step(metrics, "select_ms", "encode_ms", "decode_ms").values()),
             density=statistics.fmean(density for _, density in densities) if densities else 1.0,
             density_target=density_target,
             densities=densities,
         )
-
-
-@dataclass(frozen=True)
-class Link:
-    """Computed step times on a link of a given rate, milliseconds."""
-
-    name: str
-    bits_per_s: float
-    dense_ms: float
-    dct_ms: float
-
-    @property
-    def speed_up(self) -> float:
-        """Dense over DCT: above 1 DCT is faster."""
-        return self.dense_ms / self.dct_ms
 
 
 @dataclass(frozen=True)
@@ -165,12 +132,12 @@ def measured_on(
 
 @dataclass
 class Comparison:
-    """Dense against DCT, one seed each. See :meth:`links` for what is computed rather than measured."""
+    """Dense against DCT, one seed each; ``measured`` is empty where no links can be made."""
 
     dense: Run
     dct: Run
-    dense_cost: Cost
-    dct_cost: Cost
+    dense_sent: Sent
+    dct_sent: Sent
     ranks: int
     zero_stage: int = 0
     measured: list[Measured] = field(default_factory=list)
@@ -178,12 +145,8 @@ class Comparison:
     def __post_init__(self) -> None:
         # GPUs of one machine may talk past its network interfaces: then these bytes are not the ranks'.
         wire = self.dense.wire_bytes
-        if wire is not None and wire < self.ranks * self.dense_cost.payload_bytes / 2:
+        if wire is not None and wire < self.ranks * self.dense_sent.payload_bytes / 2:
             self.dense.wire_bytes = self.dct.wire_bytes = None
-
-    @property
-    def sides(self) -> tuple[tuple[Run, Cost], tuple[Run, Cost]]:
-        return (self.dense, self.dense_cost), (self.dct, self.dct_cost)
 
     @property
     def auc_difference(self) -> float:
@@ -195,89 +158,42 @@ class Comparison:
 
     @property
     def reduction(self) -> float:
-        """Dense over DCT payload bytes."""
-        return self.dense_cost.payload_bytes / self.dct_cost.payload_bytes
+        """The ratio of dense to DCT payload bytes."""
+        return self.dense_sent.payload_bytes / self.dct_sent.payload_bytes
 
     @property
     def wire_reduction(self) -> float | None:
-        """Dense over DCT bytes by the interface's counter."""
+        """The ratio of dense to DCT bytes by the interface's counter; None without a counter."""
         if not self.dense.wire_bytes or not self.dct.wire_bytes:
             return None
         return self.dense.wire_bytes / self.dct.wire_bytes
 
     @property
     def unexplained(self) -> float:
-        """Largest share of the bytes on the wire that is neither payload nor headers (stage 0; else 0)."""
+        """The largest share of the bytes on the wire that is neither payload nor header (ZeRO-0)."""
         share = 0.0
-        for run, cost in self.sides:
+        for run, sent in ((self.dense, self.dense_sent), (self.dct, self.dct_sent)):
             if run.wire_bytes and self.zero_stage == 0:
-                explained = HEADERS * self.ranks * cost.payload_bytes + PER_STEP
+                explained = HEADERS * self.ranks * sent.payload_bytes + PER_STEP
                 share = max(share, 1 - explained / run.wire_bytes)
         return share
 
-    @property
-    def compute_ms(self) -> float:
-        """Forward, backward and optimizer: the same in both runs, so that the less disturbed one tells."""
-        return min(self._compute_ms)
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether the same computation took much longer in one run than in the other."""
-        return max(self._compute_ms) > BUSY * min(self._compute_ms)
-
-    @property
-    def _compute_ms(self) -> list[float]:
-        return [max(0.0, run.step_ms - cost.exchange_ms - cost.codec_ms) for run, cost in self.sides]
-
-    @property
-    def overhead_ms(self) -> float:
-        """What DCT adds to the computation: the larger of its own account and of the difference in step
-        times.
-        """
-        beside = self.dct.step_ms - self.compute_ms - self.dct_cost.exchange_ms
-        return max(self.dct_cost.codec_ms, beside)
-
-    def links(self) -> list[Link]:
-        """Step times computed for slower links: compute + compression + bytes that a rank sends / rate.
-
-        Computation and compression are as measured here; latency and overlap of communication with
-        computation are left out, for both.
-        """
-
-        def milliseconds(run: Run, cost: Cost, rate: float) -> float:
-            sent = cost.payload_bytes if run.wire_bytes is None else run.wire_bytes / self.ranks
-            return 8e3 * sent / rate
-
-        dense, dct = self.sides
-        return [
-            Link(
-                name,
-                rate,
-                dense_ms=self.compute_ms + milliseconds(*dense, rate),
-                dct_ms=self.compute_ms + self.overhead_ms + milliseconds(*dct, rate),
-            )
-            for name, rate in LINKS
-        ]
-
     def as_dict(self) -> dict[str, Any]:
-        """Everything in the table and the plot, for JSON."""
+        """Return everything in the table and the plot, for JSON."""
 
-        def side(run: Run, cost: Cost) -> dict[str, Any]:
+        def side(run: Run, sent: Sent) -> dict[str, Any]:
             (losses,) = run.losses.values()
             names = ("name", "steps", "epochs", "wire_bytes", "step_ms", "seconds", "ranks_in_step")
             measured = {name: getattr(run, name) for name in names}
             measured |= {"auc": run.mean_auc, "log_loss": run.mean_log_loss, "losses": losses}
-            return {**measured, **asdict(cost)}
+            return {**measured, **asdict(sent)}
 
         return {
-            "dense": side(*self.sides[0]),
-            "dct": side(*self.sides[1]),
+            "dense": side(self.dense, self.dense_sent),
+            "dct": side(self.dct, self.dct_sent),
             "auc_difference": self.auc_difference,
             "log_loss_difference": self.log_loss_difference,
             "reduction_payload": self.reduction,
             "reduction_wire": self.wire_reduction,
-            "compute_ms": self.compute_ms,
-            "overhead_ms": self.overhead_ms,
             "measured_step_ms": [asdict(each) | {"speed_up": each.speed_up} for each in self.measured],
-            "computed_step_ms": [{**asdict(link), "speed_up": link.speed_up} for link in self.links()],
         }

@@ -1,0 +1,53 @@
+"""Rates of links, in the notation of ``tc``: ``100mbit``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+__all__ = ["bits_per_second", "check_rate", "check_rates", "rate_name"]
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def check_rate(rate: str, *, also: str | None = None) -> str:
+    """Return ``rate`` if it is one in the notation of ``tc``, or the word ``also``.
+
+    Raises:
+        ValueError: It is neither; the message says what is allowed.
+    """
+    number, unit = rate[:-4], rate[-4:].lower()
+    try:
+        if rate == also or (unit in _UNITS and float(number) * _UNITS[unit] >= 1e5):
+            return rate
+    except ValueError:
+        pass
+    units = ", ".join(_UNITS)
+    raise ValueError(
+        f"{rate!r}: must be a number with one of {units}, at least 100kbit (such as 100mbit)"
+        + (f", or {also}" if also else "")
+    )
+
+
+def check_rates(rates: Sequence[str], *, also: str | None = None, option: str) -> list[str]:
+    """Return the different ones of ``rates``, which a command's ``option`` gave.
+
+    Raises:
+        typer.BadParameter: One is no rate.
+    """
+    try:
+        return [check_rate(rate, also=also) for rate in dict.fromkeys(rates)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def bits_per_second(rate: str) -> float:
+    """Return the bits per second of a rate in the notation of ``tc``."""
+    return float(rate[:-4]) * _UNITS[rate[-4:].lower()]
+
+
+def rate_name(rate: str) -> str:
+    """Return ``100 Mbit/s`` for ``100mbit``, and any other text as it is."""
+    number, unit = rate[:-4], rate[-4:].lower()
+    return f"{number} {unit.capitalize()}/s" if unit in _UNITS else rate

@@ -1,0 +1,111 @@
+"""Output of the commands that measure: tables, plots, files, and the versions behind the figures."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    import rich.table
+
+__all__ = ["Table", "check_target", "command", "png", "versions", "write"]
+
+
+class Table(NamedTuple):
+    """A table before it is laid out; the first column names the rows."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    section_after: int | None = None
+    """Index of the row that a line is drawn under."""
+
+    def rich(self) -> rich.table.Table:
+        """Lay the table out for the terminal; 80 columns hold names of 16."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+
+        table = RichTable(
+            title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        )
+        for number, column in enumerate(self.header):
+            first = number == 0
+            table.add_column(column, justify="left" if first else "right", overflow="fold", no_wrap=not first)
+        for number, row in enumerate(self.rows):
+            table.add_row(*row, end_section=number == self.section_after)
+        return table
+
+    def markdown(self) -> list[str]:
+        """Return the lines of the table in Markdown."""
+        lines = [self.header, ["---", *["--:"] * (len(self.header) - 1)], *self.rows]
+        return [f"{self.title}.", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
+
+
+@contextmanager
+def png(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """Give a figure and its axes to draw on; write them to a PNG file afterwards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(*grid, layout="constrained", **settings)
+    yield figure, axes
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def check_target(path: Path | None, option: str) -> None:
+    """Check that a file can be written there: that is better known before the training than after it.
+
+    Raises:
+        typer.BadParameter: It cannot.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            open(path, "ab").close()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path}: cannot be written: {error.strerror or error}", param_hint=option
+        ) from error
+
+
+def write(path: Path, content: dict[str, Any] | str) -> None:
+    """Write text or JSON to a file, and make its folder if it is not there."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def command() -> str:
+    """Return the command line of this program."""
+    return shlex.join(["dct", *sys.argv[1:]])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that figures depend on."""
+    packages = ("torch", "deepspeed", "numpy", "scikit-learn")
+    return {
+        "dct-plugin": __version__,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in packages},
+    }
