@@ -112,9 +112,10 @@ def _deepspeed() -> Iterable[Finding]:
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return
-    support = importlib.import_module("dct_plugin.integrations.deepspeed.support")
+    from ..integrations.deepspeed.features import FEATURES
+
     folder = Path(spec.submodule_search_locations[0])
-    has = {feature: (folder / file).is_file() for feature, file in support.FEATURES.items()}
+    has = {feature.name: (folder / feature.file).is_file() for feature in FEATURES}
     detail = ", ".join(feature for feature in has if has[feature])
     if missing := ", ".join(feature for feature in has if not has[feature]):
         detail += f"; this version does not have: {missing}"

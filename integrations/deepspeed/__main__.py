@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from . import autoload
+from . import activate
 
 USAGE = "usage: python -m dct_plugin.integrations.deepspeed (script.py | -m module) [arguments ...]"
 
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     program = arguments[1:] if as_module else arguments
     if not program or program[0] in ("-h", "--help"):
         sys.exit(USAGE if not program else print(USAGE))
-    autoload()
+    activate()
     sys.argv = list(program)
     if as_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)

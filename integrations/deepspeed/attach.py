@@ -17,9 +17,7 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Metrics
 
-from ..autoload import asks_for_backend, configuration_of
 from ..host import lost_peers, startup
-from ..host.deepspeed_keys import unread
 from ..host.nonfinite import PoisonedSteps
 from ..host.patches import Patches
 from ..host.replicas import Replicas
@@ -30,6 +28,7 @@ from .moe import ExpertHooks
 from .onebit import MomentumHooks, MomentumReducer
 from .parameters import GatherHooks
 from .pipeline import PipelineHooks
+from .section import TOPIC, gradient_path_of_optimizer, unread_keys
 from .stage0 import BoundaryHooks, is_expert
 from .support import (
     check_engine,
@@ -289,13 +288,12 @@ class Attachment:
         patches.wrap(engine, "destroy", make_destroy)
 
 
-def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment | None:
+def attach(engine: Any, section: Any) -> Attachment | None:
     """Attach to a finished engine; called for every engine whose JSON has a ``dct`` section.
 
     Args:
         engine: A ``DeepSpeedEngine`` after its ``__init__``.
         section: The ``dct`` section as read from the JSON.
-        topic: What the ranks agree on; engines are made in the same order on all ranks.
 
     Returns:
         What was attached (also ``engine.dct``), None when the section is disabled.
@@ -308,10 +306,10 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
     if ATTRIBUTE in engine.__dict__:
         return engine.__dict__[ATTRIBUTE]
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    agreement = startup.join(topic)
+    agreement = startup.join(TOPIC)
     with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=rank)
-        if not config.enabled and not asks_for_backend(configuration_of(engine)):
+        if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()
             return None
         check_version(deepspeed.__version__)
@@ -349,8 +347,8 @@ def attach(engine: Any, section: Any, *, topic: str = "deepspeed") -> Attachment
             gradients if reduces else "dense gradients",
             config.fingerprint(),
         )
-        if strange := unread(configuration_of(engine) or (), ("dct", "dlrm")):
-            logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(strange))
+        if unknown := unread_keys(engine):
+            logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
         if advice := known_fault(engine, deepspeed.__version__):
             logger.warning("dct: %s", advice)
     return attachment

@@ -10,6 +10,7 @@ has these optimizers up to 0.19.6.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -22,14 +23,22 @@ from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
-from dct_plugin.errors import ConfigError
+from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.stream import Compressor
 
-from ..autoload import BACKEND_NAME, ONEBIT_MODULES
 from ..host.patches import Patches
+from .section import PATH_ATTRIBUTE, SECTION, backend_name
 from .stage0 import BoundaryHooks
 from .support import inner_of
 
+#: The value of ``comm_backend_name`` that chooses the plugin.
+BACKEND_NAME = SECTION
+#: DeepSpeed's modules with a slot for compressed momentum, and the optimizer in each; up to 0.19.6.
+OPTIMIZERS = {
+    "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
+    "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
+}
 #: Module, class and name of the backend in whose place ours is made.
 _STAND_IN = "deepspeed.runtime.comm.compressed", "CompressedBackend", "compressed"
 #: The stream of 1-bit LAMB, which has all momenta in one tensor.
@@ -38,9 +47,9 @@ _ALL = "momentum"
 _WRAPPED = "_dct_wrapped"
 
 
-def offer(module: ModuleType) -> None:
-    """Make the optimizer of one of DeepSpeed's modules (:data:`~..autoload.ONEBIT_MODULES`) take the name."""
-    optimizer = getattr(module, ONEBIT_MODULES[module.__name__])
+def prepare(module: ModuleType) -> None:
+    """Make the optimizer of one of the modules in :data:`OPTIMIZERS` accept the name."""
+    optimizer = getattr(module, OPTIMIZERS[module.__name__])
     original = optimizer.__init__
     if getattr(original, _WRAPPED, False):
         return
@@ -58,12 +67,33 @@ def offer(module: ModuleType) -> None:
             original(*given.args, **given.kwargs)
         made = given.arguments["self"]
         made.comm_backend_name = BACKEND_NAME
+        setattr(made, PATH_ATTRIBUTE, MomentumHooks)
         # DeepSpeed gives the first step of a process to trying its backend out: no weight moves. After a
         # checkpoint was loaded, the step after it is then taken with each rank's own gradient.
         made.initialize = True
 
     setattr(__init__, _WRAPPED, True)
     optimizer.__init__ = __init__
+
+
+def explain(config: Any) -> VersionError | None:
+    """Return the error for a JSON that asks for the slot in a DeepSpeed that has none; None otherwise."""
+    if backend_name(config) != BACKEND_NAME:
+        return None
+    try:
+        present = [importlib.util.find_spec(name) is not None for name in OPTIMIZERS]
+    except ImportError:
+        present = []
+    if any(present):
+        return None
+    version = getattr(sys.modules.get("deepspeed"), "__version__", "")
+    return VersionError(
+        f"DeepSpeed {version} has no 1-bit Adam, 1-bit LAMB and 0/1 Adam, and with them no place for "
+        f"optimizer.params.comm_backend_name = {BACKEND_NAME!r}: the last version that has them is "
+        f"0.19.6. The {SECTION!r} section does the same job for every optimizer: take "
+        '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
+        '"error_feedback": "step_ahead", "warmup_steps": N}}, where N was freeze_step'
+    )
 
 
 @contextmanager

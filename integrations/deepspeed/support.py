@@ -17,24 +17,16 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError, VersionError
 
-from ..autoload import BACKEND_NAME
 from ..host import signatures
 from ..host.signatures import Target
 from ..host.versions import VersionRange, parse, unsupported
+from .section import SECTION as BACKEND_NAME
+from .section import gradient_path_of_optimizer
 from .zero3 import SCATTER, SCATTER_CONTIGUOUS
 
 SUPPORTED = VersionRange("0.19.0", "0.20.0")
 #: Versions that ran: the last one the whole suite, the others every kind of hook.
 TESTED = ("0.19.0", "0.19.4", "0.19.8")
-
-#: What the plugin works with, and the file that a DeepSpeed has which offers it.
-FEATURES = {
-    "ZeRO stage 0, 1, 2": "runtime/zero/stage_1_and_2.py",
-    "ZeRO stage 3": "runtime/zero/stage3.py",
-    "pipeline engine": "runtime/pipe/p2p.py",
-    "experts on other ranks (MoE)": "moe/sharded_moe.py",
-    '1-bit Adam, 1-bit LAMB, 0/1 Adam (comm_backend_name "dct")': "runtime/fp16/onebit/adam.py",
-}
 
 _REMEDY = "install a supported DeepSpeed, update dct-plugin, or set dct.enabled to false to train without it"
 
@@ -189,7 +181,7 @@ def check_engine(engine: Any, version: str) -> str:
     if optimizer is None or type(optimizer).__name__ in _NO_OPTIMIZER:
         return "none"
     kind = _KINDS.get(type(optimizer).__name__, "stage0")
-    if getattr(inner_of(engine), "comm_backend_name", None) == BACKEND_NAME:
+    if gradient_path_of_optimizer(engine) is not None:
         kind = "momentum"
     needed: list[tuple[str, Any, tuple[str, ...]]] = [("engine", engine, _ENGINE_ATTRIBUTES)]
     if is_pipeline(engine):

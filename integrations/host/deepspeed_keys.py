@@ -30,21 +30,31 @@ KNOWN = frozenset(_READ.split())
 
 
 def near_misses(keys: Iterable[object], section: str) -> list[str]:
-    """Keys that were probably meant to be ``section``, which is not among them: in another case, with a
-    letter more or letters in another place, or the plugin's whole name.
+    """Return the keys that were probably meant to be ``section``, which is not among them.
+
+    Such a key is the plugin's whole name, or the section's name in another case, with letters in another
+    order, or one edit away from it (one letter more, fewer or different, with the same first letter).
     """
     found = []
     for key in map(str, keys):
         plain = re.sub(r"[^a-z]", "", key.lower())
         ours = plain == section or plain in (f"{section}plugin", f"{section}section")
-        if key != section and key[:1] not in "_#/" and (ours or _one_letter_off(plain, section)):
+        if key != section and key[:1] not in "_#/" and (ours or _one_edit_away(plain, section)):
             found.append(key)
     return found
 
 
-def _one_letter_off(word: str, target: str) -> bool:
-    without_one = [word[:i] + word[i + 1 :] for i in range(len(word))]
-    return target in without_one or sorted(word) == sorted(target)
+def _one_edit_away(word: str, target: str) -> bool:
+    if sorted(word) == sorted(target) or target in _without_one_letter(word):
+        return True
+    if word[:1] != target[:1]:
+        return False
+    differing = sum(a != b for a, b in zip(word, target, strict=False))
+    return word in _without_one_letter(target) or (len(word) == len(target) and differing == 1)
+
+
+def _without_one_letter(word: str) -> list[str]:
+    return [word[:i] + word[i + 1 :] for i in range(len(word))]
 
 
 def unread(keys: Iterable[object], ours: Collection[str], *, near: bool = False) -> list[str]:

@@ -13,8 +13,9 @@ import pytest
 
 STUB = [
     "dct_plugin", "dct_plugin._version", "dct_plugin.integrations", "dct_plugin.integrations.autoload",
-    "dct_plugin.integrations.host", "dct_plugin.integrations.host.build_lock",
-    "dct_plugin.integrations.host.post_import", "dct_plugin.processes",
+    "dct_plugin.integrations.deepspeed", "dct_plugin.integrations.host",
+    "dct_plugin.integrations.host.build_lock", "dct_plugin.integrations.host.post_import",
+    "dct_plugin.processes",
 ]  # fmt: skip
 
 #: A package that fails, changes and is subclassed at will, as the installed DeepSpeed cannot: for the import
@@ -38,7 +39,7 @@ class PipelineEngine(DeepSpeedEngine):
 #: Only notes which engines are ready, so that the stub can be looked at by itself.
 NOTE = """
 import sys
-import dct_plugin.integrations.autoload as stub
+import dct_plugin.integrations.deepspeed.activation as stub
 seen = []
 stub.engine_ready = lambda engine: seen.append((type(engine).__name__, getattr(engine, "ready", None)))
 """

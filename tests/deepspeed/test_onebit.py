@@ -104,7 +104,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     plan += [onebit(name, section, expect_error=True) for name, (section, _) in REFUSED.items()]
     plan += [onebit("other", SPARSE, backend="compressed", mean_backend=True, expect_error=True)]
     variables = {
-        "PYTHONPATH": str(OLDER),
+        "PYTHONPATH": f"{OLDER}{os.pathsep}{ROOT}",
         "TORCH_EXTENSIONS_DIR": str(OLDER / "torch_extensions"),
         "DCT_TEST_FP16_ON_CPU": "1",
     }

@@ -9,16 +9,18 @@ import pytest
 from support import CONFIGS
 
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations import autoload
+from dct_plugin.integrations.deepspeed import activation
 from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
 
 
-@pytest.mark.parametrize("key", ["dctt", "DCT", "Dct", "dct ", "dtc", "dct_plugin", "ddct", "DCT-plugin"])
+@pytest.mark.parametrize(
+    "key", ["dctt", "DCT", "Dct", "dct ", "dtc", "dct_plugin", "ddct", "DCT-plugin", "dc", "dt", "dcf"]
+)
 def test_near_misses_of_the_section(key: str) -> None:
     assert near_misses(["optimizer", key], "dct") == [key]
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict={key: {}}))
     with pytest.raises(ConfigError, match="which nothing reads; did you mean 'dct'"):
-        autoload.engine_ready(engine)
+        activation.engine_ready(engine)
 
 
 @pytest.mark.parametrize("key", ["_dct", "#dct", "dct_off", "fp16", "data_types", "act", "dict_of", ""])

@@ -1,0 +1,82 @@
+"""The ``dct`` section in a DeepSpeed configuration: its name, where it is found, and what is close to it.
+
+This module imports the standard library only: it is read for every engine, with or without the section.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ..host.deepspeed_keys import near_misses, unread
+
+__all__ = [
+    "PATH_ATTRIBUTE", "READ_BY_PLUGIN", "SECTION", "TOPIC", "backend_name", "configuration_of",
+    "find_section", "gradient_path_of_optimizer", "inner_optimizer", "mistyped_sections", "unread_keys",
+]  # fmt: skip
+
+SECTION = "dct"
+
+#: Top-level keys of the JSON that the plugin reads.
+READ_BY_PLUGIN = (SECTION, "dlrm")
+
+#: The topic of the agreement between ranks at start-up, see :mod:`..host.startup`. An engine without the
+#: section says so under this topic: a rank whose JSON lacks it is then named at once, not after a time limit.
+TOPIC = "deepspeed"
+
+#: The attribute in which an optimizer names its own class of gradient path. Such an optimizer asks for the
+#: plugin, with or without a section.
+PATH_ATTRIBUTE = "dct_gradient_path"
+
+
+def configuration_of(engine: Any) -> Any:
+    """Return an engine's JSON as it was written; None where it cannot be found."""
+    config = getattr(engine.__dict__.get("_config"), "_param_dict", None)
+    return config if isinstance(config, dict) else engine.__dict__.get("config")
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """Return the optimizer that makes the steps, without DeepSpeed's wrapper around it."""
+    optimizer = engine.__dict__.get("optimizer")
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def gradient_path_of_optimizer(engine: Any) -> Any:
+    """Return the class of gradient path that the engine's optimizer brings; None for ordinary optimizers."""
+    return getattr(inner_optimizer(engine), PATH_ATTRIBUTE, None)
+
+
+def find_section(engine: Any) -> Any:
+    """Return the ``dct`` section of an engine's JSON as it was written, None where there is none.
+
+    An optimizer with a gradient path of its own needs no section: it gets an empty one, hence the defaults.
+    """
+    config = configuration_of(engine)
+    if not isinstance(config, dict):
+        warnings.warn(
+            "dct-plugin: the configuration of this DeepSpeed cannot be read; "
+            f"a {SECTION!r} section has no effect",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return config.get(SECTION, None if gradient_path_of_optimizer(engine) is None else {})
+
+
+def backend_name(config: Any) -> Any:
+    """Return ``optimizer.params.comm_backend_name`` of a JSON, None where it is not set."""
+    try:
+        return config["optimizer"]["params"].get("comm_backend_name")
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def mistyped_sections(engine: Any) -> list[str]:
+    """Return the keys of an engine's JSON that were probably meant to be ``dct``."""
+    config = configuration_of(engine)
+    return near_misses(config if isinstance(config, dict) else (), SECTION)
+
+
+def unread_keys(engine: Any) -> list[str]:
+    """Return the keys of an engine's JSON that neither DeepSpeed nor the plugin reads, with suggestions."""
+    return unread(configuration_of(engine) or (), READ_BY_PLUGIN)
