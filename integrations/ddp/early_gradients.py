@@ -81,6 +81,25 @@ class Bucket:
         return True
 
 
+class _ForwardEnd:
+    """Forward hook of a model: DDP decides in the forward pass whether it synchronizes the backward pass. A
+    class, so that a model with it can be pickled; what is loaded awaits nothing.
+    """
+
+    def __init__(self, arrivals: Callable[[], Arrivals | None] = lambda: None) -> None:
+        self._arrivals = arrivals
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        # Without gradients DDP decides nothing.
+        if torch.is_grad_enabled() and model.require_forward_param_sync:
+            arrivals = self._arrivals()
+            if arrivals is not None:
+                arrivals.await_gradients()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardEnd, ()
+
+
 class Arrivals:
     """Tells a hook what of the bucket that DDP fills next is there.
 
@@ -120,18 +139,12 @@ class Arrivals:
             return
         ours = weakref.ref(self)  # the model's hooks do not keep the state alive
 
-        def forward_done(model: nn.Module, *_: Any) -> None:
-            arrivals = ours()
-            # What DDP itself decided on in this forward pass; without gradients it changes nothing.
-            if arrivals is not None and torch.is_grad_enabled() and model.require_forward_param_sync:
-                arrivals.await_gradients()
-
         def accumulated(index: int, *_: Any) -> None:
             arrivals = ours()
             if arrivals is not None and arrivals._awaited:
                 arrivals._accumulated(index)
 
-        self._handles.append(model.register_forward_hook(forward_done))
+        self._handles.append(model.register_forward_hook(_ForwardEnd(ours)))
         with torch.enable_grad():
             for parameter in parameters:
                 accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]

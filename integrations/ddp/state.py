@@ -150,7 +150,7 @@ class DCTState:
         self._ahead = self.reducer(named[0][1].device).step_ahead(named, units)
         self._ahead.attach(model, optimizer)
         # With a scaler it is known only now what became of the last step.
-        model.register_forward_pre_hook(lambda m, _: self._end_step() if m.training else None, prepend=True)
+        model.register_forward_pre_hook(_StepEnd(self), prepend=True)
 
     def local(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Needed by ``update: "local"``: ``optimizer`` steps each rank's own weights of ``model`` (which DDP
@@ -256,12 +256,17 @@ class DCTState:
         or at its end. The pass raises the errors of all its reductions at its end.
         """
         reducer = self.begin_bucket(bucket.buffer().device)
+        # Of a rank without inputs DDP reduces zeros, so that the other ranks go on (``join()``).
+        joined = torch._C._current_graph_task_id() < 0
+        if joined:
+            self._refuse_join(reducer)
         found = self._arrivals.full(bucket)
         if not self.averages():
             done()
             return
-        for parameter, view in zip(found.parameters, found.views, strict=True):
-            self._handed_over.append(_HandedOver.of(self.name_of(parameter), parameter, view))
+        if not joined:
+            for parameter, view in zip(found.parameters, found.views, strict=True):
+                self._handed_over.append(_HandedOver.of(self.name_of(parameter), parameter, view))
         reduction = self._begun.pop(found, None) or self._reduction(reducer, found)
         if self._begun:  # what DDP does with a bucket that it has been seen to fill
             raise DesyncError(f"rank {dist.get_rank()}: DDP made its buckets anew during a backward pass")
@@ -276,8 +281,37 @@ class DCTState:
         else:
             self._advance(reduction, len(found.views))
             self._open = reduction, done
-        if bucket.is_last():  # queued before DDP's own wait for the futures
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if bucket.is_last():
+            # With static_graph DDP waits for its futures in the callback that fills the buckets.
+            self._finish_open()
+            if joined:
+                self._end_backward()
+            else:  # queued before DDP's own wait for the futures
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _refuse_join(self, reducer: GradientReducer) -> None:
+        """Stop where a rank without inputs cannot go along with the others, and tell them.
+
+        Raises:
+            ConfigError: Names the setting.
+        """
+        settings = self.config.data_parallel
+        if self.scaler is not None:
+            problem = "a GradScaler: this rank does not see how the others change their loss scale"
+        elif self._poisoned.skips:
+            problem = "nonfinite_action = 'skip': this rank does not see which steps the others skip"
+        elif settings.verify_every:
+            problem = "verify_every: this rank's weights stay behind until all ranks have joined"
+        elif settings.error_feedback == "step_ahead":
+            problem = "error_feedback = 'step_ahead': this rank makes no optimizer steps"
+        else:
+            return
+        reducer.exchange.abort()
+        raise ConfigError(
+            f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() does "
+            f"not work with {problem}; give all ranks the same number of batches (DistributedSampler, "
+            "drop_last=True), or leave that setting out"
+        )
 
     def _begin(self, bucket: Bucket) -> None:
         """More of a bucket's gradients are there: reduce those beside the rest of the backward pass."""
@@ -306,6 +340,8 @@ class DCTState:
         # With a scaler, or where steps may be skipped, it is known only later what becomes of this one.
         if self.scaler is None and not self._poisoned.skips:
             self._end_step()
+        if not handed_over:
+            return
         # Behind DDP's own callback, which has been queued since.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._take_back(handed_over))
 
@@ -381,6 +417,12 @@ class DCTState:
 
         return updated
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the configuration alone: ``torch.save`` of a model takes along what is registered with it,
+        and neither process groups nor other ranks' residuals can be saved there. See :meth:`save`.
+        """
+        return DCTConfig.parse, (self.config,)
+
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank, between two steps; save one per rank."""
         self._wait()
@@ -422,6 +464,20 @@ class DCTState:
         state = reducer_files.load(folder, group=self.process_group, sizes=self.sizes)
         self.load_state_dict({"reducer": state})
         return state is not None
+
+
+class _StepEnd:
+    """Forward hook of a model: what became of the last step is known when the next one begins."""
+
+    def __init__(self, state: DCTState | None = None) -> None:
+        self._state = state
+
+    def __call__(self, model: torch.nn.Module, *_: Any) -> None:
+        if self._state is not None and model.training:
+            self._state._end_step()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StepEnd, ()
 
 
 class _HandedOver(NamedTuple):
@@ -501,7 +557,13 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     Raises:
         DesyncError: Ranks have other settings, no hook, or are out of step.
         TypeError: The bucket holds sparse gradients (``nn.Embedding(sparse=True)``).
+        ConfigError: torch hands over single gradients, or the settings do not work with ``join()``.
     """
+    if not isinstance(bucket, dist.GradBucket):
+        raise ConfigError(
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' hands single gradients to a communication "
+            "hook, and dct_hook reduces buckets; set it to 'ddp_optimizer' before the model is wrapped"
+        )
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import subprocess
 import sys
@@ -594,6 +595,96 @@ def test_step_ahead_needs_the_optimizer_on_every_rank(case: str, words: str) -> 
     for kind, text in launch(2, _forgets, case):
         assert kind == "error"
         assert words in text
+
+
+# -- what torch does with a model ---
+
+
+def _pickled(rank: int, world_size: int, folder: str) -> bool:
+    section = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.9}}
+    with patch.dict(vars(early_gradients), {"_WORTH": 100}):
+        ddp, state = hooked(section)
+        train(ddp, rank, range(3))
+    kept = residuals(state)
+    path = f"{folder}/{rank}.pt"
+    torch.save(ddp, path)
+    loaded = torch.load(path, weights_only=False)
+    copied = copy.deepcopy(ddp)
+    for other in (loaded, copied):
+        for one, two in zip(ddp.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+        (_, settings), *_ = other._comm_hooks
+        assert settings == state.config
+        # As with every hook of torch: it is registered again.
+        again = DCTState(settings)
+        other.register_comm_hook(again, dct_hook)
+        again.load_state_dict(state.state_dict())
+    assert residuals(state).keys() == kept.keys()
+    expected = train(ddp, rank, range(3, 6))
+    return all(torch.equal(train(other, rank, range(3, 6)), expected) for other in (loaded, copied))
+
+
+def test_a_model_with_the_hook_is_saved_and_copied(tmp_path: Path) -> None:
+    assert all(run(2, _pickled, str(tmp_path)))
+
+
+def _joins(rank: int, world_size: int, keys: dict[str, Any], scaled: bool) -> torch.Tensor:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    section = {"data_parallel": {**SPARSE["data_parallel"], **keys}}
+    ddp, state = hooked(section, model, scaler=scaler, optimizer=optimizer, time_limit=30)
+    if keys.get("error_feedback") == "step_ahead":
+        state.step_ahead(model, optimizer)
+    with ddp.join():
+        train(ddp, rank, range(4 if rank == 0 else 2), scaler)
+    assert state.metrics.summary().steps == 4
+    return train(ddp, rank, range(4, 6))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_rank_without_inputs_sends_its_residual(beside: bool) -> None:
+    first, second = run(2, _joins_beside, beside)
+    assert torch.equal(first, second)
+
+
+def _joins_beside(rank: int, world_size: int, beside: bool) -> torch.Tensor:
+    with _a_thread(beside):
+        return _joins(rank, world_size, {}, False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaled", "words"),
+    [
+        ({"nonfinite_action": "skip"}, False, "nonfinite_action = 'skip'"),
+        ({"error_feedback": "step_ahead"}, False, "error_feedback = 'step_ahead'"),
+        ({"verify_every": 3}, False, "verify_every"),
+        ({}, True, "a GradScaler"),
+    ],
+)
+def test_settings_that_do_not_go_with_join_are_refused(
+    keys: dict[str, Any], scaled: bool, words: str
+) -> None:
+    (kind, other), (joined_kind, text) = launch(2, _joins, keys, scaled)
+    assert kind == joined_kind == "error"
+    assert "DistributedDataParallel.join() does not work with " + words in text
+    assert "give all ranks the same number of batches" in text
+    assert "DesyncError: rank 0: rank(s) [1] failed" in other
+
+
+def _single_gradients(rank: int, world_size: int) -> None:
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        ddp, _ = hooked()
+        train(ddp, rank, range(1))
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+
+
+def test_the_reducer_in_python_is_refused() -> None:
+    for kind, text in launch(2, _single_gradients):
+        assert kind == "error"
+        assert "ConfigError: torch._dynamo.config.optimize_ddp = 'python_reducer'" in text
 
 
 # -- names and reports ---

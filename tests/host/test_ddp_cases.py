@@ -1,0 +1,446 @@
+"""What scripts do with torch's DistributedDataParallel: with the hook at sparsity 0 each gives the same bits
+as without, whether reductions have a thread of their own or their messages leave within the backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from dct_plugin.data_parallel import DCTState, dct_hook
+from dct_plugin.integrations.ddp import early_gradients
+
+pytestmark = pytest.mark.slow
+
+EXACT = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32", "min_numel": 100}}
+
+Wrap = Callable[..., Any]
+Case = Callable[[Wrap, int], list[Tensor]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """A script of two ranks: ``wrap(model, **options)`` makes the DDP model; returns what it ends with."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Blocks(nn.Module):
+    """Some layers, each of which may be computed once more in the backward pass."""
+
+    def __init__(self, recompute: bool | None = None, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        widths = [20, 60, 40, 30]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)
+        )
+        self.head = nn.Linear(30, 1)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.recompute is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.recompute)
+        return self.head(x).squeeze(1)
+
+
+class Branches(nn.Module):
+    """One branch in even steps, another in odd ones, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(20, 40)
+        self.branches = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+        self.last = nn.Linear(40, 1)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.last(torch.tanh(self.branches[branch](torch.tanh(self.first(x))))).squeeze(1)
+
+
+def batch(rank: int, step: int, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(16, 20, generator=generator).requires_grad_(grad)
+
+
+def loss_of(outputs: Tensor, x: Tensor) -> Tensor:
+    return (outputs - x.detach()[:, 0]).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+def descend(
+    ddp: nn.Module, rank: int, *, steps: int = 5, inputs_need_gradients: bool = False, **more: Any
+) -> list[Tensor]:
+    """Plain training; ``more`` are further arguments of the model."""
+    optimizer = sgd(ddp)
+    for step in range(steps):
+        x = batch(rank, step, inputs_need_gradients)
+        optimizer.zero_grad()
+        loss_of(ddp(x, **more), x).backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+def weights(*models: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+# -- how gradients come ---
+
+
+@case
+def plain(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks()), rank)
+
+
+@case
+def small_buckets(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks(), bucket_cap_mb=0.005), rank)
+
+
+@case
+def views_of_buckets(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks(), gradient_as_bucket_view=True), rank)
+
+
+@case
+def checkpointing_reentrant(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks(recompute=True)), rank, inputs_need_gradients=True)
+
+
+@case
+def checkpointing_reentrant_static(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Blocks(recompute=True), static_graph=True)
+    return descend(ddp, rank, inputs_need_gradients=True)
+
+
+@case
+def checkpointing(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks(recompute=False)), rank)
+
+
+@case
+def checkpointing_static(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks(recompute=False), static_graph=True), rank)
+
+
+@case
+def static_graph(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Blocks(), static_graph=True, bucket_cap_mb=0.005), rank)
+
+
+@case
+def static_graph_with_unused_parameters(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(wrap(Branches(), static_graph=True), rank, branch=1)
+
+
+@case
+def find_unused_parameters(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.005)
+    optimizer = sgd(ddp)
+    for step in range(6):
+        x = batch(rank, step)
+        optimizer.zero_grad()
+        loss_of(ddp(x, step % 2), x).backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def branches_that_differ_between_ranks(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Branches(), find_unused_parameters=True)
+    optimizer = sgd(ddp)
+    for step in range(6):
+        x = batch(rank, step)
+        optimizer.zero_grad()
+        loss_of(ddp(x, (step + rank) % 2), x).backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def no_sync(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    for step in range(5):
+        optimizer.zero_grad()
+        for micro in range(3):
+            x = batch(rank, 10 * step + micro)
+            with ddp.no_sync() if micro < 2 else contextlib.nullcontext():
+                loss_of(ddp(x), x).backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def no_sync_around_the_forward_pass_alone(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(rank, 2 * step), batch(rank, 2 * step + 1)
+        with ddp.no_sync():
+            loss = loss_of(ddp(x), x)
+        loss.backward()
+        loss_of(ddp(y), y).backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def evaluation_between_steps(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    for step in range(5):
+        x = batch(rank, step)
+        optimizer.zero_grad()
+        loss_of(ddp(x), x).backward()
+        ddp.eval()
+        with torch.no_grad():
+            ddp(x)
+        ddp.train()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def join_on_uneven_data(wrap: Wrap, rank: int) -> list[Tensor]:
+    """Ranks run out of batches in turn, one before its first; all train on together afterwards."""
+    ddp = wrap(Blocks(), bucket_cap_mb=0.005)
+    for fewer in (1, 0):
+        with ddp.join():
+            descend(ddp, rank, steps=4 if rank != fewer else 0 if fewer else 2)
+        descend(ddp, rank, steps=3)
+    return weights(ddp)
+
+
+# -- more than one pass through a graph, or model ---
+
+
+@case
+def retain_graph(wrap: Wrap, rank: int) -> list[Tensor]:
+    """torch synchronizes the first of two passes through a graph."""
+    ddp = wrap(Blocks())
+    found = []
+    for step in range(5):
+        x = batch(rank, step)
+        for p in ddp.parameters():
+            p.grad = None
+        loss = loss_of(ddp(x), x)
+        loss.backward(retain_graph=True)
+        found += [p.grad.clone() for p in ddp.parameters()]
+        loss.backward()
+        found += [p.grad.clone() for p in ddp.parameters()]
+    return found
+
+
+@case
+def double_backward(wrap: Wrap, rank: int) -> list[Tensor]:
+    """A penalty on the gradient of the inputs, as of WGAN-GP."""
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    for step in range(5):
+        x = batch(rank, step, grad=True)
+        optimizer.zero_grad()
+        outputs = ddp(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        (loss_of(outputs, x) + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def two_models(wrap: Wrap, rank: int) -> list[Tensor]:
+    """One loss of two models: one backward pass fills the buckets of both."""
+    one, two = wrap(Blocks(seed=1)), wrap(Blocks(seed=2))
+    optimizers = sgd(one), sgd(two)
+    for step in range(5):
+        x = batch(rank, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(one(x) + two(x), x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return weights(one, two)
+
+
+@case
+def two_models_in_turn(wrap: Wrap, rank: int) -> list[Tensor]:
+    one, two = wrap(Blocks(seed=1)), wrap(Blocks(seed=2))
+    optimizers = sgd(one), sgd(two)
+    for step in range(5):
+        for model, optimizer in zip((one, two), optimizers, strict=True):
+            x = batch(rank, step)
+            optimizer.zero_grad()
+            loss_of(model(x), x).backward()
+            optimizer.step()
+    return weights(one, two)
+
+
+@case
+def generator_and_critic(wrap: Wrap, rank: int) -> list[Tensor]:
+    torch.manual_seed(3)
+    generator, critic = wrap(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 20))), wrap(Blocks())
+    of_generator, of_critic = sgd(generator), sgd(critic)
+    for step in range(5):
+        x = batch(rank, step)
+        of_critic.zero_grad()
+        (critic(generator(x).detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        for p in critic.parameters():
+            p.requires_grad_(False)
+        with critic.no_sync():
+            (-critic(generator(x)).mean()).backward()
+        for p in critic.parameters():
+            p.requires_grad_(True)
+        of_generator.step()
+    return weights(generator, critic)
+
+
+# -- what scripts do to parameters and gradients ---
+
+
+@case
+def frozen_layers(wrap: Wrap, rank: int) -> list[Tensor]:
+    model = Blocks()
+    model.layers[0].requires_grad_(False)
+    ddp = wrap(model)
+    found = descend(ddp, rank, steps=3)
+    model.layers[1].requires_grad_(False)  # DDP is made anew when the set of parameters changes
+    return found + descend(wrap(model), rank, steps=3)
+
+
+def clamp_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.02, 0.02)
+
+
+@case
+def post_accumulate_clamps(wrap: Wrap, rank: int) -> list[Tensor]:
+    """Of a gradient before it is added to the parameter's, and of the parameter's before DDP sums it."""
+    model = Blocks()
+    for p in model.layers.parameters():
+        p.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    ddp = wrap(model)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(clamp_gradient)
+    return descend(ddp, rank)
+
+
+@case
+def clipping_and_sets_to_zero(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Blocks(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    for step in range(5):
+        x = batch(rank, step)
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(ddp(x), x).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def autocast(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    for step in range(5):
+        x = batch(rank, step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(ddp(x), x)
+        loss.backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+@case
+def compiled_inside(wrap: Wrap, rank: int) -> list[Tensor]:
+    """With the backend that needs no compiler for C."""
+    return descend(wrap(torch.compile(Blocks(), backend="aot_eager")), rank)
+
+
+@case
+def compiled_outside(wrap: Wrap, rank: int) -> list[Tensor]:
+    return descend(torch.compile(wrap(Blocks()), backend="aot_eager"), rank)
+
+
+@case
+def shared_weights(wrap: Wrap, rank: int) -> list[Tensor]:
+    model = Blocks()
+    model.layers.append(nn.Sequential(nn.Linear(30, 30), nn.Tanh()))
+    model.layers.append(model.layers[-1])
+    return descend(wrap(model), rank)
+
+
+@case
+def a_failed_forward_pass(wrap: Wrap, rank: int) -> list[Tensor]:
+    """A batch is left out on all ranks, after its forward pass."""
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    for step in range(6):
+        x = batch(rank, step)
+        optimizer.zero_grad()
+        loss = loss_of(ddp(x), x)
+        if step == 3:
+            continue
+        loss.backward()
+        optimizer.step()
+    return weights(ddp)
+
+
+# -- both modes ---
+
+
+@contextlib.contextmanager
+def a_thread(beside: bool) -> Iterator[None]:
+    """Whether reductions have a thread of their own, which depends on the machine."""
+    with (
+        patch("dct_plugin.integrations.ddp.state.one_core_each", lambda _: not beside),
+        patch.dict(vars(early_gradients), {"_WORTH": 100}),
+    ):
+        yield
+
+
+def hooked(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, **options)
+    ddp.register_comm_hook(DCTState(EXACT), dct_hook)
+    return ddp
+
+
+def _all_cases(rank: int, world_size: int, beside: bool) -> dict[str, str]:
+    """What went wrong, by case."""
+    wrong = {}
+    for name, function in CASES.items():
+        expected = function(DistributedDataParallel, rank)
+        dist.barrier()
+        with a_thread(beside):
+            found = function(hooked, rank)
+        same = len(found) == len(expected) and all(map(torch.equal, found, expected))
+        if not same or not all(bool(each.isfinite().all()) for each in found):
+            wrong[name] = "differs from dense"
+        torch._dynamo.reset()
+    return wrong
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["thread", "within the pass"])
+def test_every_case_is_bitwise_dense(beside: bool) -> None:
+    assert run(2, _all_cases, beside) == [{}, {}]
