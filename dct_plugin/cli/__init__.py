@@ -1,14 +1,14 @@
 """The ``dct`` command.
 
 Starting it imports neither torch nor any integration: commands that need them are entries of
-:data:`COMMANDS` and are imported when they run.  A module adds its command with one entry there.
+:data:`COMMANDS` and are imported when they run.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -31,60 +31,105 @@ app = typer.Typer(
 class LazyCommand(NamedTuple):
     """A command whose module is imported only when it runs.
 
-    ``target`` is ``module:attribute`` and names a function with typer annotations, or a ``typer.Typer``.
-    ``needs`` are top-level modules that must be installed, ``extra`` is the plugin's extra that brings them.
+    Attributes:
+        name: Word of the command line.
+        help: Line of ``dct --help``.
+        load: Imports and returns a function with typer annotations, or a ``typer.Typer``.
+        needs: Top-level modules that must be installed.
+        extra: Extra of the plugin that brings them.
     """
 
     name: str
-    target: str
     help: str
+    load: Callable[[], Any]
     needs: tuple[str, ...] = ()
     extra: str | None = None
 
 
+def _doctor() -> Any:
+    from .doctor import doctor
+
+    return doctor
+
+
+def _universal() -> Any:
+    from .universal import universal
+
+    return universal
+
+
+def _patch_launch() -> Any:
+    from ..integrations.megatron.patch.command import app
+
+    return app
+
+
+def _demo() -> Any:
+    from ..integrations.dlrm.commands.demo import demo
+
+    return demo
+
+
+def _dlrm() -> Any:
+    from ..integrations.dlrm.commands.dlrm import dlrm
+
+    return dlrm
+
+
+def _cost() -> Any:
+    from ..tools.bench.cost import app
+
+    return app
+
+
+def _bench() -> Any:
+    from ..tools.bench.command import app
+
+    return app
+
+
+_PLOTS = ("sklearn", "matplotlib")
 COMMANDS = [
     LazyCommand(
-        name="doctor",
-        target="dct_plugin.cli.doctor:doctor",
-        help="Check what is installed, which kernels run, and how the plugin is activated.",
+        "doctor", "Check what is installed, which kernels run, and how the plugin is activated.", _doctor
     ),
     LazyCommand(
-        name="universal",
-        target="dct_plugin.cli.universal:universal",
-        help="Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.",
+        "universal",
+        "Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.",
+        _universal,
         needs=("torch",),
     ),
     LazyCommand(
-        name="patch-launch",
-        target="dct_plugin.integrations.megatron.patch.command:app",
-        help="Have a Megatron launch script start its training with the plugin, or take that back.",
+        "patch-launch",
+        "Have a Megatron launch script start its training with the plugin, or take that back.",
+        _patch_launch,
     ),
     LazyCommand(
-        name="demo",
-        target="dct_plugin.integrations.dlrm.commands.demo:demo",
-        help="Train a recommender on real data on two local ranks, dense and with DCT, and compare.",
-        needs=("deepspeed", "sklearn", "matplotlib"),
+        "demo",
+        "Train a recommender on real data on two local ranks, dense and with DCT, and compare.",
+        _demo,
+        needs=("deepspeed", *_PLOTS),
         extra="demo",
     ),
     LazyCommand(
-        name="dlrm",
-        target="dct_plugin.integrations.dlrm.commands.dlrm:dlrm",
-        help="Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
-        needs=("deepspeed", "sklearn", "matplotlib"),
+        "dlrm",
+        "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
+        _dlrm,
+        needs=("deepspeed", *_PLOTS),
         extra="demo",
     ),
     LazyCommand(
-        name="cost",
-        target="dct_plugin.tools.bench.cost:app",
-        help="What steps cost with each class of compression, and below which link rate one pays.",
-        needs=("sklearn", "matplotlib"),
+        "cost",
+        "What steps cost with each class of compression, and below which link rate one pays.",
+        _cost,
+        needs=_PLOTS,
         extra="demo",
     ),
     LazyCommand(
-        name="bench",
-        target="dct_plugin.tools.bench.command:app",
-        help="Step times on links of limited rate, beside those of other methods.",
-        needs=("deepspeed", "sklearn", "matplotlib"),
+        "bench",
+        "Step times on links of limited rate, beside those of other methods.",
+        _bench,
+        needs=("deepspeed", *_PLOTS),
         extra="demo",
     ),
 ]
@@ -97,17 +142,14 @@ def _missing(entry: LazyCommand, modules: list[str]) -> typer.Exit:
 
 
 def _load(entry: LazyCommand) -> Any:
-    """The command behind an entry, or an exit that says what has to be installed."""
+    """Return the command behind an entry, or exit and say what has to be installed."""
     if missing := [module for module in entry.needs if importlib.util.find_spec(module) is None]:
         raise _missing(entry, missing)
-    module, _, attribute = entry.target.partition(":")
     try:
-        command = getattr(importlib.import_module(module), attribute)
+        command = entry.load()
     except ModuleNotFoundError as error:
         name = error.name or str(error)
-        if (
-            name.partition(".")[0] == "dct_plugin"
-        ):  # ours: incomplete installation, or a fault to be seen in full
+        if name.partition(".")[0] == "dct_plugin":  # an incomplete installation is to be seen in full
             raise
         raise _missing(entry, [name]) from error
     if not isinstance(command, typer.Typer):

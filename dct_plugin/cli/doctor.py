@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from .._version import __version__
 from ..errors import ConfigError, VersionError
@@ -189,7 +190,8 @@ def _activation() -> Iterable[Finding]:
 
 def _megatron(checkout: Path | None = None, config: Path | None = None) -> Iterable[Finding]:
     """What the Megatron hooks would replace, compared with the sources; nothing of Megatron is imported."""
-    versions = importlib.import_module("dct_plugin.integrations.megatron.versions")
+    from ..integrations.megatron import versions
+
     try:
         found = versions.find_installation(checkout)
     except VersionError as error:
@@ -214,8 +216,8 @@ def _megatron(checkout: Path | None = None, config: Path | None = None) -> Itera
                 replaced = ", ".join(probe.target.name for probe in own)
                 yield Finding("ok", name, f"signatures as expected of {replaced}")
     if config is not None:
-        launch = importlib.import_module("dct_plugin.integrations.megatron.launch")
         from ..config import DCTConfig
+        from ..integrations.megatron import launch
 
         try:
             states = launch.hook_states(DCTConfig.from_file(config))
@@ -270,13 +272,14 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
 
 def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:
     version, supported = _version(name), _supported(name)
-    wanted = f"supported: {supported}" if supported else "any version"
+    limits = ",".join(sorted(map(str, supported), reverse=True))
+    wanted = f"supported: {limits}" if limits else "any version"
     if version is None:
         if required:
             yield Finding("fail", name, f"not installed ({wanted})", advice)
         else:
             yield Finding("ok", name, f"not installed; needed only to train with it ({advice})")
-    elif not _satisfies(version, supported):
+    elif not supported.contains(Version(version).base_version):  # a build of a release is that release
         yield Finding("fail" if required else "warn", name, f"{version} ({wanted})", advice)
     else:
         yield Finding("ok", name, f"{version} ({wanted})")
@@ -289,36 +292,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _supported(name: str) -> str:
-    """The version range the plugin's own metadata asks for, e.g. ``>=0.19,<0.20``."""
+def _supported(name: str) -> SpecifierSet:
+    """Return the versions that the plugin's own metadata allows; all of them where it names none."""
     try:
-        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+        required = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        return ""
-    for requirement in requirements:
-        match = re.match(r"([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)", requirement)
-        if match and match[1].lower().replace("_", "-") == name:
-            return ",".join(sorted(match[2].replace(" ", "").split(","), reverse=True))
-    return ""
-
-
-def _satisfies(version: str, supported: str) -> bool:
-    """Whether a version lies in a range of ``>=``, ``>``, ``<=``, ``<`` clauses; tags are ignored."""
-    have = _numbers(version)
-    tests: dict[str, Callable[[Any, Any], bool]] = {
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        ">": lambda a, b: a > b,
-        "<": lambda a, b: a < b,
-    }
-    return all(
-        tests[sign](have, _numbers(limit)) for sign, limit in re.findall(r"([<>]=?)\s*([\w.]+)", supported)
-    )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+        return SpecifierSet()
+    found = (requirement for requirement in map(Requirement, required) if requirement.name == name)
+    return next((requirement.specifier for requirement in found), SpecifierSet())
 
 
 def _print(findings: list[Finding]) -> None:
