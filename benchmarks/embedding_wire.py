@@ -42,9 +42,10 @@ from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
 from dct_plugin.embedding import ShardedTables
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
 from dct_plugin.integrations.dlrm.models import DLRM
+from dct_plugin.interfaces import InterfaceCounter, interface_bytes
 from dct_plugin.links.namespaces import HEADER_BYTES, Links, LinksError, Network, packets_sent
 from dct_plugin.links.team import free_port
-from dct_plugin.metrics import InterfaceCounter, Metrics, format_bytes, interface_bytes
+from dct_plugin.metrics import Metrics, format_bytes
 
 EMBEDDINGS, MLPS = "embeddings", "mlps"  # interfaces
 CLASSES = {"ids": "embedding_ids", "forward": "embedding_forward", "backward": "embedding_backward"}

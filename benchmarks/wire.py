@@ -61,7 +61,7 @@ def worker(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from dct_plugin.metrics import InterfaceCounter
+    from dct_plugin.interfaces import InterfaceCounter
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")

@@ -14,31 +14,25 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.filesize import decimal
 
 from .config import MetricsConfig
 from .errors import ConfigError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = [
     "ClassSummary",
     "Event",
-    "InterfaceCounter",
     "Metrics",
     "Record",
     "Sink",
     "Summary",
     "format_bytes",
-    "interface_bytes",
 ]
 
 logger = logging.getLogger("dct_plugin")
@@ -425,74 +419,3 @@ def _tensorboard_writer(directory: str, rank: int) -> Any:
 def format_bytes(count: float) -> str:
     """A number of bytes in decimal units, e.g. ``1.9 MB``."""
     return decimal(round(count))
-
-
-_PROC_NET_DEV = Path("/proc/net/dev")
-
-
-def interface_bytes(names: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
-    """Bytes received and sent by each network interface since it came up: ``{name: (rx, tx)}``.
-
-    Args:
-        names: interfaces to look at; ``None`` is all of them.  On the loopback interface every byte counts
-            once as sent and once as received.
-
-    Returns:
-        An empty dict on systems without ``/proc/net/dev`` (other than Linux).
-
-    Raises:
-        ValueError: an interface does not exist.
-    """
-    try:
-        lines = _PROC_NET_DEV.read_text().splitlines()[2:]
-    except OSError:
-        return {}
-    counters: dict[str, tuple[int, int]] = {}
-    for line in lines:
-        name, _, columns = line.rpartition(":")  # aliases hold a colon themselves
-        numbers = columns.split()
-        counters[name.strip()] = (int(numbers[0]), int(numbers[8]))
-    if names is None:
-        return counters
-    if missing := [name for name in names if name not in counters]:
-        raise ValueError(f"no network interface {missing[0]!r}; there are {', '.join(sorted(counters))}")
-    return {name: counters[name] for name in names}
-
-
-class InterfaceCounter:
-    """Bytes that crossed network interfaces between :meth:`start` and :meth:`stop`; also a context manager.
-
-    Attributes:
-        rx, tx: bytes received and sent, all interfaces together.
-        per_interface: ``{name: (rx, tx)}``.
-        available: whether the system has such counters at all; if not, everything stays 0.
-    """
-
-    def __init__(self, names: Sequence[str] | None = None) -> None:
-        self.names = names
-        self.rx = self.tx = 0
-        self.per_interface: dict[str, tuple[int, int]] = {}
-        self.available = bool(interface_bytes(names))
-        self._begin: dict[str, tuple[int, int]] = {}
-
-    def start(self) -> Self:
-        self._begin = interface_bytes(self.names)
-        return self
-
-    def stop(self) -> Self:
-        begin = self._begin
-        self.per_interface = {
-            name: (rx - begin.get(name, (0, 0))[0], tx - begin.get(name, (0, 0))[1])
-            for name, (rx, tx) in interface_bytes(self.names).items()
-        }
-        self.rx = sum(rx for rx, _ in self.per_interface.values())
-        self.tx = sum(tx for _, tx in self.per_interface.values())
-        return self
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()

@@ -193,7 +193,7 @@ class _Counted:
         """Around a part of a step."""
         import torch.distributed as dist
 
-        from dct_plugin.metrics import InterfaceCounter
+        from dct_plugin.interfaces import InterfaceCounter
 
         if step < self.args.steps - self.args.counted:
             yield

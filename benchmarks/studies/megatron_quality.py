@@ -38,7 +38,7 @@ from dct_plugin.tools.bench import megatron_cpu
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job, train
 
-from dct_plugin.metrics import InterfaceCounter
+from dct_plugin.interfaces import InterfaceCounter
 
 OFF = {"enabled": False}
 NAMESPACES = tuple(f"dct-quality-{os.getpid()}-{rank}" for rank in range(2))

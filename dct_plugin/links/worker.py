@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dct_plugin.metrics import InterfaceCounter
+from dct_plugin.interfaces import InterfaceCounter
 
 from .method import Method, Workload, milliseconds
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dct_plugin.errors import DCTError
+from dct_plugin.interfaces import interface_bytes
 from dct_plugin.links.namespaces import Links, Network
 from dct_plugin.links.team import tail
-from dct_plugin.metrics import InterfaceCounter
 
 from ..host import build_lock
 
@@ -74,7 +74,7 @@ class Runner:
         if link is not None or ("DS_ACCELERATOR" not in os.environ and not enough_gpus(ranks)):
             self.environment["DS_ACCELERATOR"] = "cpu"
         # The interface whose bytes can be counted, if there is one.
-        if link is not None or (Path("/sys/class/net/lo").exists() and InterfaceCounter().available):
+        if link is not None or "lo" in interface_bytes():
             interface = "lo" if link is None else _LINK
             self.environment["GLOO_SOCKET_IFNAME"] = interface
             self.arguments += ["--interface", interface]

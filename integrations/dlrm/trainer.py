@@ -33,7 +33,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.errors import DCTError
-from dct_plugin.metrics import InterfaceCounter, Metrics
+from dct_plugin.interfaces import InterfaceCounter
+from dct_plugin.metrics import Metrics
 
 from .data import ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
 from .engine import make_engine
@@ -228,7 +229,7 @@ class Training:
             seed=self.seed,
             step_ms=statistics.median(self.step_ms),
             seconds=seconds,
-            interface_bytes=self._all_bytes(on_wire, interface) / self.steps if counter.available else None,
+            interface_bytes=self._all_bytes(on_wire, interface) / self.steps,
             bytes=bytes_per_step(engine, self.metrics, self.steps),
             ranks_in_step=same_on_all_ranks(replicated, engine.device),
         )

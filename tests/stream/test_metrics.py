@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dct_plugin import ConfigError, metrics
+from dct_plugin import ConfigError
 from dct_plugin.config import MetricsConfig
-from dct_plugin.metrics import Event, InterfaceCounter, Metrics, Record, format_bytes, interface_bytes
+from dct_plugin.metrics import Event, Metrics, Record, format_bytes
 
 FIELDS = {
     "step", "steps", "class", "dense_bytes", "sent_bytes", "ratio", "density_target", "density", "tau",
@@ -315,51 +314,3 @@ def test_format_bytes() -> None:
         "251.0 MB",
         "3.2 GB",
     ]
-
-
-needs_counters = pytest.mark.skipif(not interface_bytes(), reason="no /proc/net/dev")
-
-
-@needs_counters
-def test_interface_counter_counts_loopback_traffic() -> None:
-    size = 1 << 20
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        InterfaceCounter(["lo"]) as counter,
-        socket.create_connection(server.getsockname()) as client,
-        server.accept()[0] as other,
-    ):
-        sender = threading.Thread(target=client.sendall, args=(bytes(size),))
-        sender.start()
-        left = size
-        while left:
-            left -= len(other.recv(1 << 16))
-        sender.join()
-    assert counter.available
-    assert counter.tx >= size  # other processes may use the interface as well
-    assert counter.per_interface["lo"] == (counter.rx, counter.tx)
-
-
-@needs_counters
-def test_interfaces_by_name() -> None:
-    assert interface_bytes(["lo"]).keys() == {"lo"}
-    with pytest.raises(ValueError, match=r"no network interface 'nope0'; there are .*lo"):
-        interface_bytes(["nope0"])
-
-
-def test_interface_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "dev"
-    table.write_text(
-        "Inter-|   Receive                            |  Transmit\n"
-        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls\n"
-        "    lo:3193 29 0 0 0 0 0 0 3194 29 0 0 0 0 0 0\n"
-        "eth0:1: 18446744073709551615 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n"
-    )
-    monkeypatch.setattr(metrics, "_PROC_NET_DEV", table)
-    assert interface_bytes() == {"lo": (3193, 3194), "eth0:1": (2**64 - 1, 7)}
-    monkeypatch.setattr(metrics, "_PROC_NET_DEV", tmp_path / "absent")
-    assert interface_bytes() == interface_bytes(["lo"]) == {}
-    with InterfaceCounter() as counter:
-        pass
-    assert not counter.available
-    assert (counter.rx, counter.tx) == (0, 0)
