@@ -15,10 +15,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .displaced_weights import weights
 from .plan import Shard
 from .reducer import GradientReducer
 
-__all__ = ["DCTState", "GradientReducer", "Shard", "dct_hook"]
+__all__ = ["DCTState", "GradientReducer", "Shard", "dct_hook", "weights"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,7 @@ from ..errors import PayloadError
 from ..kernels import Backend, Framing
 from ..metrics import Record
 from ..transport import Exchange
+from ..transport.bounded_table import BoundedTable
 from .plan import Item, Plan, Shard
 from .stream_group import Written
 
@@ -170,18 +171,21 @@ class _FramedExchange(Generic[_Member]):
         self._cls = cls
         self._exchange = member.exchange
         self._kernels = cast(Framing, member.backend)
-        self._sizes: dict[tuple[int, int], _Sizes] = {}
+        self._sizes: BoundedTable[dict[int, _Sizes]] = BoundedTable()
+        """By fingerprint: the sizes of each exchange of a plan."""
         self._pending: list[_Round] = []
         self._spare: list[list[MessageWriter]] = []
 
     def knows(self, plan: Plan) -> bool:
         """Whether the plan's messages have been exchanged before."""
-        return (plan.fingerprint, 0) in self._sizes
+        return self._sizes.has(plan.fingerprint)
 
     def learn(self, plan: Plan, leg: int, sent: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         """The sizes of messages that were exchanged with their sizes."""
-        key = plan.fingerprint, leg
-        self._sizes.setdefault(key, _Sizes(len(got))).add([m.numel() for m in sent], [m.numel() for m in got])
+        if leg == 0:
+            self._sizes[plan.fingerprint] = {}
+        sizes = self._sizes[plan.fingerprint].setdefault(leg, _Sizes(len(got)))
+        sizes.add([m.numel() for m in sent], [m.numel() for m in got])
 
     # -- under way ---
 
@@ -226,7 +230,7 @@ class _FramedExchange(Generic[_Member]):
         incomplete: Tensor | None = None,
     ) -> _Leg:
         """The frames of a leg, the own one in its place, those of others to come."""
-        sizes = self._sizes[plan.fingerprint, leg]
+        sizes = self._sizes[plan.fingerprint][leg]
         rooms = [frame_bytes(series) for series in sizes.sent]
         ends = list(itertools.accumulate((frame_bytes(series) for series in sizes.got), initial=0))
         bounds = list(itertools.pairwise(ends))
@@ -253,7 +257,7 @@ class _FramedExchange(Generic[_Member]):
         """Send frames that say so to the ranks that are waiting for these. Never raises."""
         try:
             for leg in range(2 if plan.kind == "two_phase" else 1):
-                sizes = self._sizes[plan.fingerprint, leg]
+                sizes = self._sizes[plan.fingerprint][leg]
                 leaving, arriving = (
                     [torch.zeros(frame_bytes(series), dtype=torch.uint8) for series in each]
                     for each in (sizes.sent, sizes.got)

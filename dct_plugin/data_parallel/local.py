@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError
+from .module_hooks import register_hooks
 from .plan import Change
-from .watching import watch
 
 #: Most entries of one exchange, which has room of so many fp32 numbers; a larger tensor is alone in its own.
 ROOM = 1 << 24
@@ -100,7 +100,7 @@ class LocalUpdates:
 
     def attach(self, module: torch.nn.Module) -> None:
         """Train ``module`` at the local weights; saving, loading and evaluation see the anchor."""
-        self._handles += watch(
+        self._handles += register_hooks(
             module,
             before_pass=lambda trains: self.show_local() if trains else self.show_anchor(),
             before_saving=self.show_anchor,

@@ -23,6 +23,7 @@ from ..kernels import GRAD_DTYPES, together
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
+from ..transport.bounded_table import BoundedTable
 from .accordion import Accordion
 from .averaging import ErrorAveraging
 from .fixed_size import FramedReductions
@@ -92,8 +93,8 @@ class GradientReducer(Member):
         self._ahead: StepAhead | None = None
         self._loaded_ahead: dict[str, Any] | None = None
         self._framed = FramedReductions(self, "gradient") if self.frames else None
-        self._agreed: set[int] = set()
-        """What all ranks were found to sum densely."""
+        self._agreed: BoundedTable[None] = BoundedTable()
+        """Fingerprints of what all ranks were found to sum densely."""
         self._suspects: list[tuple[list[str], Tensor]] = []
         """Names of tensors that were summed densely, and flags of those that are not finite."""
         self.deferred = False
@@ -336,6 +337,8 @@ class GradientReducer(Member):
             state: Of this rank.
             loss_scale: That of the coming gradients; None: the saved one.
         """
+        self.finish()
+        self._paid.clear()  # of the state that goes
         scale = state["loss_scale"] if loss_scale is None else loss_scale
         self.step, self.loss_scale = state["step"], scale
         self.streams.clear()
@@ -491,9 +494,11 @@ class GradientReducer(Member):
         plan = self._plan("dense", [(n, t, [Shard(0, 0, t.numel())]) for n, t in entries])
         if self._framed is None:
             self.exchange.agree(plan.fingerprint)
-        elif plan.fingerprint not in self._agreed:  # a device would be waited for: once, on the step as well
+        elif not self._agreed.has(
+            plan.fingerprint
+        ):  # a device would be waited for: once, on the step as well
             self.exchange.agree((plan.fingerprint + self.step) % (1 << 63))
-            self._agreed.add(plan.fingerprint)
+            self._agreed[plan.fingerprint] = None
         for dtype in dict.fromkeys(tensor.dtype for _, tensor in entries):
             same = [tensor for _, tensor in entries if tensor.dtype == dtype]
             flat = torch.cat(same)

@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
 from ..feedback import Rooms
+from .displaced_weights import DisplacedWeights
+from .module_hooks import register_hooks
 from .plan import Shard
-from .watching import watch
 
 #: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one,
 #: and what older measurements weigh beside a new one.
@@ -360,9 +361,8 @@ class StepAhead:
         self._loaded: dict[str, Any] = {}
         self._buffers: dict[str, Tensor] = {}
         self._rooms = Rooms()
-        self._displaced: set[str] = set()  # whose buffer holds the displaced weights of this step
-        self._originals: list[tuple[torch.nn.Parameter, Tensor]] = []
-        self._fresh = False
+        self._displaced = DisplacedWeights()
+        self._saving = 0
         self._missed = 0
         self._handles: list[Any] = []
 
@@ -376,13 +376,15 @@ class StepAhead:
             module: Called for forward passes; passes of its parts alone are not displaced.
             optimizer: Of torch; None if the host calls :meth:`restore` before its steps.
         """
-        self._handles += watch(
+        self._displaced.register(module)
+        self._handles += register_hooks(
             module,
             before_pass=lambda trains: self.displace() if trains else self.restore(),
-            before_saving=self.restore,
+            after_pass=self._after_forward,
+            before_saving=self._before_saving,
+            after_saving=self._after_saving,
             before_loading=self.forget,
         )
-        self._handles.append(module.register_forward_hook(lambda _, __, output: self._after_forward(output)))
         if hasattr(optimizer, "register_step_pre_hook"):
             self._handles += [
                 optimizer.register_step_pre_hook(lambda *_: self.restore()),
@@ -397,46 +399,66 @@ class StepAhead:
         self._handles.clear()
 
     def displace(self) -> None:
-        """Let the parameters' data be the displaced weights; computed once per optimizer step."""
-        if self._originals and self._fresh:
+        """Let the parameters' data be the displaced weights; computed once per optimizer step.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights.
+        """
+        if self._displaced.shown and self._displaced.fresh:
+            self._displaced.check()
             return
+        self._saving = 0
         self.restore()
-        if not self._fresh:
+        if not self._displaced.fresh or self._displaced.outdated:
             self._compute()
-        for name in self._displaced:
-            parameter = self._parameters[name]
-            self._originals.append((parameter, parameter.data))
-            parameter.data = self._buffers[name]
+        self._displaced.show()
 
     def restore(self) -> None:
-        """Let the parameters' data be the weights again."""
-        for parameter, weight in self._originals:
-            parameter.data = weight
-        self._originals.clear()
+        """Let the parameters' data be the weights again.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
+        if self._displaced.shown:
+            self._displaced.restore()
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """A parameter's weight, also while its data are the displaced ones."""
-        return next((weight for other, weight in self._originals if other is parameter), parameter.data)
+        """Return a parameter's weight, also while its data are the displaced ones."""
+        return self._displaced.weight(parameter)
 
     def forget(self) -> None:
         """The weights change: :meth:`restore` them, and compute displaced ones anew when next asked."""
         self.restore()
-        self._fresh = False
+        self._displaced.fresh = False
+
+    def _before_saving(self) -> None:
+        # Also called for every part of what is saved; the first one may find displaced weights.
+        if self._displaced.shown or self._saving:
+            self._saving += 1
+            self.restore()
+
+    def _after_saving(self) -> None:
+        if self._saving:
+            self._saving -= 1
+            if not self._saving:
+                self._displaced.show()
 
     def _after_forward(self, output: Any) -> None:
         # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
         # inside the backward pass, which must not end it.
-        if self._originals:
+        if self._displaced.shown:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._when_backward_ends)
 
     def _when_backward_ends(self, _: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self.restore)
+        # No waiting for a device in every step.
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: self._displaced.restore(thorough=False)
+        )
 
     def _compute(self) -> None:
-        self._fresh = True
-        self._displaced.clear()
+        self._displaced.begin()
         for name, parameter in self._parameters.items():
             unit, weight = self._unit_of(parameter), parameter.data
             if not parameter.requires_grad or unit is None or not weight.is_contiguous():
@@ -462,7 +484,7 @@ class StepAhead:
                 out=buffer,
                 rooms=rooms,
             )
-            self._displaced.add(name)
+            self._displaced.add(name, parameter, buffer)
 
     def _owed(self, name: str, numel: int) -> tuple[Tensor | None, float]:
         """What this rank owes of a parameter's gradients, and the share of it that counts."""
@@ -499,7 +521,7 @@ class StepAhead:
 
     def end_step(self, *, skipped: bool) -> None:
         """An optimizer step is over; a ``skipped`` one leaves no trace."""
-        self._fresh = False
+        self._displaced.fresh = False
         if not skipped:
             for name, (own, mixed) in self._measured.items():
                 before = self._products.get(name, (0.0, 0.0))
@@ -596,9 +618,15 @@ class StepAhead:
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Tensors in what a forward pass returned: nested containers, and attributes of other objects."""
+    """Yield the tensors in what a forward pass returned: nested containers, and attributes of objects."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__") and not callable(leaf):
-            yield from (t for t in tree_leaves(vars(leaf)) if isinstance(t, Tensor))
+        elif not callable(leaf):
+            slots = [name for kind in type(leaf).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n, None) for n in slots)]
+            yield from (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots

@@ -14,9 +14,22 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.transport import lost_ranks
 
-__all__ = ["PoisonedSteps"]
+__all__ = ["PoisonedSteps", "collective_device"]
 
 logger = logging.getLogger("dct_plugin")
+
+
+def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return a device whose tensors ``group`` can reduce, the same kind on ranks with and without gradients:
+    the CPU if it can, else this rank's accelerator.
+    """
+    kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config(group)).split(",")]
+    kind = "cpu" if "cpu" in kinds else kinds[0]
+    return (
+        torch.device("cpu")
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
 
 
 class PoisonedSteps:
@@ -57,6 +70,8 @@ class PoisonedSteps:
             flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
         speaker = torch.where(flags.any(), rank, nobody).view(1)
         if self._agree:
+            speaker = speaker.to(collective_device())
+            flags = flags.to(speaker.device)
             with lost_ranks.transport("agreement on a step that is not finite", step=step):
                 dist.all_reduce(speaker, dist.ReduceOp.MIN)
         first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()

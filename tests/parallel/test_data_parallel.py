@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from support.processes import launch, run
 
+from dct_plugin import Compressor
+from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, plan
 from dct_plugin.errors import DesyncError
@@ -415,3 +417,32 @@ def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
     assert by_class["gradient_small"]["density"] is None or by_class["gradient_small"]["density"] == 1.0
     for key in ("tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms"):
         assert gradient[key] >= 0
+
+
+def _load_between_reduction_and_step(rank: int, world_size: int) -> list[float]:
+    """A single rank pays the residuals of a checkpoint of several; then other states are loaded."""
+    reducer = GradientReducer(DataParallelConfig(sparsity=0.9, min_numel=1))
+    stream = Compressor(sparsity=0.9, name="a")
+    stream.encode(torch.zeros(4), [(0, 4, MessageWriter(torch.device("cpu")))])
+    assert stream.residual is not None
+    stream.residual.add(torch.ones(4))
+    state = {"step": 3, "loss_scale": 1.0, "streams": {"a": stream.state_dict()}}
+
+    def reduced() -> float:
+        gradient = torch.zeros(4)
+        reducer.all_reduce([("a", gradient)])
+        return float(gradient[0])
+
+    paid = []
+    for loaded in ({**state, "streams": {}}, state):
+        reducer.load_state_dict(state)
+        paid.append(reduced())
+        reducer.load_state_dict(loaded)
+        reducer.end_step()
+        paid.append(reduced())
+        reducer.end_step()
+    return paid
+
+
+def test_a_state_loaded_between_reduction_and_step_is_not_touched_by_it() -> None:
+    assert run(1, _load_between_reduction_and_step) == [[1.0, 0.0, 1.0, 1.0]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
 from dct_plugin.data_parallel.step_ahead import (
     INTERVAL,
@@ -25,7 +27,7 @@ from dct_plugin.data_parallel.step_ahead import (
     displaced,
     units_of,
 )
-from dct_plugin.errors import ConfigError
+from dct_plugin.errors import ConfigError, DCTError
 
 
 def rank_one(step: int) -> Tensor:
@@ -396,6 +398,118 @@ def test_outputs_that_are_no_containers(probe: Any) -> None:
     probe.model(probe.x).loss.backward()
     assert torch.equal(probe.model.seen[-1], weight - 0.25)
     assert torch.equal(probe.model.second.weight, weight)
+
+
+class Slotted:
+    """An output without a ``__dict__``."""
+
+    __slots__ = ("__weakref__", "loss", "nothing")
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+def test_outputs_with_slots_end_the_displacement(probe: Any) -> None:
+    weight = probe.model.second.weight.detach().clone()
+    probe.model.register_forward_hook(lambda _, __, output: Slotted(output["loss"]), prepend=True)
+    probe.model(probe.x).loss.backward()
+    assert torch.equal(probe.model.second.weight, weight)
+
+
+# -- who reads and writes weights between passes ---
+
+
+def _copied(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.copy_(torch.ones(4, 4))
+
+
+def _through_data(parameter: nn.Parameter) -> None:
+    parameter.data.copy_(torch.ones(4, 4))
+
+
+def _replaced(parameter: nn.Parameter) -> None:
+    parameter.data = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("write", [_copied, _through_data, _replaced])
+@pytest.mark.parametrize("then", ["eval", "train", "step"])
+def test_writes_to_displaced_weights_are_refused_by_name(probe: Any, write: Any, then: str) -> None:
+    """As of an exchange with averaged weights after a training forward pass that has no backward pass."""
+    model = probe.model
+    weight, storage = model.second.weight.detach().clone(), model.second.weight.data_ptr()
+    model(probe.x)
+    write(model.second.weight)
+    model.train(then == "train")
+    use = probe.optimizer.step if then == "step" else lambda: model(probe.x)
+    with pytest.raises(DCTError, match=r"weights of second\.weight were written.*weights\(model\)"):
+        use()
+    assert torch.equal(model.second.weight, weight)
+    assert model.second.weight.data_ptr() == storage
+    model.train()
+    model(probe.x)["loss"].backward()  # goes on
+    assert torch.equal(model.seen[-1], weight - 0.25)
+    assert torch.equal(model.second.weight, weight)
+
+
+def test_a_write_within_the_forward_pass_is_refused_by_name(probe: Any) -> None:
+    weight = probe.model.second.weight.detach().clone()
+    probe.model.second.register_forward_pre_hook(lambda *_: _copied(probe.model.second.weight))
+    with pytest.raises(DCTError, match=r"second\.weight"):
+        probe.model(probe.x)["loss"].backward()
+    assert torch.equal(probe.model.second.weight, weight)
+
+
+def test_weights_are_read_and_written_within_a_block(probe: Any) -> None:
+    model = probe.model
+    weight = model.second.weight.detach().clone()
+    loss = model(probe.x)["loss"]
+    with weights(nn.Sequential(model)):  # also of what wraps it
+        assert torch.equal(copy.deepcopy(model).second.weight, weight)
+        backup = model.second.weight.detach().clone()
+    assert torch.equal(model.second.weight, weight - 0.25)
+    loss.backward()
+    model(probe.x)
+    with weights(model), torch.no_grad():
+        _copied(model.second.weight)
+    model.eval()
+    model(probe.x)
+    assert torch.equal(model.seen[-1], torch.ones(4, 4))
+    with weights(model), torch.no_grad():
+        model.second.weight.copy_(backup)
+    model.train()
+    model(probe.x)["loss"].backward()
+    assert torch.equal(model.seen[-1], weight - 0.25)
+    assert torch.equal(model.second.weight, weight)
+
+
+def test_saving_within_a_forward_pass_leaves_it_displaced(probe: Any) -> None:
+    model, saved = probe.model, []
+    weight = model.second.weight.detach().clone()
+    handle = model.first.register_forward_pre_hook(lambda *_: saved.append(model.state_dict()))
+    model(probe.x)["loss"].backward()
+    handle.remove()
+    assert torch.equal(saved[0]["second.weight"], weight)
+    assert torch.equal(model.seen[-1], weight - 0.25)
+    assert torch.equal(model.second.weight, weight)
+
+
+def test_a_written_weight_is_displaced_anew(probe: Any) -> None:
+    probe.model(probe.x)["loss"].backward()
+    _copied(probe.model.second.weight)
+    probe.model(probe.x)["loss"].backward()
+    assert torch.equal(probe.model.seen[-1], torch.full((4, 4), 0.75))
+
+
+def test_a_module_is_pickled_without_what_displaces_it(probe: Any) -> None:
+    file = io.BytesIO()
+    torch.save(probe.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded(probe.x)
+    assert torch.equal(loaded.seen[-1], probe.model.second.weight)
+    probe.model(probe.x)
+    assert not torch.equal(probe.model.seen[-1], loaded.seen[-1])
 
 
 # -- the coefficient ---

@@ -28,6 +28,7 @@ from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.metrics import Metrics
+from dct_plugin.transport import bounded_table
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,6 +108,31 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
         assert looks[1] == looks[2] == ONE_LOOK
         assert len(looks[3]) >= 1  # what did not fit its frame was sent again
     assert any(len(looks[3]) > 1 for _, looks in found)
+
+
+def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[dict[str, Any], int]:
+    """The second bucket's sizes replace the first one's in every step."""
+    before, bounded_table.CAPACITY = bounded_table.CAPACITY, 1
+    try:
+        config, backend = settings(name, exchange="two_phase")
+        reducer, kept = GradientReducer(config, kernels=backend), {}
+        for step in range(3):
+            for sizes in (SIZES[0], SIZES[0], SIZES[1]):
+                entries = gradients(rank, step, sizes)
+                reducer.all_reduce(list(entries.items()))
+                kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
+            reducer.end_step()
+        return kept, len(reducer._framed._sizes) if reducer._framed is not None else 0
+    finally:
+        bounded_table.CAPACITY = before
+
+
+def test_sizes_of_few_sets_of_tensors_are_remembered() -> None:
+    """All ranks forget the same ones, and exchange sizes again."""
+    expected, found = (run(2, _reduce_with_a_small_table, name) for name in ("plain", "interpreted"))
+    for (mine, remembered), (other, _) in zip(found, expected, strict=True):
+        assert remembered == 1
+        assert [key for key in mine if not torch.equal(mine[key], other[key])] == []
 
 
 #: Of weights: the ranks' boundary cuts the second one.

@@ -1,0 +1,157 @@
+"""Parameters that hold displaced weights during training passes, and how writes to them are noticed.
+
+Between a training forward pass and the end of its backward pass, and after a forward pass that has no
+backward pass, a parameter's data are displaced weights, which differ from rank to rank. ``state_dict()``
+saves the weights all the same. What reads or writes parameters by itself (``copy.deepcopy``,
+``torch.save(list)``, ``AveragedModel.update_parameters``, an exchange with averaged weights) does so within
+``with dct_plugin.data_parallel.weights(model):``. A write outside of it is undone, and refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..errors import DCTError
+
+__all__ = ["DisplacedWeights", "weights"]
+
+#: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
+SAMPLES = 64
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: For each module whose passes are displaced: shows its weights within a block.
+_MODULES: WeakKeyDictionary[torch.nn.Module, Callable[[], AbstractContextManager[None]]] = WeakKeyDictionary()
+
+
+@contextmanager
+def weights(model: torch.nn.Module) -> Iterator[None]:
+    """Let the parameters of ``model`` hold its weights within the block, to be read or written there.
+
+    Needed with ``error_feedback: "step_ahead"`` between a training forward pass and the optimizer's step; see
+    :mod:`dct_plugin.data_parallel.displaced_weights`.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module in _MODULES:
+                stack.enter_context(_MODULES[module]())
+        yield
+
+
+class _Displaced(NamedTuple):
+    """A parameter that holds displaced weights."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    weight: Tensor
+    buffer: Tensor
+    version: int
+
+
+class _Computed(NamedTuple):
+    """What a buffer was computed from, and what it holds."""
+
+    parameter: torch.nn.Parameter
+    buffer: Tensor
+    version: int
+    """Version counter of the parameter. Writes to the parameter change it, but for those to its ``.data``."""
+    sample: Tensor
+
+
+class DisplacedWeights:
+    """Shows displaced weights in parameters, from buffers of their own, and puts the weights back.
+
+    Nothing is added to the weights and nothing is subtracted from them, so ranks stay bitwise equal.
+    """
+
+    def __init__(self) -> None:
+        self._computed: dict[str, _Computed] = {}
+        self._shown: list[_Displaced] = []
+        self.fresh = False
+        """Whether the displaced weights are those of the coming passes."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether parameters hold displaced weights now."""
+        return bool(self._shown)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a weight was written since its displaced one was computed."""
+        return any(each.parameter._version != each.version for each in self._computed.values())
+
+    def begin(self) -> None:
+        """Forget all buffers, to :meth:`add` those of the coming passes."""
+        self._computed.clear()
+        self.fresh = True
+
+    def add(self, name: str, parameter: torch.nn.Parameter, buffer: Tensor) -> None:
+        """Show the displaced weights ``buffer``, which are complete, in ``parameter`` from now on."""
+        self._computed[name] = _Computed(parameter, buffer, parameter._version, _sample(buffer))
+
+    def show(self) -> None:
+        """Let the parameters hold the displaced weights."""
+        for name, (parameter, buffer, version, _) in self._computed.items():
+            weight, parameter.data = parameter.data, buffer
+            self._shown.append(_Displaced(name, parameter, weight, buffer, version))
+
+    def restore(self, *, thorough: bool = True) -> None:
+        """Let the parameters hold their weights again.
+
+        Args:
+            thorough: Look for writes through ``.data``, too, which waits for the device.
+
+        Raises:
+            DCTError: A parameter was written meanwhile; the write is undone.
+        """
+        shown, self._shown = self._shown, []
+        written = [each.name for each in shown if self._written(each, thorough)]
+        for each in shown:
+            each.parameter.data = each.weight
+        if written:
+            self.fresh = False
+            raise DCTError(
+                f"the weights of {', '.join(written[:3])}{', ...' if len(written) > 3 else ''} were written "
+                "or replaced between a training forward pass and the end of its backward pass, or after a "
+                "forward pass that had none. With dct.data_parallel.error_feedback = 'step_ahead' parameters "
+                "hold displaced weights there, which differ from rank to rank; the write was undone. Read "
+                "and write weights within `with dct_plugin.data_parallel.weights(model):`, or set "
+                "error_feedback to 'local'"
+            )
+
+    def check(self) -> None:
+        """:meth:`restore`, if a parameter was written."""
+        if any(self._written(each, True) for each in self._shown):
+            self.restore()
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's weight, also while the parameter holds a displaced one."""
+        return next((each.weight for each in self._shown if each.parameter is parameter), parameter.data)
+
+    def register(self, module: torch.nn.Module) -> None:
+        """Have :func:`weights` show those of ``module``."""
+        _MODULES[module] = self._weights
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        shown = self.shown
+        self.restore()
+        yield
+        if shown and not self.shown and not self.outdated:
+            self.show()
+
+    def _written(self, each: _Displaced, thorough: bool) -> bool:
+        if each.parameter._version != each.version or each.parameter.data_ptr() != each.buffer.data_ptr():
+            return True
+        return thorough and not torch.equal(_sample(each.buffer), self._computed[each.name].sample)
+
+
+def _sample(buffer: Tensor) -> Tensor:
+    """Return the bits of some entries, spread over all of them."""
+    flat = buffer.view(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)].clone().view(_BITS[flat.element_size()])

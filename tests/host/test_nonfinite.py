@@ -1,0 +1,46 @@
+"""Where ranks agree on a step that is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.integrations.host import nonfinite
+from dct_plugin.integrations.host.nonfinite import PoisonedSteps, collective_device
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda:3")],
+)
+def test_the_group_says_where(backends: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert collective_device() == torch.device(expected)
+
+
+@pytest.mark.parametrize("gradients", [[], [("a", torch.ones(3))]])
+def test_a_rank_without_gradients_asks_on_the_same_device(
+    gradients: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group has no CPU transport; ``meta`` stands for its device."""
+    asked = []
+
+    def all_reduce(tensor: Tensor, _: Any) -> None:
+        asked.append(tensor.device.type)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "meta:nccl")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: torch.cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nonfinite, "to_host", lambda figures: torch.tensor([2] + [0] * (figures.numel() - 1)))
+    steps = PoisonedSteps(DataParallelConfig(nonfinite_action="skip"), lambda: gradients, agree=True)
+    assert not steps.found(0)
+    assert asked == ["meta"]
