@@ -1,4 +1,4 @@
-"""What a training step costs in time: computing, coding and sending, for every class of compression.
+"""A model of the time of a training step: computing, coding and sending, for every class of compression.
 
 Source: the cost model of MCBench (Bian et al., MLSys 2024, section 5), with what coding costs added to it:
 
@@ -41,7 +41,7 @@ __all__ = [
 _Method = Literal["none", "threshold", "topk", "randomk", "quantise", "lowrank", "learned", "transform"]
 #: Classes of activation compression whose coding takes time.
 CODED: tuple[_Method, ...] = ("threshold", "topk", "randomk", "quantise", "lowrank", "learned", "transform")
-#: What one of them does to a tensor and its gradient, coded and decoded.
+#: Steps of coding and decoding a tensor and its gradient.
 _CODING = {
     "crossing": "tensor, whatever its size, for {}",
     "entry": "entry, for {}",
@@ -49,7 +49,7 @@ _CODING = {
     "product": "multiplication in a matrix product of {}",
 }
 
-#: What a machine is described by; each is seconds for one of what it counts.
+#: The coefficients that describe a machine: seconds for one of each.
 COEFFICIENTS: Mapping[str, str] = {
     "flop": "floating-point operation of a matrix product",
     "activation": "entry of a layer's output, for all that is done element by element",
@@ -84,7 +84,7 @@ class Link:
     latency: float = 0.0
 
     def seconds(self, sent: float, rounds: float = 1.0) -> float:
-        """For so many bytes in so many rounds, one behind the other."""
+        """Return the time for so many bytes in so many rounds, one behind the other."""
         return max(rounds * self.latency, 8.0 * sent / self.rate)
 
 
@@ -119,13 +119,13 @@ class Transformer:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Shapes of all weight matrices."""
+        """The shapes of all weight matrices."""
         h = self.hidden
         return [(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * self.layers
 
     @property
     def vectors(self) -> int:
-        """Entries of biases and norms."""
+        """The number of entries of biases and norms."""
         return 13 * self.hidden * self.layers
 
     @property
@@ -133,7 +133,7 @@ class Transformer:
         return sum(rows * columns for rows, columns in self.matrices) + self.vectors
 
     def counts(self) -> dict[str, float]:
-        """What a step computes, forward, backward and the optimizer's."""
+        """Count what a step computes: forward, backward and in the optimizer."""
         scores = self.batch * self.heads * self.sequence**2 * self.layers
         products = 2.0 * self.tokens * sum(rows * columns for rows, columns in self.matrices)
         # A backward pass makes two products of each, and attention has two of its own.
@@ -164,7 +164,7 @@ class Machine:
     fitted_on: str = ""
 
     def seconds(self, counts: Mapping[str, float], ranks_here: int = 1) -> float:
-        """Of a rank that has to do so much while ``ranks_here`` ranks do the same on its machine."""
+        """Return the time of a rank with these counts while ``ranks_here`` ranks do the same there."""
         alone = sum(self.coefficients.get(name, 0.0) * count for name, count in counts.items())
         return alone * max(1.0, ranks_here / self.cores)
 
@@ -273,13 +273,13 @@ class Activation:
 
     @property
     def directions(self) -> float:
-        """How many ``transform`` keeps, for each of the hidden size."""
+        """The share of the directions that ``transform`` keeps."""
         return min(1.0, 0.375 * self.rate)
 
     def coding(self, rows: int, hidden: int, messages: int = 1) -> dict[str, float]:
-        """What a machine does to code and decode [rows, hidden] and its gradient.
+        """Count what coding and decoding a [rows, hidden] tensor and its gradient takes.
 
-        ``messages``: of a step.
+        ``messages`` cross in a step.
         """
         entries = float(rows * hidden)
         if self.method == "none":
@@ -380,7 +380,7 @@ _TRANSPORT = ("byte", "round")
 
 
 def reduction(model: Transformer, method: Gradient, ranks: int) -> tuple[dict[str, float], float, float]:
-    """What one reduction of the gradients takes: counts beside computing, bytes a rank sends, rounds."""
+    """Count one reduction of the gradients: counts beside computing, bytes a rank sends, rounds."""
     numel, share = model.parameters, (ranks - 1) / ranks
     buckets = 1 + max(0, math.ceil((4 * numel - _FIRST_BUCKET) / _BUCKET))
     if method.kind == "dense":

@@ -1,4 +1,4 @@
-"""What crossed, how much of it, and how long it took: per tensor class, per step, and for the whole run.
+"""Metrics of what crossed, how much of it, and how long it took: per tensor class, per step, and per run.
 
 A tensor class is a free string (``gradient``, ``gradient_small``, ``activation``, ...). ``class/layer``
 is one layer's share of what crossed as ``class``, and is left out of the totals.  The data path calls

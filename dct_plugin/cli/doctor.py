@@ -109,7 +109,7 @@ def _hosts() -> Iterable[Finding]:
 
 
 def _deepspeed() -> Iterable[Finding]:
-    """What the installed version has of what the plugin works with; nothing of DeepSpeed is imported."""
+    """List which features of the installed DeepSpeed the plugin works with; import nothing of DeepSpeed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or not spec.submodule_search_locations:
         return
@@ -189,7 +189,7 @@ def _activation() -> Iterable[Finding]:
 
 
 def _megatron(checkout: Path | None = None, config: Path | None = None) -> Iterable[Finding]:
-    """What the Megatron hooks would replace, compared with the sources; nothing of Megatron is imported."""
+    """Compare what the Megatron hooks would replace with the sources; import nothing of Megatron."""
     from ..integrations.megatron import versions
 
     try:
@@ -267,7 +267,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
     _distributed,
     _tensorboard,
 ]
-"""What :func:`diagnose` runs, in order; another module adds its checks here."""
+"""The checks that :func:`diagnose` runs, in order."""
 
 
 def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:

@@ -1,4 +1,4 @@
-"""Measure methods beside each other, in turns of a few steps: a slow spell of the machine meets them all."""
+"""Interleaved measurement: methods take turns, so that a slow spell of the machine meets all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Figures:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third; the ends where there are too few turns."""
+        """The first and third quartile; the extremes where there are too few turns."""
         if len(self.ms) < 4:
             return min(self.ms), max(self.ms)
         first, _, third = statistics.quantiles(self.ms, n=4, method="inclusive")
@@ -47,7 +47,7 @@ class Figures:
 
     @classmethod
     def of(cls, name: str, first: Block, turns: Sequence[Block]) -> Figures:
-        """From its turns, and the block before them."""
+        """Compute the figures of a method from its turns and the block before them."""
         steps = sum(turn.steps for turn in turns)
         split = {
             key: statistics.median(
@@ -61,13 +61,13 @@ class Figures:
 
 
 def warmed(take: Take, methods: Mapping[str, int]) -> None:
-    """The steps of every method that do not count."""
+    """Do the steps of every method that do not count."""
     for name, steps in methods.items():
         take(name, steps)
 
 
 def interleaved(take: Take, methods: Sequence[str], seconds: float) -> list[Figures]:
-    """Rounds in which each method has one turn, in another order every time.
+    """Measure methods in rounds in which each has one turn, in another order every time.
 
     Args:
         take: Does so many steps of a method.

@@ -1,4 +1,4 @@
-"""What a rank is asked to measure: methods of a workload, each with a step of its own."""
+"""The methods of a workload that a rank is asked to measure, each with a step of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Workload(Protocol):
 
 
 def milliseconds(metrics: Sequence[Metrics]) -> dict[str, float]:
-    """All that the metrics time, by their names (``select_ms``, ...): totals so far."""
+    """Return the totals so far of all that the metrics time, by name (``select_ms``, ...)."""
     totals: dict[str, float] = {}
     for source in metrics:
         summary = source.summary()

@@ -41,7 +41,7 @@ class TeamError(DCTError):
 
 
 class Block(NamedTuple):
-    """What some steps of one method took.
+    """Time and bytes of some steps of one method.
 
     Attributes:
         ms: Milliseconds per step, until the slowest rank was done.
@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
 
 def rank_environment(rank: int, ranks: int, *, host: str, port: int, device: str) -> dict[str, str]:
-    """Environment of one rank of a job on this machine."""
+    """Return the environment of one rank of a job on this machine."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -147,7 +147,7 @@ class Team:
             process.wait()
 
     def open(self, variant: str) -> dict[str, int]:
-        """Have a variant made; its methods and how many steps each one needs before it counts."""
+        """Have a variant made; return its methods and how many steps each needs before it counts."""
         return dict(self._ask("open", variant)[0])
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Team:
         self._ask("close")
 
     def block(self, method: str, steps: int) -> Block:
-        """``steps`` steps of a method."""
+        """Do ``steps`` steps of a method and return what they took."""
         seconds, sent, totals = zip(*self._ask("block", method, steps), strict=True)
         # On the loopback interface every rank sees the bytes of all.
         bytes_sent = sent[0] if self._on_loopback else sum(sent)
@@ -197,12 +197,12 @@ class Team:
 
 
 def tail(text: str, lines: int = 25) -> str:
-    """The last lines of what a process wrote."""
+    """Return the last lines of what a process wrote."""
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a port of the loopback interface that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

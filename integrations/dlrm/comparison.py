@@ -43,7 +43,7 @@ def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:
 
 @dataclass
 class Sent:
-    """What one rank of a run sends in an optimizer step."""
+    """Bytes and entries that one rank of a run sends in an optimizer step."""
 
     payload_bytes: float
     """Bytes of gradients that the rank hands to the network, without the transport's headers."""

@@ -15,7 +15,7 @@ from dct_plugin.metrics import Metrics
 
 from .data import ClickDataset
 from .experts import Experts
-from .models import DLRM, build
+from .models import DLRM, TableExchange, build
 from .models.parts import seeded
 from .optimizers import HybridOptimizer, hybrid_groups
 from .settings import MODEL_SECTION, ModelSettings, model_settings
@@ -94,17 +94,19 @@ def _sharded_model(
         clicks.cardinalities,
         embedding_dim=settings.embedding_dim,
         seed=seed,
-        exchange=settings.exchange,
-        make_tables=make_tables,
-        compression=settings.compression or 1.0,
-        average_gradients=False,
-        metrics=metrics,
+        exchange=TableExchange(
+            settings.exchange,
+            make_tables,
+            compression=settings.compression or 1.0,
+            average_gradients=False,
+            metrics=metrics,
+        ),
         **settings.widths,
     )
     notes = []
     if settings.exchange == "auto" and settings.compression is None and _compresses(sections.embedding):
         notes.append(
-            "(N*K)/(T*m) counts uncompressed vectors, but the channel makes the all-to-all smaller: "
+            "(N*K)/(T*m) counts uncompressed vectors, but compression makes the all-to-all smaller: "
             f"measure how much with exchange = all_to_all and give it as {MODEL_SECTION}.compression"
         )
     return Experts(model), choices, notes
@@ -121,6 +123,6 @@ def _two_optimizers(
 
 
 def _compresses(channel: EmbeddingChannelConfig) -> bool:
-    """Whether fewer bytes cross than there are vectors."""
+    """Return whether fewer bytes cross than the vectors have."""
     lossy = channel.sparsity > 0 or channel.error_bound is not None or channel.gradient_bound is not None
     return channel.enabled and (channel.deduplicate or lossy)

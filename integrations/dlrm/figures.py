@@ -1,4 +1,4 @@
-"""What was measured: runs from the trainer's events, and their differences to the uncompressed one."""
+"""The measured runs, from the trainer's events, and their differences to the uncompressed one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BASELINE", "LAYERS", "Difference", "Run", "read_runs"]
 #: Name of the run that nothing is compressed in.
 BASELINE = "dense"
 
-#: Layers of the embedding channel in the order in which they act.
+#: Layers of the embedding exchange in the order in which they act.
 LAYERS = ("lossless", "threshold", "bounded")
 
 #: Classes of bytes that move embeddings and their gradients, or what stands in for them.
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def crossing_bytes(self) -> float:
-        """All that crosses for embeddings: vectors, their gradients, and the ids that ask for them."""
+        """Bytes of vectors, their gradients, and the ids that ask for them."""
         return self.embedding_bytes + self.id_bytes
 
     @property
@@ -103,11 +103,11 @@ class Run:
 
     @property
     def total_bytes(self) -> float:
-        """All payload: embeddings, ids, gradients and updated weights."""
+        """Bytes of all payload: embeddings, ids, gradients and updated weights."""
         return self.crossing_bytes + self.gradient_bytes + self.parameter_bytes
 
     def layers(self) -> dict[str, float]:
-        """How many times fewer bytes each layer leaves, forward and backward together.
+        """Return how many times fewer bytes each layer leaves, forward and backward together.
 
         A layer that acts in one direction alone leaves the other's bytes as they are, so the factors multiply
         to the whole.

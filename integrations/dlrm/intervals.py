@@ -22,7 +22,7 @@ class Interval:
         return f"{self.mean:+.4f}" + ("" if self.half_width is None else f" ±{self.half_width:.4f}")
 
     def inside(self, margin: float) -> bool | None:
-        """Whether the whole interval is in [-margin, margin]; None without an interval."""
+        """Return whether the whole interval is in [-margin, margin]; None without an interval."""
         return None if self.half_width is None else abs(self.mean) + self.half_width <= margin
 
 

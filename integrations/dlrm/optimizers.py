@@ -75,7 +75,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def step_unit(self, group: Mapping[str, Any]) -> StepUnit:
-        """For ``error_feedback: "step_ahead"``."""
+        """Return the settings of a parameter for step-ahead error feedback."""
         lr, method = float(group["lr"]), group["method"]
         if method == "sgd":
             return StepUnit(lr)

@@ -1,4 +1,4 @@
-"""What the commands say about their runs: tables for the terminal and as Markdown, plots, and a verdict."""
+"""The report of the commands about their runs: tables for the terminal and as Markdown, plots, a verdict."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _faster(times: float) -> str:
 
 
 def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
-    """What the figures say, and what they do not, one paragraph each."""
+    """Say what the figures show, and what they do not, one paragraph each."""
     difference = comparison.auc_difference
     if quick:
         quality = (
@@ -189,7 +189,7 @@ def _speed(comparison: Comparison) -> str:
 
 
 def diverged(runs: Iterable[Run]) -> list[str]:
-    """What must not be: one sentence for each run of which the ranks came apart."""
+    """Return one sentence for each run whose ranks ended with different weights: that must not happen."""
     return [
         f"FAULT: the ranks of the {run.name} run ended with different weights."
         for run in runs

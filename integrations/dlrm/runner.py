@@ -39,12 +39,12 @@ _SUFFIX = ".deepspeed.json"
 
 
 def config_file(folder: Path, run: str) -> Path:
-    """Where the configuration of a run is kept in ``folder``."""
+    """Return the file of a run's configuration in ``folder``."""
     return folder / (run + _SUFFIX)
 
 
 def run_name(file: Path) -> str:
-    """Name of the run that a configuration file is for."""
+    """Return the name of the run that a configuration file is for."""
     return file.name.removesuffix(_SUFFIX).removesuffix(".json")
 
 
@@ -180,7 +180,7 @@ class Runner:
             time.sleep(poll_seconds)
 
     def _failure(self, what: str, code: int, logs: Path) -> str:
-        """What to tell of a failed run: which rank, and the end of what it wrote."""
+        """Describe a failed run: the rank, and the end of what it wrote."""
         report = (logs / "launcher.log").read_text(errors="replace")
         # torchrun names the rank that failed first at the end of its report.
         first = re.search(
@@ -204,7 +204,7 @@ class Runner:
 
 
 def enough_gpus(ranks: int) -> bool:
-    """Whether every rank can have one."""
+    """Return whether every rank can have a GPU."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks

@@ -137,7 +137,7 @@ def global_batch(config: Mapping[str, Any], clicks: ClickDataset) -> int:
 
 
 def metrics_of(config: Mapping[str, Any]) -> MetricsConfig:
-    """Where figures of the tables go: to the section's files, unless the engine's attachment writes them."""
+    """Make the metrics of the tables; they write files unless the engine's attachment does."""
     section = config.get("dct")
     dct = DCTConfig.parse({} if section is None else section)
     return MetricsConfig() if dct.enabled and dct.data_parallel.enabled else dct.metrics
@@ -181,7 +181,7 @@ class Training:
         self.steps = epochs * (clicks.num_train // self.batch_size)
 
     def train(self, interface: str | None) -> None:
-        """All epochs, each followed by an evaluation; reports as it goes."""
+        """Train all epochs, each followed by an evaluation, and report on the way."""
         engine = self.engine
         weights = list(engine.module.parameters())
         replicated = [p for p in weights if getattr(p, "allreduce", True)]

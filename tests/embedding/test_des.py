@@ -21,7 +21,7 @@ from dct_plugin.embedding import (
     choose,
     place_tables,
 )
-from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, build
+from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, TableExchange, build
 from dct_plugin.integrations.dlrm.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 from dct_plugin.metrics import Metrics, Record
 
@@ -78,9 +78,9 @@ def _compare(rank: int, world_size: int) -> list[dict[str, Any]]:
         for name, settings in MODELS:
             dense, ids, label = batch(12 * world_size, dtype)
             common = dict(embedding_dim=DIM, seed=7, **settings)
-            reference, _ = build(name, DENSE, CARDINALITIES, exchange="all_to_all", **common)
+            reference, _ = build(name, DENSE, CARDINALITIES, **common)
             expected = gradients(reference, dense, ids, label)
-            model, choices = build(name, DENSE, CARDINALITIES, exchange="des", **common)
+            model, choices = build(name, DENSE, CARDINALITIES, exchange=TableExchange("des"), **common)
             assert all(choice.strategy == "des" for choice in choices)
             mine = slice(12 * rank, 12 * rank + 12)
             logits = gradients(model, dense[mine], ids[mine], label[mine])
@@ -206,10 +206,9 @@ def _bytes(rank: int, world_size: int) -> tuple[int, int, int, list[str]]:
         "deepfm",
         DENSE,
         CARDINALITIES,
-        exchange="des",
+        exchange=TableExchange("des", metrics=metrics),
         embedding_dim=DIM,
         hidden=(12, 8),
-        metrics=metrics,
     )
     model.wide_tables.metrics = None
     mine = slice(16 * rank, 16 * rank + 16)
@@ -249,8 +248,8 @@ def test_faults_are_named() -> None:
     assert "placement [[0], [0]] does not put" in run(2, _wrong_placement)[0]
     with pytest.raises(ValueError, match="unknown model 'mlp'"):
         build("mlp", 3, (4, 5))
-    with pytest.raises(ValueError, match="exchange='nothing'"):
-        build("dcn", 3, (4, 5), exchange="nothing")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exchange 'nothing'"):
+        build("dcn", 3, (4, 5), exchange=TableExchange("nothing"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no setting 'bottom'"):
         build("dcn", 3, (4, 5), bottom=(3,))
 

@@ -1,4 +1,4 @@
-"""Measure what the cost model needs to know of a machine, fit it, and check it where it was not fitted."""
+"""Calibration of the cost model: measure a machine, fit the model, check it where it was not fitted."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ HELD_OUT_CODED = ((768, 448, 0.15, 20), (1536, 192, 0.08, 24), (384, 256, 0.2, 1
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each method, at a shape, a number of ranks, and a rate (None: no limit): seconds per step, and bytes
-    that a rank's interface sent in it, headers included.
+    """Seconds per step of each method at a shape, a number of ranks and a rate (None: no limit), and bytes
+    that a rank's interface sent in a step, headers included.
     """
 
     shape: Transformer
@@ -79,7 +79,7 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """Relative, signed."""
+        """The relative error, signed."""
         return self.estimated / self.measured - 1.0
 
 
@@ -92,7 +92,7 @@ def measure(
     *,
     seconds: float = 1.0,
 ) -> Iterator[Measured]:
-    """Steps of local ranks on links of limited rate.
+    """Measure steps of local ranks on links of limited rate.
 
     Args:
         ranks: Processes.
@@ -128,12 +128,12 @@ def measure(
 
 
 def words(shape: Transformer) -> str:
-    """A shape for people."""
+    """Describe a shape for people."""
     return f"{shape.layers} x {shape.hidden}, batch {shape.batch} x {shape.sequence}"
 
 
 def name_of(rate: str | None) -> str:
-    """A rate for people."""
+    """Name a rate for people."""
     return "no limit" if rate is None else rate_name(rate)
 
 

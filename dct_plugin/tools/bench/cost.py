@@ -1,4 +1,4 @@
-"""``dct cost``: what steps cost with each class of compression, by the cost model."""
+"""``dct cost``: estimates of steps with each class of compression, by the cost model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _Plot = Annotated[Path | None, typer.Option(help="Draw steps over link rates int
 
 @app.callback()
 def cost() -> None:
-    """What a training step costs with each class of compression, by a fitted model."""
+    """Estimate what a training step costs with each class of compression, by a fitted model."""
 
 
 @dataclass(frozen=True)

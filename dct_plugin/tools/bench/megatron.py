@@ -65,51 +65,13 @@ class Megatron:
 
 
 def training(micro_batches: int) -> Iterator[None]:
-    """Builds this rank's part of the model at once; every ``next`` is one step."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    """Build this rank's part of the model at once; every ``next`` is one step."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=4 * HIDDEN,
-        pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        batch_p2p_comm=True,
-        deallocate_pipeline_outputs=True,
-    )
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(check_for_nan_in_grad=False),
-        GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="learned_absolute",
-        ),
-    )
-    model.broadcast_params()
+    config = _transformer_config()
+    model = _model(config)
     settings = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, params_dtype=torch.float32)
     optimizer = get_megatron_optimizer(settings, [model])
     config.finalize_model_grads_func = finalize_model_grads
@@ -139,6 +101,56 @@ def training(micro_batches: int) -> Iterator[None]:
             yield
 
     return steps()
+
+
+def _transformer_config() -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=True,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def _model(config: Any) -> Any:
+    """Return this rank's part of the GPT in Megatron's own DistributedDataParallel."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(check_for_nan_in_grad=False),
+        GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="learned_absolute",
+        ),
+    )
+    model.broadcast_params()
+    return model
 
 
 def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +40,22 @@ def install() -> None:
     if getattr(owner, "_dct_cpu_shim", False):
         return
     owner._dct_cpu_shim = True
-    cuda, tensor, module = owner.cuda, owner.Tensor, owner.nn.Module
+    _replace_cuda(owner.cuda)
+    factories = (
+        "empty zeros ones full tensor as_tensor arange rand randn empty_like zeros_like ones_like full_like"
+    )
+    for name in factories.split():
+        _on_cpu(owner, name)
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
+        _on_cpu(owner.Tensor, name)
+    for kind in (owner.Tensor, owner.nn.Module):
+        _on_cpu(kind, "to", first=True)
+        kind.cuda = lambda self, *a, **k: self
+    owner.Tensor.type = _named_for_optimizers(owner.Tensor.type)
+
+
+def _replace_cuda(cuda: Any) -> None:
+    """Make the module ``torch.cuda`` answer for a device where everything has already happened."""
     constants = {
         "current_device": 0,
         "device_count": 1,
@@ -61,45 +77,36 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *a, **k: None)
 
-    def on_cpu(owner: Any, name: str, *, first: bool = False) -> None:
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def wrapper(*arguments: Any, **keywords: Any) -> Any:
-            if _is_cuda(keywords.get("device")):
-                keywords["device"] = "cpu"
-            if first and len(arguments) > 1 and _is_cuda(arguments[1]):
-                arguments = (arguments[0], "cpu", *arguments[2:])
-            return original(*arguments, **keywords)
+def _on_cpu(owner: Any, name: str, *, first: bool = False) -> None:
+    """Have a function make tensors on the CPU where it is asked for CUDA, also by its ``first`` argument."""
+    original = getattr(owner, name)
 
-        setattr(owner, name, wrapper)
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        if _is_cuda(keywords.get("device")):
+            keywords["device"] = "cpu"
+        if first and len(arguments) > 1 and _is_cuda(arguments[1]):
+            arguments = (arguments[0], "cpu", *arguments[2:])
+        return original(*arguments, **keywords)
 
-    factories = (
-        "empty zeros ones full tensor as_tensor arange rand randn empty_like zeros_like ones_like full_like"
-    )
-    for name in factories.split():
-        on_cpu(owner, name)
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
-        on_cpu(tensor, name)
-    on_cpu(tensor, "to", first=True)
-    on_cpu(module, "to", first=True)
-    tensor.cuda = lambda self, *a, **k: self
-    module.cuda = lambda self, *a, **k: self
+    setattr(owner, name, wrapper)
 
-    kind = tensor.type
+
+def _named_for_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Tensor.type``: Megatron's optimizers tell tensors by the names of their CUDA types."""
 
     def type_name(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        result = kind(self, *arguments, **keywords)
-        # Megatron's optimizers tell tensors by the names of their CUDA types.
+        result = original(self, *arguments, **keywords)
         if isinstance(result, str) and "/optimizer/" in sys._getframe(1).f_code.co_filename:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    tensor.type = type_name
+    return type_name
 
 
 def patch_megatron() -> None:
-    """The two places inside megatron-core; after ``install()``."""
+    """Patch two places inside megatron-core; call it after :func:`install`."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
 

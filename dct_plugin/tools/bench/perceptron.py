@@ -38,7 +38,7 @@ def batch(width: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def apart(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """For steps that send nothing: afterwards the weights, which have drifted apart, are as before."""
+    """Restore the weights afterwards: steps that send nothing let them drift apart."""
     kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
     yield
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tables, plot and JSON of what was measured."""
+"""The report of ``dct bench links``: tables, plot and JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def groups(cells: Iterable[Cell]) -> list[Group]:
 
 
 def tables(cells: Iterable[Cell], *, ratios: bool = True) -> Iterator[Table]:
-    """Of every variant: the step on every link, and where the plugin's part of it goes.
+    """Make two tables for every variant: the step on every link, and where the plugin's part of it goes.
 
     Args:
         cells: What was measured.

@@ -1,4 +1,4 @@
-"""What ``dct bench links`` measures: every workload on every link, within the time that is given."""
+"""The suite of ``dct bench links``: every workload on every link, within the time that is given."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured; ``rates`` from the fastest to the slowest are best."""
+    """The measurements to make; order ``rates`` from the fastest to the slowest."""
 
     workloads: Sequence[str]
     ranks: Sequence[int]

@@ -30,7 +30,7 @@ __all__ = ["deepspeed_config", "demo"]
 
 @dataclass(frozen=True)
 class Preset:
-    """What suits a data set; options override it."""
+    """Settings that suit a data set; options override them."""
 
     epochs: int
     batch_size: int

@@ -1,4 +1,4 @@
-"""What both commands do: look at their files, start the ranks, and say with what they ran."""
+"""Work that both commands share: check the files, complete configurations, start the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DIRECTORIES = {"movielens": "u.data, u.item and u.user"}
 
 
 class Job(NamedTuple):
-    """What the ranks are to do: all configurations, by the names of their runs, under all seeds."""
+    """The work of the ranks: all configurations, by the names of their runs, under all seeds."""
 
     format: str
     data: str | None
@@ -46,12 +46,12 @@ class Job(NamedTuple):
     seeds: list[int]
     configs: dict[str, dict[str, Any]]
     split_seed: int = 0
-    """Of the test part of Diabetes."""
+    """Seed of the test part of Diabetes."""
     columns: dict[str, Any] | None = None
-    """Of a table."""
+    """Roles of a table's columns."""
 
     def arguments(self) -> list[str]:
-        """Of the trainer, without the configurations."""
+        """Return the arguments of the trainer, without the configurations."""
         given: dict[str, Any] = {
             "format": self.format,
             "data": self.data,
@@ -71,13 +71,13 @@ class Launch(NamedTuple):
 
     events: list[dict[str, Any]]
     command_lines: dict[str, str]
-    """How to repeat each run by itself."""
+    """Commands that repeat each run by itself."""
 
 
 def chosen_format(
     format: str | None, path: Path | None, allowed: tuple[str, ...], columns: dict[str, Any] | None = None
 ) -> str:
-    """The format of the data: ``format``, or what suits ``path``.
+    """Return the format of the data: ``format``, or the one that suits ``path``.
 
     Reads the beginning of the data: a wrong file is better named before the ranks start.
 
@@ -105,7 +105,7 @@ def chosen_format(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         ConfigError: It cannot be read, or holds something else.
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def complete(
     content: dict[str, Any], *, optimizer: dict[str, Any], batch_size: int, ranks: int, source: str
 ) -> dict[str, Any]:
-    """A DeepSpeed JSON with what DeepSpeed needs and the file leaves out.
+    """Complete a DeepSpeed JSON with what DeepSpeed needs and the file leaves out.
 
     Args:
         content: As read; stays as it is.

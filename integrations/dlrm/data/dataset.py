@@ -1,4 +1,4 @@
-"""What all readers return: rows with dense and categorical features, and batches of them."""
+"""The data set that all readers return: rows with dense and categorical features, and batches of them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def first_rows(path: Path, rows: int, fraction: float) -> int:
 
 
 def check_parts(clicks: ClickDataset) -> None:
-    """Whether both parts hold both labels: otherwise there is nothing to learn, or no AUC.
+    """Check that both parts hold both labels: otherwise there is nothing to learn, or no AUC.
 
     Raises:
         DataFormatError: A part has one label alone.

@@ -20,7 +20,7 @@ CONSTANT = "(constant)"
 
 
 class Columns(NamedTuple):
-    """Which columns are what.
+    """The roles of a table's columns.
 
     ``label`` holds 0 and 1, or is compared: ``"rating>=4"``. Without ``dense`` and ``categorical`` columns of
     floating-point numbers are dense and all others categorical.

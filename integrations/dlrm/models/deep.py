@@ -78,7 +78,7 @@ class WideDeep(_DeepSum):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = HIDDEN) -> list[Part]:
-        """For :func:`~dct_plugin.embedding.choice.choose`."""
+        """List the parts that :func:`~dct_plugin.embedding.choice.choose` chooses an exchange for."""
         return [Part("wide", 1, "wide", num_fields, 1), _first_layer(num_fields, dim, hidden)]
 
 
@@ -98,7 +98,7 @@ class DeepFM(_DeepSum):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = HIDDEN) -> list[Part]:
-        """For :func:`~dct_plugin.embedding.choice.choose`."""
+        """List the parts that :func:`~dct_plugin.embedding.choice.choose` chooses an exchange for."""
         wide, first = WideDeep.parts(num_fields, dim, hidden)
         return [wide, Part("FM", dim + 1, "embedding", num_fields, dim), first]
 
@@ -124,7 +124,7 @@ class DCN(_DeepSum):
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = HIDDEN, depth: int = 6) -> list[Part]:
-        """For :func:`~dct_plugin.embedding.choice.choose`."""
+        """List the parts that :func:`~dct_plugin.embedding.choice.choose` chooses an exchange for."""
         cross = Part("cross network", depth + 1, "embedding", num_fields, dim)
         return [cross, *([_first_layer(num_fields, dim, hidden)] if hidden else [])]
 

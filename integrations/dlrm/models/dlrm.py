@@ -61,7 +61,7 @@ class DLRM(nn.Module):
 
     @staticmethod
     def parts(num_fields: int, dim: int, top: Sequence[int] = (256, 128)) -> list[Part]:
-        """For :func:`~dct_plugin.embedding.choice.choose`."""
+        """List the parts that :func:`~dct_plugin.embedding.choice.choose` chooses an exchange for."""
         width = min(num_fields * (num_fields + 1) // 2, top[0])
         return [Part("dot interaction", width, "embedding", num_fields, dim, shipped=dim, layout="columns")]
 
