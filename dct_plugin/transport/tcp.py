@@ -10,6 +10,7 @@ it when something has come.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -43,6 +44,8 @@ _WELCOME = b"\x06"
 #: Bytes for which the system wakes a receiver, at most: it need not be told of every packet.
 _WAKE = 1 << 17
 _LEAST_WAKE = 1 << 12
+#: Buffers that one system call sends: POSIX promises 16, Linux and macOS take 1024.
+_MOST_BUFFERS = 512
 #: Bytes that are taken from the system before they are awaited.
 _MOST_EARLY = 1 << 24
 
@@ -65,7 +68,7 @@ class _Peer:
         """Send what the system takes now."""
         try:
             while self.outgoing:
-                sent = self.socket.sendmsg(self.outgoing)
+                sent = self.socket.sendmsg(itertools.islice(self.outgoing, _MOST_BUFFERS))
                 while self.outgoing and sent >= len(self.outgoing[0]):
                     sent -= len(self.outgoing.popleft())
                 if sent:
@@ -170,9 +173,11 @@ class Mesh:
             if not waiting:
                 return
             poll = select.poll()
-            for peer in waiting:
-                wanted = select.POLLOUT if peer.outgoing else 0
-                poll.register(peer.socket, wanted | (select.POLLIN if peer.incoming else 0))
+            for peer in self._peers.values():
+                # Also what need not be sent yet: the rank that is waited for may wait for it.
+                events = (select.POLLOUT if peer.outgoing else 0) | (select.POLLIN if peer.incoming else 0)
+                if events:
+                    poll.register(peer.socket, events)
             if not poll.poll(1e3 * limit):
                 ranks = [peer.rank for peer in waiting]
                 raise RuntimeError(f"Timed out after {limit:g} s waiting for rank(s) {ranks}")
