@@ -35,9 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import Compressor
 from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
-from dct_plugin.codecs.frames import frame_bytes
+from dct_plugin.codecs.slots import slot_bytes
 from dct_plugin.codecs.stats import read_figures
-from dct_plugin.kernels import Framing, get_backend, together
+from dct_plugin.kernels import Job, get_backend
 from dct_plugin.kernels.embedding import get_device_codec, get_embedding_kernels
 from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -100,26 +100,26 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         rows.append(row)
 
     options: dict[str, Any] = {"capacity": capacity, "value_dtype": ValueDtype.BF16}
-    payload_nbytes = kernels.compress(grad, start, tau, out, residual_out=apart, **options).nbytes
+    payload_nbytes = kernels.compress(Job(grad, start, tau, out, residual_out=apart, **options)).nbytes
     payload = out[:payload_nbytes].clone()
     for source in (grad, grad.bfloat16(), grad.half()):
         label = str(source.dtype).removeprefix("torch.")
         moved = numel * (source.element_size() + 8) + payload_nbytes
 
         def beside(source: Tensor = source) -> None:
-            kernels.compress(source, start, tau, out, residual_out=apart, **options)
+            kernels.compress(Job(source, start, tau, out, residual_out=apart, **options))
 
         def in_place(source: Tensor = source) -> None:
             residual.copy_(start)  # or it would grow from call to call; its time is taken off
-            kernels.compress(source, residual, tau, out, **options)
+            kernels.compress(Job(source, residual, tau, out, **options))
 
         add(f"select {label}, residual apart", beside, moved)
         add(f"select {label}, residual in place", in_place, moved, less=copy_ms)
     moved = numel * 4 + payload_nbytes
-    add("select float32, no residual", lambda: kernels.compress(grad, None, tau, out, **options), moved)
+    add("select float32, no residual", lambda: kernels.compress(Job(grad, None, tau, out, **options)), moved)
     plain = {**options, "residual_out": apart}
     moved = 12 * numel + payload_nbytes
-    add("plain torch", lambda: reference.compress(grad, start, tau, out, **plain), moved, times=3)
+    add("plain torch", lambda: reference.compress(Job(grad, start, tau, out, **plain)), moved, times=3)
     add("torch.topk of |x|", lambda: torch.topk(grad.abs(), kept, sorted=False), 4 * numel, times=3)
     for samples in (8192, 65_536):
 
@@ -131,17 +131,17 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
     once = payload_nbytes + 8 * opened.nnz
     add("decode and add", lambda: kernels.decode_add(opened, target), once)
     add("sum of 2 messages", lambda: kernels.sum_messages([payload, payload], [target], 0.5), 2 * once)
-    if isinstance(kernels, Framing):
+    if kernels.writes_slots:
         writer = MessageWriter(torch.device("cuda"))
         writer.reserve(payload_nbytes).copy_(payload)
         counts = torch.tensor([payload_nbytes, 0, 0, 0], device="cuda")
         writer.advance(Stats.on_device(counts))
-        room = frame_bytes([payload_nbytes])
+        room = slot_bytes([payload_nbytes])
         frames = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
         halves, bounds = frames.split(room), [(0, room), (room, 2 * room)]
-        add("write a frame", lambda: kernels.write_frame(writer, halves[0], 0), 2 * payload_nbytes)
-        kernels.write_frame(writer, halves[1], 0)
-        add("sum of 2 frames", lambda: kernels.sum_frames(frames, bounds, [target], 0.5), 2 * once)
+        add("write a frame", lambda: kernels.write_slot(writer, halves[0], 0), 2 * payload_nbytes)
+        kernels.write_slot(writer, halves[1], 0)
+        add("sum of 2 frames", lambda: kernels.sum_slots(frames, bounds, [target], 0.5), 2 * once)
     return bandwidth, rows
 
 
@@ -207,7 +207,7 @@ class GPT(nn.Module):
         return functional.cross_entropy((hidden @ self.tokens.weight.T).flatten(0, 1), x.flatten())
 
 
-class Job:
+class Training:
     """A model, its optimizer and a batch; ``step(reduce)`` is one training step."""
 
     def __init__(self, batch: int) -> None:
@@ -241,14 +241,14 @@ class BackToSender:
         self.writer.clear()
         grads = [parameter.grad.view(-1) for parameter in self.parameters if parameter.grad is not None]
         pairs = list(zip(self.streams, grads, strict=True))
-        with together(self.kernels):
+        with self.kernels.batched():
             encoded = [s.encode(g, [(0, g.numel(), self.writer)], clear=True) for s, g in pairs]
         stats = [part for each in encoded for part in each.stats]
         late = 1
-        if self.size and isinstance(self.kernels, Framing):
-            frame = torch.empty(frame_bytes([self.size]), dtype=torch.uint8, device="cuda")
-            self.kernels.write_frame(self.writer, frame, 0)
-            wrong, missing = self.kernels.sum_frames(frame, [(0, frame.numel())], grads, 1.0)
+        if self.size and self.kernels.writes_slots:
+            frame = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
+            self.kernels.write_slot(self.writer, frame, 0)
+            wrong, missing = self.kernels.sum_slots(frame, [(0, frame.numel())], grads, 1.0)
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
             if late:
                 for grad in grads:
@@ -287,7 +287,7 @@ def timed_steps(step: Callable[[], None], warm: int, steps: int) -> Row:
 def one_process(batch: int, sparsity: float) -> list[Row]:
     rows = []
     for what in ("dense", "dct"):
-        job = Job(batch)
+        job = Training(batch)
         reduce = BackToSender(job.model, sparsity) if what == "dct" else None
         # Thresholds are measured in steps 0, 1, 2, 4, 8 and 16: step 17 on is what most steps are.
         row = timed_steps(lambda j=job, r=reduce: j.step(j.model, r), warm=17, steps=12)
@@ -308,7 +308,7 @@ def _rank(rank: int, folder: str, batch: int, sparsity: float) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     rows = []
     for what in ("dense fp32", "dense bf16", "dct"):
-        job = Job(batch)
+        job = Training(batch)
         wrapped = DistributedDataParallel(job.model, device_ids=[0])
         if what == "dct":
             section = {"data_parallel": {"sparsity": sparsity}}

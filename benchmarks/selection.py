@@ -28,6 +28,7 @@ from torch import Tensor
 from dct_plugin.codecs import HEADER_NBYTES, Payload, ValueDtype, payload_bound, value_nbytes
 from dct_plugin.codecs.index import ANY_POSITIONS
 from dct_plugin.feedback import PackedTensor
+from dct_plugin.kernels import Job
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -91,13 +92,15 @@ class Data:
 
     def compress(self, kernels: CpuBackend | ReferenceBackend, grad: Tensor, **options: Any) -> Payload:
         stats = kernels.compress(
-            grad,
-            options.pop("residual", self.residual),
-            self.tau,
-            self.message,
-            capacity=self.capacity,
-            value_dtype=ValueDtype.BF16,
-            **options,
+            Job(
+                grad,
+                options.pop("residual", self.residual),
+                self.tau,
+                self.message,
+                capacity=self.capacity,
+                value_dtype=ValueDtype.BF16,
+                **options,
+            )
         )
         return Payload.from_tensor(self.message[: stats.nbytes], verify=False)
 
@@ -188,14 +191,16 @@ def measure_encodings(numel: int, kernels: CpuBackend, repeats: int) -> list[dic
             encode, decode = [], Timing()
             for _ in range(repeats):
                 stats = kernels.compress(
-                    data.grad,
-                    data.start_residual,
-                    data.tau,
-                    out,
-                    residual_out=data.apart,
-                    capacity=data.capacity,
-                    value_dtype=ValueDtype.BF16,
-                    encoding=encoding,
+                    Job(
+                        data.grad,
+                        data.start_residual,
+                        data.tau,
+                        out,
+                        residual_out=data.apart,
+                        capacity=data.capacity,
+                        value_dtype=ValueDtype.BF16,
+                        encoding=encoding,
+                    )
                 )
                 encode.append(stats.encode_ns / stats.nnz)
                 payload = out[: stats.nbytes]

@@ -11,7 +11,8 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .kernels.backend import PACK_BLOCK, PACK_EXPONENTS, Backend, Batching
+from .kernels import Backend
+from .kernels.checks import PACK_BLOCK, PACK_EXPONENTS
 from .kernels.reference import ReferenceBackend
 
 Saved: TypeAlias = Tensor | dict[str, Tensor]
@@ -224,7 +225,7 @@ class PackedResidual(_Transaction[PackedTensor]):
         dtype: bf16 or int8.
         kernels: Of the device.
         rooms: Scratch memory, of the size of the largest stream that shares it; not for passes where many
-            streams' are one batch (:class:`.kernels.backend.Batching`).
+            streams' are one batch (:meth:`.kernels.Backend.batched`).
         seed: Of the stream.
     """
 
@@ -242,7 +243,7 @@ class PackedResidual(_Transaction[PackedTensor]):
         self.numel = numel
         self._committed = PackedTensor(numel, dtype, kernels, device)
         self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
-        self._rooms, self._seed, self._batched = rooms, seed, isinstance(kernels, Batching)
+        self._rooms, self._seed, self._batched = rooms, seed, kernels.batches
         self._left: Tensor | None = None
 
     @property

@@ -27,6 +27,7 @@ from .kernels import (
     GRAD_DTYPES,
     SMALLEST_TAU,
     Backend,
+    Job,
     Stats,
     Tau,
     backend_names,
@@ -162,15 +163,17 @@ class Stream:
         """
         numel = flat.numel()
         stats = self.backend(flat.device).compress(
-            flat,
-            residual[0],
-            tau,
-            out,
-            residual_out=residual[1],
-            capacity=capacity,
-            start=(step * _START_STRIDE) % numel if numel else 0,
-            value_dtype=value_dtype,
-            clear=clear,
+            Job(
+                flat,
+                residual[0],
+                tau,
+                out,
+                residual_out=residual[1],
+                capacity=capacity,
+                start=(step * _START_STRIDE) % numel if numel else 0,
+                value_dtype=value_dtype,
+                clear=clear,
+            )
         )
         encoded.stats.append(stats)
         return stats
@@ -544,7 +547,7 @@ def encode_all(
     code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
     room = writer.reserve(payload_bound(numel, numel, code))
     tau = 0.0 if zeros else SMALLEST_TAU
-    stats = kernels.compress(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear)
+    stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
     writer.advance(stats)
     return Encoded([stats], numel)
 
@@ -570,9 +573,6 @@ def add_payload(
     """``out += decoded payload``; ``out`` contiguous, of any floating type; ``mask`` if it is values only."""
     flat = out.view(-1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
-    if mask is None:
-        kernels.decode_add(payload, total)
-    else:
-        kernels.decode_shared_add(payload, mask, total)
+    kernels.decode_add(payload, total, mask)
     if total is not flat:
         flat.copy_(total)

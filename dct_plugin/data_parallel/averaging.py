@@ -20,6 +20,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
+from ..kernels import Job
 from ..metrics import Record
 from ..stream import Encoded
 from .plan import Item, Plan, shards_of
@@ -120,11 +121,13 @@ class ErrorAveraging:
         writer, written = MessageWriter(member.device), []
         for (item, shard), mean in zip(owned, means, strict=True):
             stats = member.backend.compress(
-                item.view(shard),
-                mean,
-                0.0,
-                writer.reserve(payload_bound(mean.numel(), mean.numel(), self._value_dtype)),
-                value_dtype=self._value_dtype,
+                Job(
+                    item.view(shard),
+                    mean,
+                    0.0,
+                    writer.reserve(payload_bound(mean.numel(), mean.numel(), self._value_dtype)),
+                    value_dtype=self._value_dtype,
+                )
             )
             writer.advance(stats)
             encoded = Encoded([stats], mean.numel())

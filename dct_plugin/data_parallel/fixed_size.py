@@ -1,7 +1,7 @@
 """Exchanges that wait for the device once: messages in frames whose size all ranks know beforehand.
 
 The kernels of a device write a message whose size the host does not know. So that it need not wait to learn
-it, a message travels in a frame (:mod:`dct_plugin.codecs.frames`) of a size that follows from those of the
+it, a message travels in a frame (:mod:`dct_plugin.codecs.slots`) of a size that follows from those of the
 last messages of the same exchange between the same two ranks: both have seen them. Frames are opened and
 added up on the device. Sizes, figures and errors of all exchanges are read in one copy when they are
 finished: of reductions once in a step where the host framework says so
@@ -21,16 +21,16 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..codecs.frames import FAILED, PREFIX, WORDS, frame_bytes
 from ..codecs.message import MessageWriter
+from ..codecs.slots import FAILED, PREFIX, WORDS, slot_bytes
 from ..codecs.stats import KERNEL_ERRORS, read_figures
 from ..errors import PayloadError
-from ..kernels import Backend, Framing
+from ..kernels import Backend
 from ..metrics import Record
 from ..transport import Exchange
 from ..transport.bounded_table import BoundedTable
@@ -113,7 +113,7 @@ class _Leg:
     """The frames received, uint8; the own one among them."""
     bounds: list[tuple[int, int]]
     wrong: Tensor
-    """Of each sender's message, int32; see :meth:`~dct_plugin.kernels.Framing.sum_frames`."""
+    """Of each sender's message, int32; see :meth:`~dct_plugin.kernels.Backend.sum_slots`."""
 
     def words(self) -> Tensor:
         """The frames' first words, int64 [ranks, WORDS]."""
@@ -170,7 +170,7 @@ class _FramedExchange(Generic[_Member]):
         self._member = member
         self._cls = cls
         self._exchange = member.exchange
-        self._kernels = cast(Framing, member.backend)
+        self._kernels = member.backend
         self._sizes: BoundedTable[dict[int, _Sizes]] = BoundedTable()
         """By fingerprint: the sizes of each exchange of a plan."""
         self._pending: list[_Round] = []
@@ -231,13 +231,13 @@ class _FramedExchange(Generic[_Member]):
     ) -> _Leg:
         """The frames of a leg, the own one in its place, those of others to come."""
         sizes = self._sizes[plan.fingerprint][leg]
-        rooms = [frame_bytes(series) for series in sizes.sent]
-        ends = list(itertools.accumulate((frame_bytes(series) for series in sizes.got), initial=0))
+        rooms = [slot_bytes(series) for series in sizes.sent]
+        ends = list(itertools.accumulate((slot_bytes(series) for series in sizes.got), initial=0))
         bounds = list(itertools.pairwise(ends))
         buffer = torch.empty(ends[-1], dtype=torch.uint8, device=self._member.device)
         made = _Leg(sizes, writers, written, rooms, buffer, bounds, torch.empty(0))
         rank = self._member.rank
-        self._kernels.write_frame(writers[rank], made.frame(rank), plan.fingerprint, incomplete)
+        self._kernels.write_slot(writers[rank], made.frame(rank), plan.fingerprint, incomplete)
         return made
 
     def _send(self, plan: Plan, leg: _Leg, whole: Record) -> None:
@@ -247,7 +247,7 @@ class _FramedExchange(Generic[_Member]):
         for receiver, (writer, room) in enumerate(zip(leg.writers, leg.rooms, strict=True)):
             if receiver != rank and writer is not own:
                 frames[receiver] = leg.buffer.new_empty(room)
-                self._kernels.write_frame(writer, frames[receiver], plan.fingerprint)
+                self._kernels.write_slot(writer, frames[receiver], plan.fingerprint)
         arriving = [leg.frame(sender) for sender in range(len(leg.bounds))]
         leaving = [frames.get(receiver, arriving[rank]) for receiver in range(len(leg.bounds))]
         with whole.timed("exchange"):
@@ -259,7 +259,7 @@ class _FramedExchange(Generic[_Member]):
             for leg in range(2 if plan.kind == "two_phase" else 1):
                 sizes = self._sizes[plan.fingerprint][leg]
                 leaving, arriving = (
-                    [torch.zeros(frame_bytes(series), dtype=torch.uint8) for series in each]
+                    [torch.zeros(slot_bytes(series), dtype=torch.uint8) for series in each]
                     for each in (sizes.sent, sizes.got)
                 )
                 for frame in leaving:
@@ -394,7 +394,7 @@ class FramedReductions(_FramedExchange[Reducing]):
         whole: Record,
     ) -> tuple[Tensor, Tensor]:
         with whole.timed("decode"):
-            return self._kernels.sum_frames(leg.buffer, bounds, outs, scale)
+            return self._kernels.sum_slots(leg.buffer, bounds, outs, scale)
 
     def _mend(self, made: _Round, found: Sequence[_Found], messages: Sequence[Tensor], whole: Record) -> None:
         plan = made.plan

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
-from ..kernels import GRAD_DTYPES, Framing, together
-from ..kernels.backend import Batching, split_message
+from ..kernels import GRAD_DTYPES
+from ..kernels.checks import split_message
 from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
 from .fixed_size import FramedUpdates
@@ -205,7 +205,7 @@ class ParameterUpdates(Member):
             for item, shard in plan.owned_by(self.rank)
         ]
         rounded = iter(_rounded([(master, held.dtype) for item, _, held, master in owned if item.small]))
-        with together(self.backend):
+        with self.backend.batched():
             for item, shard, working, master in owned:
                 stream = None
                 if item.small:
@@ -225,7 +225,7 @@ class ParameterUpdates(Member):
         by the next call, else in memory which that uses again.
         """
         numel = working.numel()
-        if isinstance(self.backend, Batching):
+        if self.backend.batches:
             out = torch.empty(numel, dtype=torch.float32, device=self.device)
         else:
             if self._scratch.numel() < numel:
@@ -237,9 +237,9 @@ class ParameterUpdates(Member):
     def add_frame(
         self, plan: Plan, owner: int, buffer: Tensor, bounds: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Bring working weights to what a frame holds, see :meth:`.kernels.Framing.add_frame`."""
+        """Bring working weights to what a frame holds, see :meth:`.kernels.Backend.add_slot`."""
         workings = self._cleared(plan, owner)
-        return cast(Framing, self.backend).add_frame(buffer, bounds, workings)
+        return self.backend.add_slot(buffer, bounds, workings)
 
     def add_message(self, plan: Plan, owner: int, message: Tensor) -> None:
         """Bring working weights to what an owner's message holds.

@@ -19,7 +19,7 @@ from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..feedback import unpacked
-from ..kernels import GRAD_DTYPES, together
+from ..kernels import GRAD_DTYPES
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Metrics, Record
 from ..stream import Compressor, Encoded, as_flat, encode_all
@@ -554,7 +554,7 @@ class GradientReducer(Member):
         leaves this rank ``copies`` times.
         """
         factor = (self.world_size - 1) / self.world_size * (2 if plan.kind == "direct" else 1)
-        with together(self.backend):
+        with self.backend.batched():
             return [self._write_item(plan, item, writers, factor, copies) for item in plan.items]
 
     def _write_item(
@@ -591,7 +591,7 @@ class GradientReducer(Member):
         """What an owner sends back: the sums, thresholded once more with the owner's own residuals; zeros are
         left in ``totals``.
         """
-        with together(self.backend):
+        with self.backend.batched():
             return [
                 self._write_answer(item, shard, total, answer)
                 for (item, shard), total in zip(owned, totals, strict=True)

@@ -20,7 +20,6 @@ from ..codecs.message import MessageWriter, read_messages
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
 from ..feedback import Rooms
-from ..kernels import Framing
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, backend_of
@@ -118,7 +117,7 @@ class Member:
     @property
     def frames(self) -> bool:
         """Whether messages travel in frames."""
-        return isinstance(self.backend, Framing) and self.world_size > 1
+        return self.backend.writes_slots and self.world_size > 1
 
     def complete(
         self, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..codecs.copies import Mirror, to_device, to_host
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels import SMALLEST_TAU, Backend, together
+from ..kernels import SMALLEST_TAU, Backend
 from ..kernels.embedding import get_embedding_kernels
 from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
 from ..stream import as_flat, backend_beside
@@ -284,7 +284,7 @@ class TableLimits(nn.Module):
             return
         backend = self.backend(next(iter(flats.values())).device)
         density = 1.0 - self.config.sparsity
-        with together(backend):
+        with backend.batched():
             measured = [
                 backend.exact_threshold(as_flat(flat), None, max(1, round(density * flat.numel())))
                 for flat in flats.values()

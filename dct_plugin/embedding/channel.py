@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels import Framing
 from ..kernels.embedding_format import IntArray
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
@@ -114,7 +113,7 @@ class EmbeddingChannel(TableLimits):
         """
         backend = self.backend(exchange.device)
         coded = not quantised or self.messages.codec(exchange.device) is not None
-        if masked or not coded or not isinstance(backend, Framing):
+        if masked or not coded or not backend.writes_slots:
             return None
         key = direction, quantised
         if key not in self._frames:

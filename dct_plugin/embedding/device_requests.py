@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
-from ..codecs.frames import FAILED, PREFIX, WORDS
+from ..codecs.slots import FAILED, PREFIX, WORDS
 from ..codecs.stats import read_figures
 from ..kernels import Backend
 from ..kernels.embedding_format import OutOfRange

@@ -1,6 +1,6 @@
 """Exchanges whose messages' sizes are not read from a device before they are sent.
 
-A message travels in a frame (:mod:`dct_plugin.codecs.frames`) whose size both ends work out alike: from what
+A message travels in a frame (:mod:`dct_plugin.codecs.slots`) whose size both ends work out alike: from what
 they know of the message (its entries, its segments), and from what the last messages between the two have
 taken per entry. What does not fit is sent again, whole. The first messages are exchanged with their sizes,
 and with the proof that all ranks mean the same.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
-from ..codecs.frames import ALIGNMENT, FAILED, PREFIX, WORDS
+from ..codecs.slots import ALIGNMENT, FAILED, PREFIX, WORDS
 from ..transport.exchange import Exchange
 
 __all__ = ["Frames", "Leg", "Series", "Shape"]

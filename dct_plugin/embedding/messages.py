@@ -395,7 +395,7 @@ class VectorMessages:
         kernels = self.backend(out.device)
         entries = mask.entries if mask is not None else None
         if mask is not None and mask.payload is not None:
-            kernels.decode_shared_add(payload, mask.payload, out)
+            kernels.decode_add(payload, out, mask.payload)
         elif entries is None:
             kernels.decode_add(payload, out)
         else:

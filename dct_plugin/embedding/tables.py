@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..codecs.copies import to_device
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels import Framing
 from ..kernels.embedding import get_device_requests
 from ..metrics import Metrics, Record
 from ..transport.exchange import Exchange
@@ -244,7 +243,7 @@ class ShardedTables(nn.Module):
 
     def _leg(self, exchange: Exchange) -> Leg | None:
         """Frames for requests, where sizes wait for a device; None: they are exchanged with their sizes."""
-        if not isinstance(self.channel.backend(exchange.device), Framing):
+        if not self.channel.backend(exchange.device).writes_slots:
             return None
         if self._frames is None or self._frames.exchange is not exchange:
             self._frames = Frames(exchange, self._fingerprint)

@@ -8,21 +8,20 @@ threshold this is not possible: what crosses decides over sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device
-from ..codecs.frames import PREFIX, WORDS
 from ..codecs.index import IndexEncoding
 from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
+from ..codecs.slots import PREFIX, WORDS
 from ..codecs.stats import KERNEL_ERRORS, Stats, read_figures
 from ..codecs.values import ValueDtype
 from ..errors import PayloadError
-from ..kernels import Framing, together
 from ..kernels.embedding_format import FloatArray, IntArray, Outgoing
 from ..stream import as_flat, encode_all
 from .frames import Frames, Leg, Shape
@@ -181,7 +180,7 @@ class VectorFrames:
     def plain(self, code: ValueDtype) -> Tensor:
         """What arrived, [rows, dim] in rank order, of payloads of all entries; raises as :meth:`bounded`."""
         backend = self._messages.backend(self._device)
-        kernels = cast(Framing, backend)
+        kernels = backend
         sent, got = ([plain_shape(each, code) for each in lengths] for lengths in (self._sent, self._got))
         leg = self._leg(sent, got)
         exact = code is ValueDtype.lossless(self._flats[self._rank].dtype)
@@ -189,7 +188,7 @@ class VectorFrames:
         stats: list[Stats] = []
         with self._frames.telling(leg):
             writers = {}
-            with together(backend):
+            with backend.batched():
                 for r in self._written:
                     if r != self._rank or not exact:
                         writers[r] = MessageWriter(self._device)
@@ -198,16 +197,16 @@ class VectorFrames:
                 frame = leg.frame(r)
                 if r == self._rank:
                     frame = own = own.new_empty(PREFIX + sent[r].fixed)
-                kernels.write_frame(writer, frame, self._frames.fingerprint)
+                kernels.write_slot(writer, frame, self._frames.fingerprint)
         self._send(leg)
         for s in self._senders:
             self._parts[s].zero_()
         if len(own):
-            kernels.sum_frames(own, [(0, len(own))], [self._parts[self._rank].zero_()], 1.0)
+            kernels.sum_slots(own, [(0, len(own))], [self._parts[self._rank].zero_()], 1.0)
         elif self._rounded:
             self._parts[self._rank].copy_(self._flats[self._rank])
         wrong = [
-            kernels.sum_frames(leg.arriving, [leg.bounds[s]], [self._parts[s]], 1.0)[0] for s in self._senders
+            kernels.sum_slots(leg.arriving, [leg.bounds[s]], [self._parts[s]], 1.0)[0] for s in self._senders
         ]
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         also = self._words(leg), torch.cat([nothing, *(each.to(torch.int64) for each in wrong)])

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
@@ -15,14 +14,14 @@ from collections.abc import Callable
 import torch
 
 from ..codecs.stats import Stats, read_stats
-from .backend import GRAD_DTYPES, SMALLEST_TAU, Backend, Batching, Framing, Tau, together
+from .backend import Backend
+from .job import GRAD_DTYPES, SMALLEST_TAU, Job, Tau
 
 __all__ = [
     "GRAD_DTYPES",
     "SMALLEST_TAU",
     "Backend",
-    "Batching",
-    "Framing",
+    "Job",
     "Stats",
     "Tau",
     "backend_names",
@@ -30,7 +29,6 @@ __all__ = [
     "read_stats",
     "register_backend",
     "serves",
-    "together",
 ]
 
 logger = logging.getLogger("dct_plugin.kernels")
@@ -83,10 +81,7 @@ def get_backend(device: torch.device | str, name: str = "auto", *, threads: int 
         OSError: the named backend is not available (``auto`` falls back to ``reference`` instead).
     """
     backend = _choose(torch.device(device), name)
-    if threads is not None and hasattr(backend, "threads"):
-        backend = copy.copy(backend)
-        backend.threads = threads
-    return backend
+    return backend if threads is None else backend.with_threads(threads)
 
 
 def _choose(device: torch.device, name: str) -> Backend:

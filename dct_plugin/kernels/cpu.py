@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
 import time
@@ -15,26 +16,21 @@ from torch import Tensor
 from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_section
 from ..codecs.payload import Header, Payload, verify_checksum, write_payload
 from ..codecs.stats import KERNEL_ERRORS, Stats
-from ..codecs.values import ValueDtype
 from ..errors import PayloadError
 from . import build
-from .backend import (
-    GRAD_DTYPES,
-    Tau,
-    check_compress,
+from .backend import Backend
+from .checks import (
     check_encode_shared,
     check_exact,
     check_pack,
     check_sample,
-    check_shared,
-    check_vector,
     naming_message,
-    open_payload,
+    open_pair,
     open_positions,
     scales_first,
     split_message,
 )
-from .reference import accumulated, difference
+from .job import GRAD_DTYPES, Job, check_vector
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
 ISA_NAMES = ("portable", "avx2", "avx512")
@@ -153,7 +149,7 @@ def _on_cpu(**tensors: Payload | Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device}, these kernels serve cpu tensors")
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Compiled kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
 
     Args:
@@ -179,6 +175,11 @@ class CpuBackend:
     def __repr__(self) -> str:
         return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
 
+    def with_threads(self, threads: int) -> CpuBackend:
+        backend = copy.copy(self)
+        backend.threads = threads
+        return backend
+
     @property
     def isa(self) -> str:
         return ISA_NAMES[self._library.dct_isa(-1)]
@@ -187,38 +188,24 @@ class CpuBackend:
         """Ask for an instruction set, process-wide (tests, benchmarks); returns the one used from now on."""
         return ISA_NAMES[self._library.dct_isa(ISA_NAMES.index(name))]
 
-    def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        tau: Tau,
-        out: Tensor,
-        *,
-        residual_out: Tensor | None = None,
-        capacity: int | None = None,
-        start: int = 0,
-        value_dtype: int = ValueDtype.FP32,
-        encoding: int | None = None,
-        clear: bool = False,
-    ) -> Stats:
-        if grad.device.type != "cpu":
-            _on_cpu(grad=grad)
-        args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
+    def compress(self, job: Job) -> Stats:
+        if job.grad.device.type != "cpu":
+            _on_cpu(grad=job.grad)
         call = _Compress(
-            _pointer(grad),
-            _pointer(residual),
-            _pointer(args.residual_out),
-            _pointer(out),
-            args.numel,
-            args.capacity,
-            args.start,
-            float(args.applied()),
-            _GRAD_CODE[grad.dtype],
-            args.value_dtype,
-            -1 if args.encoding is None else args.encoding,
-            args.dense,
-            self._threads_for(args.numel),
-            clear,
+            _pointer(job.grad),
+            _pointer(job.residual),
+            _pointer(job.residual_out),
+            _pointer(job.out),
+            job.numel,
+            job.capacity,
+            job.start,
+            float(job.applied_tau()),
+            _GRAD_CODE[job.grad.dtype],
+            job.value_dtype,
+            -1 if job.encoding is None else job.encoding,
+            job.dense,
+            self._threads_for(job.numel),
+            job.clear,
         )
         _check(self._library.dct_compress(byref(call)))
         return Stats(
@@ -238,32 +225,20 @@ class CpuBackend:
             threads = min(torch.get_num_threads(), most) if most > 1 else 1
         return max(1, min(threads, _MAX_THREADS))
 
-    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
-        check_vector("out", out, (torch.float32,))
-        _on_cpu(payload=payload, out=out)
-        payload = open_positions(payload, out.numel(), verify=False)
-        return self._decode(payload, payload, out)
-
-    def decode_shared_add(
-        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    def decode_add(
+        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
     ) -> int:
         check_vector("out", out, (torch.float32,))
-        _on_cpu(payload=payload, index_payload=index_payload, out=out)
-        payload = mask = open_payload(payload, out.numel(), verify=False)
-        if not payload.nonfinite:
-            mask = open_positions(index_payload, out.numel(), verify=False)
-            check_shared(payload, mask)
-        return self._decode(payload, mask, out)
-
-    def _decode(self, payload: Payload, mask: Payload, out: Tensor) -> int:
-        if payload.nonfinite:
-            verify_checksum(payload.header, payload.data)
+        _on_cpu(payload=payload, positions=positions, out=out)
+        opened, mask = open_pair(payload, positions, out.numel(), verify=False)
+        if opened.nonfinite:
+            verify_checksum(opened.header, opened.data)
             out.fill_(float("nan"))
             return 0
-        own = _view(payload)
-        other = own if mask is payload else _view(mask)
+        own = _view(opened)
+        other = own if mask is opened else _view(mask)
         _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
-        return payload.nnz
+        return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         for out in outs:
@@ -365,16 +340,6 @@ class CpuBackend:
         numel, grouped = wide.numel(), exponents is not None
         call = (*pointers, numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel))
         _check(self._library.dct_pack(*call))
-
-    def accumulate(
-        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
-    ) -> Tensor:
-        _on_cpu(grad=grad, velocity=velocity, kept=kept)
-        return accumulated(grad, velocity, momentum, kept, clear=clear)
-
-    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
-        _on_cpu(wanted=wanted, held=held, out=out)
-        difference(wanted, held, out)
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

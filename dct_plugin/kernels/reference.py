@@ -14,30 +14,25 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device
-from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
+from ..codecs.index import CODECS, IndexEncoding, decode_indices
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.splitmix import shift_right, signed, splitmix64
 from ..codecs.stats import Stats
-from ..codecs.values import FLOAT32_MAX, ValueDtype, decode_values, encode_values
-from .backend import (
+from ..codecs.values import FLOAT32_MAX, decode_values, encode_values
+from .backend import Backend
+from .checks import (
     PACK_BLOCK,
     PACK_EXPONENTS,
-    SMALLEST_TAU,
-    Tau,
-    check_accumulate,
-    check_compress,
-    check_difference,
     check_encode_shared,
     check_exact,
     check_pack,
     check_sample,
-    check_shared,
-    check_vector,
     naming_message,
-    open_payload,
+    open_pair,
     open_positions,
     split_message,
 )
+from .job import SMALLEST_TAU, Job, Tau, check_vector
 
 #: Entries that the reference packs at once: its temporaries take 40 bytes each.
 _PACKED_AT_ONCE = 1 << 20
@@ -110,28 +105,7 @@ def overflow_flags(tensors: Sequence[Tensor]) -> Tensor:
     return flags
 
 
-def accumulated(
-    grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
-) -> Tensor:
-    """See :meth:`.backend.Backend.accumulate`; without a look at the tensors."""
-    check_accumulate(grad, velocity, kept)
-    total = velocity.mul(momentum).add_(grad)
-    if total.numel():
-        low, high = torch.aminmax(total)  # NaN propagates
-        fine = (high < OVERFLOW_MAGNITUDE) & (low > -OVERFLOW_MAGNITUDE)
-        torch.where(fine, total, velocity, out=kept)
-    if clear:
-        grad.zero_()
-    return total
-
-
-def difference(wanted: Tensor, held: Tensor, out: Tensor) -> None:
-    """See :meth:`.backend.Backend.difference`; without a look at the tensors."""
-    check_difference(wanted, held, out)
-    out.copy_(wanted.to(held.dtype)).sub_(held)
-
-
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
 
     Args:
@@ -141,7 +115,7 @@ class ReferenceBackend:
     name = "reference"
 
     def __init__(self, encodings: Collection[IndexEncoding] = tuple(CODECS)) -> None:
-        self._encodings = encodings
+        self.encodings = encodings
         self._local = threading.local()
 
     def _scratch(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -151,65 +125,51 @@ class ReferenceBackend:
             buffer = buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel]
 
-    def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        tau: Tau,
-        out: Tensor,
-        *,
-        residual_out: Tensor | None = None,
-        capacity: int | None = None,
-        start: int = 0,
-        value_dtype: int = ValueDtype.FP32,
-        encoding: int | None = None,
-        clear: bool = False,
-    ) -> Stats:
-        args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        applied = args.applied()
+    def compress(self, job: Job) -> Stats:
+        grad, residual, numel, tau = job.grad, job.residual, job.numel, job.applied_tau()
         began = time.perf_counter_ns()
         if has_overflow(grad):
-            if args.residual_out is not None:
-                _keep_residual(residual, args.residual_out)
-            if clear:
+            if job.residual_out is not None:
+                _keep_residual(residual, job.residual_out)
+            if job.clear:
                 grad.zero_()
             selected = time.perf_counter_ns()
-            nbytes = write_payload(out, Header.flagged(args.value_dtype, args.numel))
-            return _stats(nbytes, 0, 0, True, applied, began, selected)
+            nbytes = write_payload(job.out, Header.flagged(job.value_dtype, numel))
+            return _stats(nbytes, 0, 0, True, tau, began, selected)
 
-        acc = self._accumulate(grad, residual, args.residual_out)
-        if args.dense:
+        acc = self._accumulate(grad, residual, job.residual_out)
+        if job.dense:
             idx = None
-            above = nnz = args.numel
+            above = nnz = numel
             values = acc
         else:
-            idx = self._select(acc, applied)
+            idx = self._select(acc, tau)
             above = idx.numel()
-            idx = _limit(idx, args.capacity, args.start)
+            idx = _limit(idx, job.capacity, job.start)
             nnz = idx.numel()
             values = acc[idx]
         # Only the residual can have made this infinite; FLT_MAX is sent then and the excess is lost.
         values = values.clamp(-FLOAT32_MAX, FLOAT32_MAX)
         selected = time.perf_counter_ns()
 
-        body, decoded = encode_values(values, args.value_dtype)
-        if args.residual_out is not None:
+        body, decoded = encode_values(values, job.value_dtype)
+        if job.residual_out is not None:
             left = values - decoded
             if idx is None:
-                args.residual_out.copy_(left)
+                job.residual_out.copy_(left)
             else:
-                args.residual_out[idx] = left
-        if idx is None and args.encoding in (None, IndexEncoding.DENSE):
-            enc, param, index = IndexEncoding.DENSE, 0, body[:0]
+                job.residual_out[idx] = left
+        if idx is None and job.encoding in (None, IndexEncoding.DENSE):
+            encoding, param, index = IndexEncoding.DENSE, 0, body[:0]
         else:
             if idx is None:
-                idx = torch.arange(args.numel, dtype=torch.int64, device=grad.device)
-            enc, param, index = self.encode_indices(idx, args.numel, args.encoding)
-        header = Header(enc, args.value_dtype, False, param, args.numel, nnz, index.numel())
-        nbytes = write_payload(out, header, index, body)
-        if clear:
+                idx = torch.arange(numel, dtype=torch.int64, device=grad.device)
+            encoding, param, index = self.encode_indices(idx, numel, job.encoding)
+        header = Header(encoding, job.value_dtype, False, param, numel, nnz, index.numel())
+        nbytes = write_payload(job.out, header, index, body)
+        if job.clear:
             grad.zero_()
-        return _stats(nbytes, nnz, above, False, applied, began, selected)
+        return _stats(nbytes, nnz, above, False, tau, began, selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
         """fp32(grad) + residual, in ``residual_out`` if there is one; else to be read only."""
@@ -226,13 +186,21 @@ class ReferenceBackend:
         mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
         return mask.nonzero().reshape(-1)
 
-    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
+    def decode_add(
+        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
+    ) -> int:
         check_vector("out", out, (torch.float32,))
-        payload = open_positions(payload, out.numel())
-        if payload.header.encoding is IndexEncoding.DENSE and not payload.nonfinite:
-            out.add_(_values(payload))
-            return payload.nnz
-        return _scatter_add(payload, payload, out)
+        opened, mask = open_pair(payload, positions, out.numel())
+        if opened.nonfinite:
+            out.fill_(float("nan"))
+            return 0
+        values = _values(opened)
+        if mask.header.encoding is IndexEncoding.DENSE:
+            out.add_(values)
+        else:
+            idx = _indices(mask)
+            out[idx] = out[idx] + values
+        return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         split = [split_message(messages, which, outs) for which in range(len(messages))]
@@ -267,16 +235,6 @@ class ReferenceBackend:
         body, _ = encode_values(values, header.value_dtype)
         nbytes = write_payload(out, header, body)
         return _stats(nbytes, mask.nnz, mask.nnz, False, 0.0, began, selected)
-
-    def decode_shared_add(
-        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
-    ) -> int:
-        check_vector("out", out, (torch.float32,))
-        payload = mask = open_payload(payload, out.numel())
-        if not payload.nonfinite:
-            mask = open_positions(index_payload, out.numel())
-            check_shared(payload, mask)
-        return _scatter_add(payload, mask, out)
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
@@ -328,22 +286,6 @@ class ReferenceBackend:
         out[:whole].view(-1, PACK_BLOCK).mul_(steps[: whole // PACK_BLOCK, None])
         out[whole:].mul_(steps[whole // PACK_BLOCK :])
 
-    def accumulate(
-        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
-    ) -> Tensor:
-        return accumulated(grad, velocity, momentum, kept, clear=clear)
-
-    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
-        difference(wanted, held, out)
-
-    def encode_indices(
-        self, idx: Tensor, numel: int, encoding: int | None = None
-    ) -> tuple[IndexEncoding, int, Tensor]:
-        return encode_indices(idx, numel, encoding, among=self._encodings)
-
-    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
-        return decode_indices(encoding, param, data, nnz, numel)
-
 
 def _finite_magnitude(grad: Tensor, residual: Tensor | None) -> Tensor:
     acc = grad.to(torch.float32) if residual is None else residual + grad
@@ -374,15 +316,6 @@ def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: 
     encode_ns = time.perf_counter_ns() - selected
     select_ns = selected - began
     return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
-
-
-def _scatter_add(payload: Payload, mask: Payload, out: Tensor) -> int:
-    if payload.nonfinite:
-        out.fill_(float("nan"))
-        return 0
-    values, idx = _values(payload), _indices(mask)
-    out[idx] = out[idx] + values
-    return payload.nnz
 
 
 def _indices(payload: Payload) -> Tensor:

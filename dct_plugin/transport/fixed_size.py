@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
-from ..codecs.frames import ALIGNMENT, FAILED, PREFIX, WORDS
+from ..codecs.slots import ALIGNMENT, FAILED, PREFIX, WORDS
 from .exchange import Exchange
 
 __all__ = ["FIXED_SIZE", "FixedSizeExchange", "MessageSize", "SizeHistory", "SlotTransfer"]

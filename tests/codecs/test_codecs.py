@@ -29,7 +29,7 @@ from dct_plugin.codecs.index import ANY_POSITIONS, CODECS, _table, check_section
 from dct_plugin.codecs.payload import checksum
 from dct_plugin.codecs.values import VALUE_CODECS
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import build
+from dct_plugin.kernels import Job, build
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -299,7 +299,7 @@ def sample_payload(
     where = torch.randperm(numel, generator=generator)[:kept]
     grad[where] = torch.randn(kept, generator=generator).sign() * (1 + torch.rand(kept, generator=generator))
     out = torch.empty(payload_bound(numel, None, dtype, encoding), dtype=torch.uint8)
-    stats = backend.compress(grad, None, 0.5, out, value_dtype=dtype, encoding=encoding)
+    stats = backend.compress(Job(grad, None, 0.5, out, value_dtype=dtype, encoding=encoding))
     assert stats.nnz == kept
     decoded = torch.zeros(numel)
     backend.decode_add(out[: stats.nbytes], decoded)
@@ -321,7 +321,7 @@ def test_a_payload_written_by_version_1_stays_readable(backend: Backend) -> None
     """Every byte is fixed; a change of the format needs a new version number."""
     grad = torch.tensor([0.0, 1.5, 0.0, -2.0, 0.0, 0.25, 0.0, 0.0, 3.0])
     out = torch.empty(payload_bound(9, None, ValueDtype.BF16), dtype=torch.uint8)
-    nbytes = backend.compress(grad, None, 1.0, out, value_dtype=ValueDtype.BF16).nbytes
+    nbytes = backend.compress(Job(grad, None, 1.0, out, value_dtype=ValueDtype.BF16)).nbytes
     expected = (
         "7adc01040100010009000000000000000300000000000000010000000000000097dd8204f426c4084fc03f00c04040"
     )
@@ -356,7 +356,7 @@ def test_size_at_99_percent_sparsity(backend: Backend, numel: int) -> None:
     grad = torch.zeros(numel)
     grad[torch.randperm(numel, generator=torch.Generator().manual_seed(1))[:kept]] = 1.0
     out = torch.empty(payload_bound(numel, kept, ValueDtype.BF16), dtype=torch.uint8)
-    stats = backend.compress(grad, None, 0.5, out, value_dtype=ValueDtype.BF16, capacity=kept)
+    stats = backend.compress(Job(grad, None, 0.5, out, value_dtype=ValueDtype.BF16, capacity=kept))
     assert stats.nnz == kept
     assert 8 * stats.nbytes / kept <= 25
     decoded = torch.zeros(numel)
@@ -376,7 +376,7 @@ def refuse(backend: Backend, data: torch.Tensor, numel: int) -> None:
     with pytest.raises(PayloadError):
         backend.decode_mask(data, numel)
     with pytest.raises(PayloadError):
-        backend.decode_shared_add(data, data, out)
+        backend.decode_add(data, out, data)
     assert bool((out == 1.25).all())
 
 
@@ -478,7 +478,7 @@ def test_nonfinite_payload(backend: Backend) -> None:
     grad = torch.ones(40)
     grad[7] = float("nan")
     out = torch.empty(payload_bound(40, None, ValueDtype.BF16), dtype=torch.uint8)
-    stats = backend.compress(grad, None, 0.5, out, value_dtype=ValueDtype.BF16)
+    stats = backend.compress(Job(grad, None, 0.5, out, value_dtype=ValueDtype.BF16))
     payload = Payload.from_tensor(out[: stats.nbytes])
     assert stats.nonfinite
     assert payload.nonfinite

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dct_plugin.codecs import IndexEncoding, ValueDtype, payload_bound
+from dct_plugin.kernels import Job
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -76,7 +77,7 @@ def payload(kernels: Backend, encoding: IndexEncoding, value_dtype: ValueDtype) 
     tau = 0.0 if encoding is IndexEncoding.DENSE else 31.5
     forced = None if encoding is IndexEncoding.SHARED_MASK else encoding
     out = torch.empty(payload_bound(NUMEL, None, value_dtype, forced), dtype=torch.uint8)
-    stats = kernels.compress(gradient(), None, tau, out, value_dtype=value_dtype, encoding=forced)
+    stats = kernels.compress(Job(gradient(), None, tau, out, value_dtype=value_dtype, encoding=forced))
     if encoding is IndexEncoding.SHARED_MASK:
         mask = out[: stats.nbytes]
         out = torch.empty(payload_bound(NUMEL, stats.nnz, value_dtype, encoding), dtype=torch.uint8)

@@ -11,7 +11,7 @@ import torch
 from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
 from dct_plugin.codecs.payload import payload_bound
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import get_backend
+from dct_plugin.kernels import Job, get_backend
 
 SIGN = 2**31
 #: At block boundaries, around the sign bit of 32-bit integers, and far apart.
@@ -64,7 +64,7 @@ def test_a_whole_tensor() -> None:
     out = torch.empty(payload_bound(numel, capacity, 1, IndexEncoding.RICE), dtype=torch.uint8)
     backend = get_backend("cpu", "cpu")
     stats = backend.compress(
-        gradient, None, 0.5, out, capacity=capacity, value_dtype=1, encoding=IndexEncoding.RICE
+        Job(gradient, None, 0.5, out, capacity=capacity, value_dtype=1, encoding=IndexEncoding.RICE)
     )
     assert (stats.nnz, stats.above, stats.nonfinite) == (len(KEPT), len(KEPT), False)
     total = untouched(numel, torch.float32)

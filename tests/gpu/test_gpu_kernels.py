@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import Backend, Stats, get_backend, together
-from dct_plugin.kernels.backend import PACK_BLOCK
+from dct_plugin.kernels import Backend, Job, Stats, get_backend
+from dct_plugin.kernels.checks import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
@@ -117,7 +117,7 @@ def test_values_at_shared_positions(value_dtype: ValueDtype) -> None:
         out, total = torch.empty(bound, dtype=torch.uint8, device=device), torch.zeros(NUMEL, device=device)
         mask = payload.to(device)
         stats = backend.encode_shared(grad.flip(0).to(device), mask, value_dtype, out)
-        backend.decode_shared_add(out[: stats.nbytes], mask, total)
+        backend.decode_add(out[: stats.nbytes], total, mask)
         written.append(out[: stats.nbytes].cpu())
         sums.append(total.cpu())
     assert same_bits(*written)
@@ -146,7 +146,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
             tensor = gradient_of(size, 10 * sender + position)
             room = writer.reserve(payload_bound(size, None, ValueDtype.BF16))
             tau = 2.0 if size > 5 else 0.0
-            writer.advance(REFERENCE.compress(tensor, None, tau, room, value_dtype=ValueDtype.BF16))
+            writer.advance(REFERENCE.compress(Job(tensor, None, tau, room, value_dtype=ValueDtype.BF16)))
         messages.append(writer.message)
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
     REFERENCE.sum_messages(messages, expected, scale)
@@ -163,7 +163,7 @@ def test_nothing_waits_for_the_device() -> None:
 
     def compressed() -> None:
         writer.clear()
-        with TRITON.together():
+        with TRITON.batched():
             written()
 
     def written() -> None:
@@ -171,7 +171,7 @@ def test_nothing_waits_for_the_device() -> None:
             tau = TRITON.sample_threshold(grad, residual, 0.01, 8192, seed=3)
             room = writer.reserve(payload_bound(NUMEL, 4000, ValueDtype.BF16))
             writer.advance(
-                TRITON.compress(grad, residual, tau, room, capacity=4000, value_dtype=ValueDtype.BF16)
+                TRITON.compress(Job(grad, residual, tau, room, capacity=4000, value_dtype=ValueDtype.BF16))
             )
 
     compressed()  # compiles
@@ -198,7 +198,7 @@ def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
     def compressed(backend: Backend, device: str, *, at_once: bool) -> tuple[list[Any], list[Stats]]:
         writer, kept, figures = MessageWriter(torch.device(device)), [], []
         made = [[t.to(device, copy=True) for t in pair] for pair in zip(grads, residuals, strict=True)]
-        with together(backend) if at_once else nullcontext():
+        with backend.batched() if at_once else nullcontext():
             for number, (grad, residual) in enumerate(made):
                 left = residual if number % 2 else torch.empty_like(residual)
                 tau = 0.0
@@ -206,7 +206,7 @@ def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
                     tau = backend.sample_threshold(grad, residual, 0.01, 8192, seed=number)
                 room = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.INT8))
                 options = {"residual_out": left, "value_dtype": ValueDtype.INT8, "clear": True}
-                figures.append(backend.compress(grad, residual, tau, room, **options))
+                figures.append(backend.compress(Job(grad, residual, tau, room, **options)))
                 writer.advance(figures[-1])
                 kept += [grad, left]
         return [writer, *kept], figures
@@ -240,10 +240,10 @@ def test_frames_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> 
             for grad in tensors:
                 out = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
                 threshold = tau if grad.numel() > 5 else 0.0
-                writer.advance(TRITON.compress(grad, None, threshold, out, value_dtype=ValueDtype.BF16))
-            TRITON.write_frame(writer, buffer[begin:end], 7)
+                writer.advance(TRITON.compress(Job(grad, None, threshold, out, value_dtype=ValueDtype.BF16)))
+            TRITON.write_slot(writer, buffer[begin:end], 7)
         outs = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
-        return outs, *TRITON.sum_frames(buffer, bounds, outs, 1 / 3)
+        return outs, *TRITON.sum_slots(buffer, bounds, outs, 1 / 3)
 
     exchanged()  # compiles
     with no_waiting():
@@ -261,7 +261,7 @@ def test_the_same_bits_every_time() -> None:
         left = residual.clone()
         out = torch.zeros(payload_bound(3_000_001, 40_000, ValueDtype.INT8), dtype=torch.uint8, device="cuda")
         options = {"capacity": 40_000, "start": 2_500_000, "value_dtype": ValueDtype.INT8}
-        stats = TRITON.compress(grad, left, 2.2, out, **options)
+        stats = TRITON.compress(Job(grad, left, 2.2, out, **options))
         total = torch.zeros(3_000_001, device="cuda")
         TRITON.decode_add(out[: stats.nbytes], total)
         found.append((stats.counts, out, left, total))
@@ -278,7 +278,7 @@ def test_under_a_cuda_graph() -> None:
 
     def step() -> Tensor:
         tau = TRITON.sample_threshold(grad, residual, 0.01, 8192, seed=3)
-        counts = TRITON.compress(grad, residual, tau, out, **options)._device_counts
+        counts = TRITON.compress(Job(grad, residual, tau, out, **options))._device_counts
         assert counts is not None
         return counts
 
@@ -310,7 +310,7 @@ def test_damage_is_told_with_the_next_figures() -> None:
     assert bool((out == 1.0).all())
     room = torch.empty(payload_bound(NUMEL, None, 0), dtype=torch.uint8, device="cuda")
     with pytest.raises(PayloadError, match="decoded before"):
-        TRITON.compress(grad.cuda(), None, 2.0, room).nbytes  # noqa: B018 (a figure that is read)
+        TRITON.compress(Job(grad.cuda(), None, 2.0, room)).nbytes  # noqa: B018 (a figure that is read)
 
 
 def test_slices_at_any_offset() -> None:
@@ -319,7 +319,7 @@ def test_slices_at_any_offset() -> None:
     for offset in (1, 2, 3):
         grad, residual = bucket[offset : offset + 9000], residuals[offset : offset + 9000]
         whole = grad + residual
-        stats = TRITON.compress(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16)
+        stats = TRITON.compress(Job(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16))
         out = torch.zeros(9003, device="cuda")
         TRITON.decode_add(message[offset : offset + stats.nbytes], out[3:])
         assert torch.equal(out[3:] + residual, whole)
@@ -332,7 +332,7 @@ def test_a_large_tensor() -> None:
     whole = grad + residual
     tau = TRITON.sample_threshold(grad, residual, 0.01, 65_536, seed=1)
     out = torch.empty(payload_bound(numel, numel // 50, ValueDtype.FP32), dtype=torch.uint8, device="cuda")
-    stats = TRITON.compress(grad, residual, tau, out, capacity=numel // 50)
+    stats = TRITON.compress(Job(grad, residual, tau, out, capacity=numel // 50))
     assert stats.above == stats.nnz == int((whole.abs() >= tau).sum())
     assert 0.008 < stats.nnz / numel < 0.012
     sent = torch.zeros(numel, device="cuda")

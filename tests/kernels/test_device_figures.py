@@ -12,7 +12,7 @@ from torch import Tensor
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.config import KernelConfig
-from dct_plugin.kernels import SMALLEST_TAU, Backend, Stats, read_stats
+from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend()
@@ -37,10 +37,10 @@ def encode(backend: Backend, writers: list[MessageWriter]) -> list[Stats]:
         tau = 0.0 if i == 4 else backend.sample_threshold(grad, None, 0.05, 1000, seed=i)
         value_dtype = ValueDtype(i % 4)
         room = writer.reserve(payload_bound(grad.numel(), None, value_dtype))
-        stats.append(backend.compress(grad, None, tau, room, value_dtype=value_dtype))
+        stats.append(backend.compress(Job(grad, None, tau, room, value_dtype=value_dtype)))
         writer.advance(stats[-1])
     source, mask = torch.linspace(-1, 1, 500), torch.empty(payload_bound(500, None, 0), dtype=torch.uint8)
-    forward = REFERENCE.compress(source, None, 0.9, mask)
+    forward = REFERENCE.compress(Job(source, None, 0.9, mask))
     bound = payload_bound(500, forward.nnz, ValueDtype.FP32, IndexEncoding.SHARED_MASK)
     stats.append(
         backend.encode_shared(source, mask[: forward.nbytes], ValueDtype.FP32, writers[0].reserve(bound))
@@ -148,13 +148,13 @@ def test_a_threshold_on_the_device_counts_as_positive() -> None:
     grad = torch.tensor([0.0, 1.0, 2.0])
     for backend in (REFERENCE, DeferredBackend(), kernels.get_backend("cpu")):
         out = torch.empty(payload_bound(3, None, 0), dtype=torch.uint8)
-        stats = backend.compress(grad, None, torch.tensor(0.0), out)
+        stats = backend.compress(Job(grad, None, torch.tensor(0.0), out))
         assert (stats.nnz, stats.tau) == (2, SMALLEST_TAU)
-        assert backend.compress(grad, None, torch.tensor(1.5), out).nnz == 1
-        assert backend.compress(grad, None, torch.tensor(math.nan), out).nnz == 0
+        assert backend.compress(Job(grad, None, torch.tensor(1.5), out)).nnz == 1
+        assert backend.compress(Job(grad, None, torch.tensor(math.nan), out)).nnz == 0
         for wrong in (torch.ones(1), torch.tensor(1.0, dtype=torch.float64), torch.ones((), device="meta")):
             with pytest.raises(ValueError, match=r"tau must be|is on cpu"):
-                backend.compress(grad, None, wrong, out)
+                backend.compress(Job(grad, None, wrong, out))
 
 
 def test_a_registered_backend_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

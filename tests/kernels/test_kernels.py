@@ -15,9 +15,9 @@ from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
 from torch import Tensor
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
+from dct_plugin.codecs.index import MAX_NUMEL
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import Stats, build, get_backend
-from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
+from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, build, get_backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
 
@@ -72,7 +72,7 @@ def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int
     assert same_bits(shared[0][1], shared[1][1])
     both: list[Backend] = [REFERENCE, compiled]
     for kernels, out in zip(both, outs, strict=True):
-        kernels.decode_shared_add(shared[0][1], payload, out)
+        kernels.decode_add(shared[0][1], out, payload)
     assert same_bits(*outs)
 
 
@@ -151,7 +151,8 @@ def compress(
     capacity, dtype = options.get("capacity"), options.get("value_dtype", ValueDtype.FP32)
     bound = payload_bound(grad.numel(), None if tau == 0 else capacity, dtype)  # type: ignore[arg-type]
     out = torch.empty(bound, dtype=torch.uint8)
-    stats = backend.compress(grad, residual, tau, out, **options)  # type: ignore[arg-type]
+    options["capacity"] = MAX_NUMEL if capacity is None else capacity
+    stats = backend.compress(Job(grad, residual, tau, out, **options))  # type: ignore[arg-type]
     return stats, out[: stats.nbytes]
 
 
@@ -320,7 +321,7 @@ def test_sums_of_messages(
             tensors.append(tensor)
             tau = REFERENCE.exact_threshold(tensor, None, max(1, int(density * size))) if density < 1 else 0.0
             room = writer.reserve(payload_bound(size, None, value_dtype))
-            writer.advance(CPU.compress(tensor, None, tau, room, value_dtype=value_dtype))
+            writer.advance(CPU.compress(Job(tensor, None, tau, room, value_dtype=value_dtype)))
         messages.append(writer.message)
     outs = [[torch.zeros(size, dtype=dtype) for size in sizes] for _ in range(3)]
     for backend, into in zip((REFERENCE, CPU, CPU), outs, strict=True):
@@ -336,7 +337,7 @@ def test_messages_that_are_wrong_are_named(backend: Backend) -> None:
     writer = MessageWriter(torch.device("cpu"))
     for part in x[:100], x[100:]:
         room = writer.reserve(payload_bound(part.numel(), None, 0))
-        writer.advance(backend.compress(part, None, 1.0, room))
+        writer.advance(backend.compress(Job(part, None, 1.0, room)))
     good = writer.message.clone()
     first = Payload.split(good)[0].nbytes
     for damage in (
@@ -366,7 +367,7 @@ def test_payloads_whose_header_is_known(backend: Backend) -> None:
     by_bytes, by_payload = torch.zeros(900), torch.zeros(900)
     for total, payload, positions in ((by_bytes, known.data, forward), (by_payload, known, mask)):
         assert backend.decode_add(positions, total) == mask.nnz
-        assert backend.decode_shared_add(payload, positions, total) == mask.nnz
+        assert backend.decode_add(payload, total, positions) == mask.nnz
         assert int(backend.decode_mask(positions, 900).sum()) == mask.nnz
     assert same_bits(by_bytes, by_payload)
 
@@ -385,7 +386,7 @@ def test_slices_at_any_offset(backend: Backend) -> None:
     for offset in (1, 2, 3):
         grad, residual = bucket[offset : offset + 900], residuals[offset : offset + 900]
         whole = grad + residual
-        stats = backend.compress(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16)
+        stats = backend.compress(Job(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16))
         out = torch.zeros(903)
         backend.decode_add(message[offset : offset + stats.nbytes], out[3:])
         assert torch.equal(out[3:] + residual, whole)
@@ -409,7 +410,7 @@ def test_shared_mask_sends_values_only(
     stats = backend.encode_shared(source, forward, value_dtype, out)
     assert (stats.nbytes, stats.nnz) == (out.numel(), nnz)
     received = torch.zeros(3000)
-    assert backend.decode_shared_add(out, forward, received) == nnz
+    assert backend.decode_add(out, received, forward) == nnz
     assert not bool(received[~mask].any())
     tolerance = {ValueDtype.FP32: 0.0, ValueDtype.BF16: 2**-8, ValueDtype.FP16: 2**-11, ValueDtype.INT8: 0.02}
     tolerance |= {ValueDtype.INT4: 0.3, ValueDtype.INT2: 2.5}
@@ -434,7 +435,7 @@ def test_shared_mask_overflow(backend: Backend) -> None:
         stats = backend.encode_shared(torch.tensor(source), forward, ValueDtype.FP16, out)
         assert stats.nonfinite is flagged
         received = torch.zeros(3)
-        backend.decode_shared_add(out[: stats.nbytes], forward, received)
+        backend.decode_add(out[: stats.nbytes], received, forward)
         assert bool(received.isnan().all()) is flagged
     _, overflowed = compress(backend, torch.tensor([math.nan, 0.0, 0.0]), None, 1.0)
     stats = backend.encode_shared(torch.ones(3), overflowed, ValueDtype.FP16, out)
@@ -449,7 +450,7 @@ def test_shared_mask_that_does_not_fit(backend: Backend) -> None:
     received = torch.zeros(3)
     for mask in (other, forward[:-1], out[: stats.nbytes]):
         with pytest.raises(PayloadError):
-            backend.decode_shared_add(out[: stats.nbytes], mask, received)
+            backend.decode_add(out[: stats.nbytes], received, mask)
     assert not bool(received.any())
 
 
@@ -530,7 +531,7 @@ def test_arguments_that_do_not_fit_change_nothing(
     } | change
     before = arguments["residual"].clone()  # type: ignore[attr-defined]
     with pytest.raises(error):
-        backend.compress(**arguments)  # type: ignore[arg-type]
+        backend.compress(Job(**arguments))  # type: ignore[arg-type]
     assert torch.equal(arguments["residual"], before)  # type: ignore[arg-type]
 
 

@@ -29,8 +29,7 @@ from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype,
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import PayloadError
 from dct_plugin.feedback import Residual, unpacked
-from dct_plugin.kernels import read_stats, together
-from dct_plugin.kernels.backend import SMALLEST_TAU, Backend
+from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
@@ -58,7 +57,7 @@ def read_alike(payload: Tensor, source: Tensor, nnz: int, value_dtype: ValueDtyp
         stats = backend.encode_shared(source, payload, value_dtype, room[:bound])
         assert bool((room[bound:] == 0xA5).all())
         shared.append((stats.counts, room[: stats.nbytes]))
-        backend.decode_shared_add(shared[0][1], payload, out)
+        backend.decode_add(shared[0][1], out, payload)
     assert same_bits(*outs) or bool((outs[0].isnan() & outs[1].isnan()).all())
     assert torch.equal(*masks)
     assert shared[0][0] == shared[1][0]
@@ -151,13 +150,14 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
                 tensor[3] = math.inf
             value_dtype = ValueDtype(position)
             room = writer.reserve(payload_bound(size, None, value_dtype))
-            writer.advance(REFERENCE.compress(tensor, None, 1.5 * (size > 5), room, value_dtype=value_dtype))
+            tau = 1.5 * (size > 5)
+            writer.advance(REFERENCE.compress(Job(tensor, None, tau, room, value_dtype=value_dtype)))
         messages.append(writer.message)
     outs = [[torch.zeros(size, dtype=dtype) for size in sizes] for _ in BOTH]
     for backend, into in zip(BOTH, outs, strict=True):
         with HostReads() as reads:
             backend.sum_messages(messages, into, scale)
-    assert reads.places == ["kernels/triton/backend.py:cpu", "kernels/triton/backend.py:numpy"]
+    assert reads.places == ["kernels/triton/messages.py:cpu", "kernels/triton/messages.py:numpy"]
     for expected, found in zip(*outs, strict=True):
         assert same_bits(found, expected) or bool((found.isnan() & expected.isnan()).all())
     assert bool(outs[1][4].isnan().all())
@@ -176,14 +176,14 @@ def test_frames_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> N
                 value_dtype = ValueDtype((0, 1, 3, 5)[position])
                 room = writer.reserve(payload_bound(size, None, value_dtype))
                 tau = 0.0 if size <= 5 else torch.tensor(1.5)
-                writer.advance(TRITON.compress(tensor, None, tau, room, value_dtype=value_dtype))
+                writer.advance(TRITON.compress(Job(tensor, None, tau, room, value_dtype=value_dtype)))
             frame = torch.full((16_384,), 0xA5, dtype=torch.uint8)
-            TRITON.write_frame(writer, frame, 7)
+            TRITON.write_slot(writer, frame, 7)
             frames.append(frame)
             messages.append(writer)
         buffer, bounds = torch.cat(frames), [(at, at + 16_384) for at in (0, 16_384, 32_768)]
         found = [torch.zeros(size, dtype=dtype) for size in sizes]
-        wrong, missing = TRITON.sum_frames(buffer, bounds, found, 1 / 3)
+        wrong, missing = TRITON.sum_slots(buffer, bounds, found, 1 / 3)
     assert reads.places == []
     assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
@@ -196,12 +196,12 @@ def test_frames_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> N
         assert bool((frame[32 + content.numel() :] == 0xA5).all())
     buffer[16_384 + 300] ^= 1
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, missing = TRITON.sum_frames(buffer, [(0, 1024), bounds[1]], found, 1.0)
+    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], found, 1.0)
     assert (wrong.tolist(), missing.tolist()) == ([0, 1], [1, 0])
     assert all(bool(out.isnan().all()) for out in found)
     buffer[16_384 + 32] ^= 1  # no header at all
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, _ = TRITON.sum_frames(buffer, bounds[1:2], found, 1.0)
+    wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], found, 1.0)
     assert wrong.tolist() == [7]
     assert not any(bool(out.any()) for out in found)
 
@@ -224,7 +224,7 @@ def reduced(backend: Backend, tensors: int, *, at_once: bool) -> tuple[list[Tens
     with residuals in place or beside, and the gradients cleared.
     """
     writer, grads, kept, figures = MessageWriter(torch.device("cpu")), [], [], []
-    with together(backend) if at_once else contextlib.nullcontext():
+    with backend.batched() if at_once else contextlib.nullcontext():
         for number, (grad, residual) in enumerate(bucket(tensors)):
             left = residual if number % 4 < 2 else torch.empty_like(residual)
             tau: Any = 0.0
@@ -232,10 +232,10 @@ def reduced(backend: Backend, tensors: int, *, at_once: bool) -> tuple[list[Tens
                 tau = backend.sample_threshold(grad, residual, 0.1, 1000, seed=number)
             capacity = max(1, len(grad) // 12)  # less than what passes: positions wrap around
             room = writer.reserve(payload_bound(len(grad), len(grad), ValueDtype.BF16))
-            stats = backend.compress(
+            stats = backend.compress(Job(
                 *(grad, residual, tau, room), residual_out=left, capacity=capacity, start=len(grad) // 2,
                 value_dtype=ValueDtype.BF16, clear=True,
-            )  # fmt: skip
+            ))  # fmt: skip
             writer.advance(stats)
             grads.append(grad)
             kept.append(left)
@@ -266,9 +266,9 @@ def test_a_batch_is_launched_when_it_is_full_or_when_something_is_read(
 ) -> None:
     monkeypatch.setattr(triton_backend, "ROOM", 2)
     grad = torch.randn(300, generator=torch.Generator().manual_seed(1))
-    with counted_launches() as names, TRITON.together():
+    with counted_launches() as names, TRITON.batched():
         rooms = [torch.empty(payload_bound(300, None, 0), dtype=torch.uint8) for _ in range(3)]
-        stats = [TRITON.compress(grad, None, 2.0, room) for room in rooms]
+        stats = [TRITON.compress(Job(grad, None, 2.0, room)) for room in rooms]
         assert names.count("select") == 1
         nbytes = stats[2].nbytes
         assert names.count("select") == 2
@@ -280,7 +280,7 @@ def test_a_batch_is_launched_when_it_is_full_or_when_something_is_read(
 def written(backend: Backend, numel: int = 3000, encoding: int | None = None) -> Tensor:
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     out = torch.empty(payload_bound(numel, None, ValueDtype.BF16, encoding), dtype=torch.uint8)
-    stats = backend.compress(grad, None, 1.5, out, value_dtype=ValueDtype.BF16, encoding=encoding)
+    stats = backend.compress(Job(grad, None, 1.5, out, value_dtype=ValueDtype.BF16, encoding=encoding))
     return out[: stats.nbytes]
 
 
@@ -323,9 +323,9 @@ def test_wrong_positions_under_right_checksums(encoding: IndexEncoding) -> None:
 
 
 def test_rice_code_is_left_to_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
-    from dct_plugin.kernels.triton import backend as triton_backend
+    from dct_plugin.kernels.triton.messages import say_once
 
-    triton_backend._say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
         payload = written(TRITON, encoding=IndexEncoding.RICE)
         assert same_bits(payload, written(REFERENCE, encoding=IndexEncoding.RICE))
@@ -347,10 +347,10 @@ def test_nothing_waits_for_the_device() -> None:
             tau = TRITON.sample_threshold(grad, residual, 0.05, 1000, seed=1)
             room = writer.reserve(payload_bound(5000, 1000, value_dtype))
             options: dict[str, Any] = {"capacity": 1000, "value_dtype": value_dtype}
-            stats.append(TRITON.compress(grad, residual, tau, room, **options))
+            stats.append(TRITON.compress(Job(grad, residual, tau, room, **options)))
             writer.advance(stats[-1])
         writer.reserve(payload_bound(5000, 5000, 0))
-        writer.advance(TRITON.compress(grad, None, 0.0, writer.reserve(payload_bound(5000, 5000, 0))))
+        writer.advance(TRITON.compress(Job(grad, None, 0.0, writer.reserve(payload_bound(5000, 5000, 0)))))
     assert reads.places == []
     assert all(each.pending for each in stats)
     with HostReads() as reads:
@@ -426,7 +426,7 @@ def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, faili
         raise RuntimeError("out of memory")
 
     def encode_both() -> None:
-        with together(streams[0].backend(gradient.device)):
+        with streams[0].backend(gradient.device).batched():
             for stream in streams:
                 stream.encode(gradient, [(0, 900, writer)])
                 if failing == "between tensors":
@@ -505,7 +505,7 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
                 for pair, grad, part in zip(pairs, grads, parts[:tensors], strict=True)
             ]
             kernel = pairs[0][1].backend(grads[0].device)
-            with HostReads() as reads, counted_launches() as names, together(kernel):
+            with HostReads() as reads, counted_launches() as names, kernel.batched():
                 found = [
                     pair[1].encode(grad, part, clear=True)
                     for pair, grad, part in zip(pairs, copies, parts[tensors:], strict=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dct_plugin.codecs import Payload
-from dct_plugin.kernels import Stats, Tau
-from dct_plugin.kernels.backend import check_compress
+from dct_plugin.kernels import Job, Stats
 from dct_plugin.kernels.reference import ReferenceBackend
 
 _READS = {
@@ -42,36 +42,11 @@ class DeferredBackend(ReferenceBackend):
 
     name = "deferred"
 
-    def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        tau: Tau,
-        out: Tensor,
-        *,
-        residual_out: Tensor | None = None,
-        capacity: int | None = None,
-        start: int = 0,
-        value_dtype: int = 0,
-        encoding: int | None = None,
-        clear: bool = False,
-    ) -> Stats:
-        args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        applied = args.applied()
+    def compress(self, job: Job) -> Stats:
+        applied = job.applied_tau()
         # What the kernel itself reads, on the device.
         inside = applied.as_subclass(Tensor) if isinstance(applied, Tensor) else applied
-        stats = super().compress(
-            grad,
-            residual,
-            inside,
-            out,
-            residual_out=residual_out,
-            capacity=capacity,
-            start=start,
-            value_dtype=value_dtype,
-            encoding=encoding,
-            clear=clear,
-        )
+        stats = super().compress(replace(job, tau=inside))
         return Stats.on_device(on_device(stats.counts, torch.int64), tau=applied)
 
     def encode_shared(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dct_plugin.codecs import IndexEncoding, ValueDtype, payload_bound
-from dct_plugin.kernels import Stats
+from dct_plugin.codecs.index import MAX_NUMEL
+from dct_plugin.kernels import Job, Stats
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -49,16 +50,18 @@ class Case:
         guard = 64
         out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8, device=device)
         stats = backend.compress(
-            grad,
-            residual,
-            self.tau,
-            out[:bound],
-            residual_out=None if self.in_place else left,
-            capacity=self.capacity,
-            start=self.start,
-            value_dtype=self.value_dtype,
-            encoding=self.encoding,
-            clear=self.clear,
+            Job(
+                grad,
+                residual,
+                self.tau,
+                out[:bound],
+                residual_out=None if self.in_place else left,
+                capacity=MAX_NUMEL if self.capacity is None else self.capacity,
+                start=self.start,
+                value_dtype=self.value_dtype,
+                encoding=self.encoding,
+                clear=self.clear,
+            )
         )
         assert bool((out[bound:] == 0xA5).all()), "wrote past the end"
         assert same_bits(grad.cpu(), torch.zeros_like(self.grad) if self.clear else self.grad)

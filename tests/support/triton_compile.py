@@ -9,19 +9,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels import (
-    triton_embedding_kernels,
-    triton_kernels,
-    triton_messages,
-    triton_request_kernels,
-)
+from dct_plugin.kernels.triton import embedding_kernels, message_kernels, request_kernels, selection_kernels
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
     **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
-    **dict.fromkeys(("out", "mask", "buffer", "frame"), "*u8"),
+    **dict.fromkeys(("out", "mask", "buffer", "slot"), "*u8"),
     **dict.fromkeys(("outs", "x", "decoded"), "*fp32"),
     **dict.fromkeys(("segments", "parts", "plans", "sizes", "status"), "*i64"),
     **dict.fromkeys(("largest", "halves", "checks", "advances", "powers"), "*i32"),
@@ -30,8 +25,8 @@ _POINTERS = {
 #: Where a name means something else.
 _OTHERWISE = {
     "open_messages": {"words": "*i64"},
-    "begin_frame": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
-    "fill_frame": {"parts": "i32"},
+    "begin_slot": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
+    "fill_slot": {"parts": "i32"},
     "add": {"message": "i32"},
     "mark_rows": {"starts": "*i64"},
     "head_request": {"tables": "*i64"},
@@ -69,8 +64,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "pack": [{"GROUPED": True}, {"GROUPED": False}],
     "unpack": [{"GROUPED": True}, {"GROUPED": False}],
     "open_messages": [
-        {"FRAMED": True, "SINGLE": False, "ABSENT": 0},
-        {"words": None, "FRAMED": False, "SINGLE": True, "ABSENT": 1},
+        {"SLOTS": True, "SINGLE": False, "ABSENT": 0},
+        {"words": None, "SLOTS": False, "SINGLE": True, "ABSENT": 1},
     ],
     "check": [{}],
     "scan": [{}],
@@ -91,14 +86,14 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "head_request": [{}],
     "seal_request": [{}],
     "open_requests": [{}],
-    "begin_frame": [{"ANSWERS": True}],
-    "fill_frame": [{}],
+    "begin_slot": [{"ANSWERS": True}],
+    "fill_slot": [{}],
 }
 
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    modules = (triton_messages, triton_embedding_kernels, triton_kernels, triton_request_kernels)
+    modules = (message_kernels, embedding_kernels, selection_kernels, request_kernels)
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
     types = _POINTERS | _OTHERWISE.get(name, {})
     signature = {

@@ -9,41 +9,30 @@ decoded is found there before anything is written, leaves the output alone, and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...codecs.frames import PREFIX
-from ...codecs.index import IndexEncoding, decode_indices, encode_indices
+from ...codecs.index import IndexEncoding
 from ...codecs.message import MessageWriter
-from ...codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
+from ...codecs.payload import Payload
+from ...codecs.slots import PREFIX
 from ...codecs.stats import Stats
-from ...codecs.values import ValueDtype
-from ...errors import PayloadError
-from ..backend import (
-    GRAD_DTYPES,
-    SMALLEST_TAU,
-    Tau,
+from ..backend import Backend
+from ..checks import (
     check_accumulate,
-    check_compress,
     check_difference,
     check_encode_shared,
     check_exact,
     check_pack,
     check_sample,
-    check_shared,
-    check_vector,
-    naming_message,
-    open_payload,
+    open_pair,
     open_positions,
-    scales_first,
 )
+from ..job import GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
 try:
@@ -52,52 +41,33 @@ try:
     from . import message_kernels as reading
     from . import selection_kernels as device
     from .batch import (
-        BLOCK,
         CHUNK,
         ROOM,
+        ROW,
         STATE,
         Batch,
-        Row,
         grad_code,
+        launch_seal,
+        launch_write,
         launched_on,
         programs,
         readable,
-        seal,
+        row_of,
         tables,
         upload,
-        write,
     )
+    from .messages import OpenedMessages, open_all, open_payload_on_device, say_once, split_messages
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
-
-logger = logging.getLogger("dct_plugin.kernels")
 
 #: Index encodings that the kernels write; the smallest is taken. Rice code can only be read from its start.
 WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16)
 
-_ROW, _BODY, _COPIED = device.ROW.value, reading.BODY.value, reading.COPIED.value
+_COPIED = reading.COPIED.value
 _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
 
 
-@functools.cache
-def _say_once(what: str) -> None:
-    logger.warning("%s is not written or read by the Triton kernels: plain torch does it, with copies", what)
-
-
-class _Opened(NamedTuple):
-    """Messages whose payloads are found and checked."""
-
-    buffer: Tensor
-    rows: Tensor
-    """int64 [messages, payloads + 1, _ROW]; see :mod:`.message_kernels`."""
-    positions: Tensor
-    missing: Tensor
-    """int64 [messages]: 1 for a frame that does not hold its message."""
-    sums: int
-    """Programs that add one of the messages up."""
-
-
-class TritonBackend:
+class TritonBackend(Backend):
     """Kernels that never wait for the host; see :class:`~dct_plugin.kernels.backend.Backend`.
 
     CPU tensors are taken under Triton's interpreter alone (``TRITON_INTERPRET=1``: tests).
@@ -107,6 +77,8 @@ class TritonBackend:
     """
 
     name = "triton"
+    batches = writes_slots = True
+    encodings = WRITTEN
 
     def __init__(self) -> None:
         self._errors: dict[torch.device, Tensor] = {}
@@ -118,42 +90,17 @@ class TritonBackend:
 
     # -- writing ---
 
-    def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        tau: Tau,
-        out: Tensor,
-        *,
-        residual_out: Tensor | None = None,
-        capacity: int | None = None,
-        start: int = 0,
-        value_dtype: int = ValueDtype.FP32,
-        encoding: int | None = None,
-        clear: bool = False,
-    ) -> Stats:
-        args = check_compress(grad, residual, tau, out, residual_out, capacity, start, value_dtype, encoding)
-        if args.encoding is IndexEncoding.RICE:
-            _say_once("Rice code")
+    def compress(self, job: Job) -> Stats:
+        if job.encoding is IndexEncoding.RICE:
+            say_once("Rice code")
             self._catch_up()
-            return self._reference.compress(
-                grad,
-                residual,
-                tau,
-                out,
-                residual_out=residual_out,
-                capacity=capacity,
-                start=start,
-                value_dtype=value_dtype,
-                encoding=encoding,
-                clear=clear,
-            )
-        with self._batch(grad.device) as batch:
-            return batch.compress(grad, residual, args, out, clear)
+            return self._reference.compress(job)
+        with self._batch(job.grad.device) as batch:
+            return batch.compress(job)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """See :class:`.backend.Batching`."""
+    def batched(self) -> Iterator[None]:
+        """See :meth:`.backend.Backend.batched`."""
         self._waiting.batches = {}
         try:
             yield
@@ -193,18 +140,18 @@ class TritonBackend:
             counts = torch.empty(1, 4, dtype=torch.int64, device=where)
             nnz, code, value = mask.nnz, grad_code(source), int(header.value_dtype)
             grad = readable(source)
-            row = Row.of(grad, None, None, out, count=nnz)
-            table = tables.of([row, [0] * Row.WIDTH], where)
+            row = row_of(grad, None, None, out, count=nnz)
+            table = tables.of([row, [0] * ROW], where)
             if mask.nonfinite:
                 state[device.FLAG.value].fill_(1)
             else:
-                opened = self._open_one(mask)
+                opened = open_payload_on_device(mask)
                 dense = mask.header.encoding is IndexEncoding.DENSE
                 chunks = programs(nnz, CHUNK)
                 reading.overflow_at[(chunks,)](
                     *(grad, opened.rows, opened.positions, state, self._error(where)), GRAD=code
                 )
-                write(
+                launch_write(
                     *(table, None, None if dense else opened.positions, None, state, None, 1),
                     grid=chunks,
                     ENTRIES=int(IndexEncoding.DENSE if dense else IndexEncoding.SHARED_MASK),
@@ -214,34 +161,26 @@ class TritonBackend:
                     HAS_RESIDUAL=False,
                     HAS_LEFT=False,
                 )
-            seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
+            launch_seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
         return Stats.on_device(counts[0])
 
     # -- reading ---
 
-    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
-        check_vector("out", out, (torch.float32,))
-        payload = open_positions(payload, out.numel(), verify=False)
-        opened = self._open_one(payload)
-        self._add_one(opened, opened, out)
-        return payload.nnz
-
-    def decode_shared_add(
-        self, payload: Payload | Tensor, index_payload: Payload | Tensor, out: Tensor
+    def decode_add(
+        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
     ) -> int:
         check_vector("out", out, (torch.float32,))
-        payload = open_payload(payload, out.numel(), verify=False)
-        opened = mask = self._open_one(payload)
-        if not payload.nonfinite:
-            positions = open_positions(index_payload, out.numel(), verify=False)
-            check_shared(payload, positions)
-            mask = self._open_one(positions)
-        self._add_one(opened, mask, out)
-        return payload.nnz
+        self._catch_up()
+        own, mask = open_pair(payload, positions, out.numel(), verify=False)
+        opened = open_payload_on_device(own)
+        places = opened if mask is own else open_payload_on_device(mask)
+        opened.add_to(out, places, self._error(out.device))
+        return own.nnz
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel, verify=False)
-        opened, where = self._open_one(payload), payload.data.device
+        self._catch_up()
+        opened, where = open_payload_on_device(payload), payload.data.device
         with launched_on(where):
             mask = torch.zeros(numel, dtype=torch.uint8, device=where)
             chunks = programs(payload.nnz, CHUNK)
@@ -255,141 +194,21 @@ class TritonBackend:
             check_vector("message", message, (torch.uint8,))
         if not messages or not outs:
             return
-        ends = list(itertools.accumulate((message.numel() for message in messages), initial=0))
-        opened = self._open(
-            torch.cat([*messages]), list(itertools.pairwise(ends)), [out.numel() for out in outs]
-        )
-        payloads = self._split(messages, opened, outs)
+        self._catch_up()
+        opened = open_all(messages, outs)
+        payloads = split_messages(messages, opened, outs)
         if any(p.header.encoding is IndexEncoding.RICE for split in payloads for p in split):
             self._reference.sum_messages(messages, outs, scale)
             return
-        wrong = self._sum(opened, outs, scale)
+        wrong = opened.sum_into(outs, scale)
         error = self._error(wrong.device)
         torch.maximum(error, wrong.amax(0, keepdim=True), out=error)
 
-    def _split(
-        self, messages: Sequence[Tensor], opened: _Opened, outs: Sequence[Tensor]
-    ) -> list[list[Payload]]:
-        """The payloads of messages, with one read of all their headers.
+    # -- slots ---
 
-        Raises:
-            PayloadError: a message does not hold one payload for each of ``outs``.
-        """
-        begins = opened.rows[:, :-1, _BODY, None] - HEADER_NBYTES
-        at = begins + torch.arange(HEADER_NBYTES, device=begins.device)
-        tables = opened.buffer[at.clamp(max=max(opened.buffer.numel() - 1, 0))].cpu().numpy()
-        split = []
-        for which, (message, table) in enumerate(zip(messages, tables, strict=True)):
-            start, payloads = 0, []
-            with naming_message(which):
-                for row, out in zip(table, outs, strict=True):
-                    header = Header.parse(row.tobytes()[: message.numel() - start], message.numel() - start)
-                    check_numel(header, out.numel())
-                    payloads.append(Payload(message[start : start + header.nbytes], header))
-                    start += header.nbytes
-                if start != message.numel():
-                    raise PayloadError(f"the message goes on behind its {len(outs)} payloads")
-            split.append(payloads)
-        return split
-
-    def _sum(self, opened: _Opened, outs: Sequence[Tensor], scale: float) -> Tensor:
-        """What :meth:`sum_messages` does; returns what is wrong with each message, int32."""
-        where, count = opened.buffer.device, len(opened.rows)
-        wrong = torch.zeros(count, dtype=torch.int32, device=where)
-        once = count == 1  # and rounded there
-        apart = [out.numel() for out in outs if not once and out.dtype != torch.float32]
-        beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
-        totals = [out if once or out.dtype == torch.float32 else next(beside) for out in outs]
-        meta = _meta(totals)
-        early = scales_first(count, scale)
-        for message in range(count):
-            self._add(opened, opened, meta, wrong, message, scale if early else 1.0)
-        if not early:
-            torch._foreach_mul_(totals, scale)
-        if apart:
-            pairs = [pair for pair in zip(outs, totals, strict=True) if pair[0] is not pair[1]]
-            torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
-        return wrong
-
-    def _open_one(self, payload: Payload) -> _Opened:
-        """A single payload, whose header the host has."""
-        nbytes = payload.header.nbytes
-        opened = self._open(payload.data, [(0, nbytes)], [payload.numel], single=True)
-        if payload.header.encoding is IndexEncoding.RICE and not payload.nonfinite:
-            _say_once("Rice code")
-            header, index = payload.header, payload.data[HEADER_NBYTES:]
-            found = decode_indices(
-                header.encoding, header.param, index[: header.index_nbytes], header.nnz, header.numel
-            )
-            return opened._replace(positions=found.to(torch.int32))
-        return opened
-
-    def _open(
-        self,
-        buffer: Tensor,
-        bounds: Sequence[tuple[int, int]],
-        numels: Sequence[int],
-        *,
-        framed: bool = False,
-        single: bool = False,
-        spare: bool = False,
-    ) -> _Opened:
-        """Check the messages between the ``bounds`` of ``buffer``, and find their positions; ``spare`` the
-        outputs of what is missing.
-        """
-        self._catch_up()
-        where, count, several = buffer.device, len(numels), len(bounds)
-        longest, entries = max(end - begin for begin, end in bounds), sum(numels)
-        at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
-        room = min(3 * longest, entries)  # with a bit or more for the position
-        meta = upload([[numel, 0, 0] for numel in numels], where)
-        rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
-        missing = torch.zeros(several, dtype=torch.int64, device=where)
-        sums = -(-at_most // CHUNK) + count
-        units = sum(-(-numel // BLOCK) for numel in numels) + longest // CHUNK + count
-        with launched_on(where):
-            reading.open_messages[(several,)](
-                *(buffer, buffer.view(torch.int64) if framed else None),
-                *(upload(bounds, where), meta, rows, missing, count),
-                FRAMED=framed,
-                SINGLE=single,
-                ABSENT=reading.ADDED.value if spare else reading.POISONED.value,
-            )
-            programs = -(-max(longest // 4, at_most) // CHUNK) + count
-            reading.check[(programs, several)](buffer, rows, count)
-            counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
-            positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            reading.scan[(units, several)](buffer, rows, meta, counts, count, units)
-            reading.place[(units, several)](buffer, rows, meta, counts, positions, count, units, room)
-        return _Opened(buffer, rows, positions, missing, sums)
-
-    def _add_one(self, opened: _Opened, mask: _Opened, out: Tensor) -> None:
-        self._add(opened, mask, _meta([out]), self._error(out.device), 0, 1.0)
-
-    def _add(
-        self,
-        opened: _Opened,
-        mask: _Opened,
-        meta: Tensor,
-        wrong: Tensor,
-        message: int,
-        scale: float,
-    ) -> None:
-        """Add a message's payloads to the outputs of ``meta``."""
-        with launched_on(meta.device):
-            reading.add[(opened.sums,)](
-                *(opened.buffer, opened.rows, mask.rows, meta, mask.positions),
-                *(wrong, scale, message, len(meta), mask.positions.shape[-1]),
-                SCALED=scale != 1.0,
-                enable_fp_fusion=False,
-            )
-
-    # -- frames ---
-
-    def write_frame(
+    def write_slot(
         self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
     ) -> None:
-        """Put a message into a frame, without a look at its size; see :class:`.backend.Framing`."""
         parts = writer.parts
         *firsts, units = itertools.accumulate((-(-len(room) // _COPIED) for room, _ in parts), initial=0)
         columns = zip(parts, firsts, strict=True)
@@ -397,30 +216,39 @@ class TritonBackend:
         places = upload(rows, out.device)
         offsets = torch.empty(len(parts), dtype=torch.int64, device=out.device)
         with launched_on(out.device):
-            reading.begin_frame[(1,)](
+            reading.begin_slot[(1,)](
                 *(places, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
                 ANSWERS=incomplete is not None,
             )
             if units:
-                reading.fill_frame[(units,)](places, offsets, out, len(parts), out.numel() - PREFIX)
+                reading.fill_slot[(units,)](places, offsets, out, len(parts), out.numel() - PREFIX)
 
-    def sum_frames(
+    def sum_slots(
         self, buffer: Tensor, bounds: Sequence[tuple[int, int]], outs: Sequence[Tensor], scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Add up messages in frames, without a look at them; see :class:`.backend.Framing`."""
-        if not outs:
-            return _nothing(buffer, len(bounds))
-        opened = self._open(buffer, bounds, [out.numel() for out in outs], framed=True)
-        return self._sum(opened, outs, scale), opened.missing
+        return self._sum_slots(buffer, bounds, outs, scale, spare=False)
 
-    def add_frame(
+    def add_slot(
         self, buffer: Tensor, bounds: tuple[int, int], outs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Add the message in a frame to what is there; see :class:`.backend.Framing`."""
+        return self._sum_slots(buffer, [bounds], outs, 1.0, spare=True)
+
+    def _sum_slots(
+        self,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        outs: Sequence[Tensor],
+        scale: float,
+        *,
+        spare: bool,
+    ) -> tuple[Tensor, Tensor]:
         if not outs:
-            return _nothing(buffer, 1)
-        opened = self._open(buffer, [bounds], [out.numel() for out in outs], framed=True, spare=True)
-        return self._sum(opened, outs, 1.0), opened.missing
+            nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
+            return nothing, nothing
+        self._catch_up()
+        numels = [out.numel() for out in outs]
+        opened = OpenedMessages.open(buffer, bounds, numels, slots=True, spare=spare)
+        return opened.sum_into(outs, scale), opened.missing
 
     # -- thresholds ---
 
@@ -480,16 +308,6 @@ class TritonBackend:
             batch.accumulate(grad, velocity, momentum, out, kept, clear)
         return out
 
-    # -- positions alone ---
-
-    def encode_indices(
-        self, idx: Tensor, numel: int, encoding: int | None = None
-    ) -> tuple[IndexEncoding, int, Tensor]:
-        return encode_indices(idx, numel, encoding, among=WRITTEN)
-
-    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
-        return decode_indices(encoding, param, data, nnz, numel)
-
     # -- inside ---
 
     def _error(self, where: torch.device) -> Tensor:
@@ -498,18 +316,6 @@ class TritonBackend:
         if error is None:
             error = self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
         return error
-
-
-def _nothing(buffer: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """Nothing is wrong with frames that hold nothing, and nothing is missing."""
-    nothing = torch.zeros(frames, dtype=torch.int64, device=buffer.device)
-    return nothing, nothing
-
-
-def _meta(outs: Sequence[Tensor]) -> Tensor:
-    """Where payloads are added, int64 [outs, META]."""
-    rows = [[out.numel(), out.data_ptr(), grad_code(out)] for out in outs]
-    return upload(rows, outs[0].device)
 
 
 def _kth_largest(

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.splitmix import signed
 from ...codecs.stats import Stats
-from ..backend import GRAD_DTYPES, SMALLEST_TAU, CompressArgs
+from ..job import GRAD_DTYPES, SMALLEST_TAU, Job
 from . import selection_kernels as device
 
 #: Tensors of a batch, and entries from which on it is launched: residuals lie beside what they become until
@@ -51,40 +51,39 @@ def grad_code(tensor: Tensor) -> int:
     return _GRAD_CODE[tensor.dtype]
 
 
-class Row:
-    """A row of the kernels' table of jobs, in the order of its places there; addresses are of tensors that
-    live until the launch.
+ROW = device.ROW.value
+
+
+def row_of(
+    grad: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    out: Tensor,
+    *,
+    capacity: int = 0,
+    start: int = 0,
+    slot: int = 0,
+    tau: tuple[int, int] = (-1, 0),
+    count: int = 0,
+    first: Sequence[int] = (0, 0, 0, 0, 0),
+) -> list[int]:
+    """Return a row of the kernels' table of jobs, in the order of its places there. Addresses are of tensors
+    that live until the launch.
+
+    Args:
+        tau: Slot of the threshold and 0, or -1 and the threshold's bits.
+        first: First tile, block, chunk of the body, chunk of entries, and position.
     """
-
-    WIDTH = device.ROW.value
-
-    @staticmethod
-    def of(
-        grad: Tensor,
-        residual: Tensor | None,
-        left: Tensor | None,
-        out: Tensor,
-        *,
-        capacity: int = 0,
-        start: int = 0,
-        slot: int = 0,
-        tau: tuple[int, int] = (-1, 0),
-        count: int = 0,
-        first: Sequence[int] = (0, 0, 0, 0, 0),
-    ) -> list[int]:
-        """``first``: tile, block, chunk of the body, chunk of entries, position; ``tau``: slot, or -1 and
-        bits.
-        """
-        addresses = (_address(tensor) for tensor in (grad, residual, left, out))
-        return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count]
+    addresses = (_address(tensor) for tensor in (grad, residual, left, out))
+    return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count]
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-class _Kind(NamedTuple):
-    """What the kernels are compiled for."""
+class _Variant(NamedTuple):
+    """The constants that the kernels of a payload are compiled for."""
 
     entries: int
     grad: int
@@ -96,31 +95,57 @@ class _Kind(NamedTuple):
     clear: bool
     aligned: bool
 
+    @classmethod
+    def of(cls, job: Job) -> _Variant:
+        grad, residual, left = tensors = (job.grad, job.residual, job.residual_out)
+        dense = job.dense and job.encoding in (None, IndexEncoding.DENSE)
+        return cls(
+            _DENSE if dense else _SELECTED,
+            grad_code(grad),
+            residual is not None,
+            left is not None,
+            left is not None and residual is not None and left.data_ptr() == residual.data_ptr(),
+            int(job.value_dtype),
+            _SELECTED if job.encoding is None else int(job.encoding),
+            job.clear,
+            all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors),
+        )
 
-class _Job(NamedTuple):
+
+class _Write(NamedTuple):
     """A payload to be written."""
 
-    kind: _Kind
-    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor]
-    """Gradient, residual, what is left, payload."""
-    capacity: int
-    start: int
+    variant: _Variant
+    job: Job
     slot: int
+    """Row of the payload's figures."""
     tau: tuple[int, int]
 
     def units(self) -> tuple[int, int, int, int, int]:
-        """Tiles, blocks, chunks of the body and of entries, positions."""
-        numel = self.tensors[0].numel()
+        """Return the numbers of tiles, blocks, chunks of the body and of entries, and positions."""
+        numel, capacity = self.job.numel, self.job.capacity
         tiles, blocks = programs(numel, TILE), programs(numel, BLOCK)
-        if self.kind.entries == _DENSE:
+        if self.variant.entries == _DENSE:
             return tiles, blocks, programs(numel, CHUNK), 0, 0
-        chunks = programs(max(self.capacity, -(-numel // 32)), CHUNK)
-        return tiles, blocks, chunks, programs(self.capacity, CHUNK), self.capacity
+        chunks = programs(max(capacity, -(-numel // 32)), CHUNK)
+        return tiles, blocks, chunks, programs(capacity, CHUNK), capacity
+
+    def row(self, first: Sequence[int]) -> list[int]:
+        job = self.job
+        return row_of(
+            *(job.grad, job.residual, job.residual_out, job.out),
+            capacity=job.capacity,
+            start=job.start,
+            slot=self.slot,
+            tau=self.tau,
+            count=job.numel,
+            first=first,
+        )
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
-        _, residual, left, _ = self.tensors
-        if left is not None and residual is not None and left.data_ptr() != residual.data_ptr():
+        residual, left = self.job.residual, self.job.residual_out
+        if left is not None and residual is not None and not self.variant.in_place:
             left.copy_(residual)
 
 
@@ -138,7 +163,7 @@ class _Sample(NamedTuple):
 
     def row(self, first: int) -> list[int]:
         """Of the table of samples."""
-        row = [0] * Row.WIDTH
+        row = [0] * ROW
         row[device.GRAD_AT.value] = self.grad.data_ptr()
         row[device.RESIDUAL_AT.value] = _address(self.residual)
         row[device.NUMEL.value] = self.grad.numel()
@@ -177,7 +202,7 @@ class _Pass(NamedTuple):
 
     def row(self, first: int) -> list[int]:
         """Of the table of entries."""
-        row = [0] * Row.WIDTH
+        row = [0] * ROW
         row[: len(self.tensors)] = map(_address, self.tensors)
         row[device.NUMEL.value] = self.first.numel()
         row[device.CHUNKS.value] = first
@@ -202,7 +227,7 @@ class Batch:
         self._taus = torch.empty(room, dtype=torch.float32, device=where)
         self._room = room
         self._payloads = self._thresholds = self._entries = 0
-        self._jobs: list[_Job] = []
+        self._writes: list[_Write] = []
         self._samples: list[_Sample] = []
         self._before: list[_Pass] = []
         self._after: list[_Pass] = []
@@ -212,37 +237,14 @@ class Batch:
         """Whether it should be launched, and another one taken."""
         return max(self._payloads, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
 
-    def compress(
-        self,
-        grad: Tensor,
-        residual: Tensor | None,
-        args: CompressArgs,
-        out: Tensor,
-        clear: bool,
-    ) -> Stats:
+    def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
-        dense = args.dense and args.encoding in (None, IndexEncoding.DENSE)
-        left = args.residual_out
-        source = readable(grad)
-        tensors = (source, residual, left, out)
-        entries = _DENSE if dense else _SELECTED
-        beside = left is None or residual is None or left.data_ptr() != residual.data_ptr()
-        kind = _Kind(
-            entries,
-            grad_code(grad),
-            residual is not None,
-            left is not None,
-            not beside,
-            int(args.value_dtype),
-            _SELECTED if args.encoding is None else int(args.encoding),
-            clear,
-            all(t is None or t.data_ptr() % _ALIGNMENT == 0 for t in tensors[:3]),
-        )
+        variant = _Variant.of(job)
         slot, self._payloads = self._payloads, self._payloads + 1
-        self._entries += args.numel
-        tau = (-1, 0) if dense else self._tau(args.tau)
-        self._jobs.append(_Job(kind, tensors, args.capacity, args.start, slot, tau))
-        applied = self._taus[tau[0]] if tau[0] >= 0 else args.tau
+        self._entries += job.numel
+        tau = (-1, 0) if variant.entries == _DENSE else self._tau(job.tau)
+        self._writes.append(_Write(variant, job, slot, tau))
+        applied = self._taus[tau[0]] if tau[0] >= 0 else job.tau
         return Stats.on_device(self._counts[slot], tau=applied, launch=self.launch)
 
     def threshold(
@@ -293,36 +295,36 @@ class Batch:
 
     def launch(self) -> None:
         """Do what was taken down since the last launch."""
-        jobs, self._jobs = self._jobs, []
+        writes, self._writes = self._writes, []
         samples, self._samples = self._samples, []
         before, self._before = _alike(self._before), []
         after, self._after = _alike(self._after), []
         self._entries = 0
-        if not (jobs or samples or before or after):
+        if not (writes or samples or before or after):
             return
         try:
-            self._launch(jobs, samples, before, after)
+            self._launch(writes, samples, before, after)
         except BaseException:
             for each in itertools.chain.from_iterable(before):
                 each.undo()
-            for job in jobs:
-                job.undo()
+            for write in writes:
+                write.undo()
             raise
 
     def _launch(
         self,
-        jobs: Sequence[_Job],
+        writes: Sequence[_Write],
         samples: Sequence[_Sample],
         before: Sequence[Sequence[_Pass]],
         after: Sequence[Sequence[_Pass]],
     ) -> None:
-        kinds: dict[_Kind, list[_Job]] = {}
-        for job in jobs:
-            kinds.setdefault(job.kind, []).append(job)
+        variants: dict[_Variant, list[_Write]] = {}
+        for write in writes:
+            variants.setdefault(write.variant, []).append(write)
         sampled: dict[tuple[torch.dtype, bool], list[_Sample]] = {}
         for each in samples:
             sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
-        laid = [_laid_out(group) for group in kinds.values()]
+        laid = [_laid_out(group) for group in variants.values()]
         drawn = [_drawn(these) for these in sampled.values()]
         first, last = ([_in_chunks(passes) for passes in groups] for groups in (before, after))
         every = [rows for rows, _ in (*first, *drawn, *laid, *last)]
@@ -335,8 +337,8 @@ class Batch:
                 self._find(next(parts), these, chunks)
             sizes = [-(-(len(rows) * STATE + units[1]) // 2) * 2 for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
-            for (kind, group), (_, units), state in zip(kinds.items(), laid, states, strict=True):
-                self._write(next(parts), kind, len(group), units, state)
+            for (variant, group), (_, units), state in zip(variants.items(), laid, states, strict=True):
+                self._write(next(parts), variant, len(group), units, state)
             for passes, (_, chunks) in zip(after, last, strict=True):
                 self._pass(next(parts), passes, chunks)
 
@@ -373,14 +375,16 @@ class Batch:
             table, magnitudes, self._taus, LANES=lanes, num_warps=min(32, lanes // 256)
         )
 
-    def _write(self, table: Tensor, kind: _Kind, count: int, units: Sequence[int], state: Tensor) -> None:
+    def _write(
+        self, table: Tensor, variant: _Variant, count: int, units: Sequence[int], state: Tensor
+    ) -> None:
         tiles, blocks, chunks, entry_chunks, room = units
-        kinds = {"GRAD": kind.grad, "HAS_RESIDUAL": kind.residual}
-        aligned = {**kinds, "ALIGNED": kind.aligned}
-        selected = kind.entries == _SELECTED
+        types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
+        aligned = {**types, "ALIGNED": variant.aligned}
+        selected = variant.entries == _SELECTED
         words = positions = kept_counts = sums = None
-        if kind.in_place or not selected:
-            device.overflow[(tiles,)](table, state, count, GRAD=kind.grad, ALIGNED=kind.aligned)
+        if variant.in_place or not selected:
+            device.overflow[(tiles,)](table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
         if selected:
             words = self._empty(blocks * (BLOCK // 32), torch.int32)
             positions = self._empty(room, torch.int32)
@@ -388,34 +392,34 @@ class Batch:
             sums = self._empty(entry_chunks, torch.int64)
             device.select[(tiles,)](
                 *(table, words, state, self._taus, count),
-                HAS_LEFT=kind.left,
-                IN_PLACE=kind.in_place,
+                HAS_LEFT=variant.left,
+                IN_PLACE=variant.in_place,
                 **aligned,
             )
             device.compact[(blocks,)](table, words, state, positions, kept_counts, count)
-            skips = kind.forced in (_SELECTED, IndexEncoding.GAPS8)
+            skips = variant.forced in (_SELECTED, IndexEncoding.GAPS8)
             if skips:
                 device.skips[(entry_chunks,)](table, positions, state, sums, count)
-            device.plan[(count,)](table, state, sums, FORCED=kind.forced, SKIPS=skips)
-        write(
+            device.plan[(count,)](table, state, sums, FORCED=variant.forced, SKIPS=skips)
+        launch_write(
             *(table, words, positions, kept_counts, state, sums, count),
             grid=chunks,
-            ENTRIES=kind.entries,
-            ACCUMULATED=selected and kind.left,
-            VALUE=kind.value,
-            HAS_LEFT=kind.left,
-            **kinds,
+            ENTRIES=variant.entries,
+            ACCUMULATED=selected and variant.left,
+            VALUE=variant.value,
+            HAS_LEFT=variant.left,
+            **types,
         )
-        put_back = kind.left and not kind.in_place
-        if put_back or kind.clear:
-            device.settle[(tiles,)](table, state, count, PUT_BACK=put_back, CLEAR=kind.clear, **aligned)
-        seal(table, state, self._counts, self._errors, count, kind.entries, kind.value)
+        put_back = variant.left and not variant.in_place
+        if put_back or variant.clear:
+            device.settle[(tiles,)](table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned)
+        launch_seal(table, state, self._counts, self._errors, count, variant.entries, variant.value)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.where)
 
 
-def write(*arguments: Any, grid: int, **constants: Any) -> None:
+def launch_write(*arguments: Any, grid: int, **constants: Any) -> None:
     """Values, and positions that are not known."""
     if constants["ACCUMULATED"]:  # one form of the kernel serves all types of gradients
         constants |= {"GRAD": 0, "HAS_RESIDUAL": False}
@@ -423,31 +427,20 @@ def write(*arguments: Any, grid: int, **constants: Any) -> None:
     device.write[(grid,)](*arguments, **constants, enable_fp_fusion=False)
 
 
-def seal(
+def launch_seal(
     table: Tensor, state: Tensor, counts: Tensor, errors: Tensor, count: int, entries: int, value: int
 ) -> None:
     """Headers and figures."""
     device.seal[(count,)](table, state, counts, errors, ENTRIES=entries, VALUE=value)
 
 
-def _laid_out(jobs: Sequence[_Job]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Rows of jobs of one kind, and the units of work of all."""
-    units = [job.units() for job in jobs]
+def _laid_out(writes: Sequence[_Write]) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Return the rows of payloads of one variant, and the totals of their units of work."""
+    units = [write.units() for write in writes]
     ends = [list(itertools.accumulate(column, initial=0)) for column in zip(*units, strict=True)]
-    rows = [
-        Row.of(
-            *job.tensors,
-            capacity=job.capacity,
-            start=job.start,
-            slot=job.slot,
-            tau=job.tau,
-            count=job.tensors[0].numel(),
-            first=first,
-        )
-        for job, first in zip(jobs, zip(*ends, strict=True), strict=False)
-    ]
+    rows = [write.row(first) for write, first in zip(writes, zip(*ends, strict=True), strict=False)]
     total = tuple(column[-1] for column in ends)
-    return [*rows, [*[0] * device.TILES.value, *total, *[0] * (Row.WIDTH - device.SLOT.value)]], total
+    return [*rows, [*[0] * device.TILES.value, *total, *[0] * (ROW - device.SLOT.value)]], total
 
 
 def _float_bits(number: float) -> int:
@@ -478,7 +471,7 @@ def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[li
     """Rows of jobs that look at so many entries each, and the chunks of all."""
     firsts = list(itertools.accumulate((programs(numel, CHUNK) for numel in numels), initial=0))
     rows = [job.row(first) for job, first in zip(jobs, firsts, strict=False)]
-    last = [0] * Row.WIDTH
+    last = [0] * ROW
     last[device.CHUNKS.value] = firsts[-1]
     return [*rows, last], firsts[-1]
 

@@ -5,7 +5,7 @@ is found here: one program per message walks over its headers and makes a row of
 it share out their programs by the rows, all payloads of all messages in one launch. A program belongs to the
 row whose first unit of work is the last one not above its own number; those beyond the last row have none.
 
-Frames are those of :mod:`dct_plugin.codecs.frames`. One whose message does not fit is not opened: it counts
+Frames are those of :mod:`dct_plugin.codecs.slots`. One whose message does not fit is not opened: it counts
 as missing.
 
 ``rows`` is int64 [messages, payloads + 1, ROW]; in a message's last row stand the totals.
@@ -117,7 +117,7 @@ def _field(byte, lane, FIRST: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, count, FRAMED: tl.constexpr, SINGLE: tl.constexpr,
+    buffer, words, bounds, meta, rows, missing, count, SLOTS: tl.constexpr, SINGLE: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
     """Rows of a message between two bytes of ``buffer`` (``words``: the same memory), one program each.
@@ -132,7 +132,7 @@ def open_messages(
     at = tl.load(bounds + 2 * message)
     end = tl.load(bounds + 2 * message + 1)
     absent = at * 0
-    if FRAMED:
+    if SLOTS:
         size = tl.load(words + at // 8)
         absent = ((size < 0) | (at + PREFIX + size > end)).to(tl.int64)
         at += PREFIX
@@ -552,8 +552,8 @@ def _sizes(places, part, mask):
 
 
 @triton.jit(do_not_specialize=["parts", "fingerprint"])
-def begin_frame(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
-    """Where each payload goes, and the frame's first words; ``places`` as of :func:`fill_frame`."""
+def begin_slot(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
+    """Where each payload goes, and the frame's first words; ``places`` as of :func:`fill_slot`."""
     lanes = tl.arange(0, STEP)
     total = tl.full((), 0, tl.int64)
     first = 0
@@ -573,7 +573,7 @@ def begin_frame(places, offsets, incomplete, words, parts, fingerprint, ANSWERS:
 
 
 @triton.jit(do_not_specialize=["parts", "room"])
-def fill_frame(places, offsets, frame, parts, room):
+def fill_slot(places, offsets, slot, parts, room):
     """Copy payloads into a frame, as far as there is ``room``.
 
     ``places``, int64 [parts, PART]: address of a payload, its first unit of work, address of its figures.
@@ -594,4 +594,4 @@ def fill_frame(places, offsets, frame, parts, room):
     target = tl.load(offsets + mine) + within
     there = (within < nbytes) & (target < room)
     byte = tl.load(source + within, mask=there, other=0)
-    tl.store(frame + PREFIX + target, byte, mask=there)
+    tl.store(slot + PREFIX + target, byte, mask=there)

@@ -1,0 +1,146 @@
+"""The arguments of one compression: what is compressed, and how the payload is written."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..codecs.index import CODECS, MAX_NUMEL, IndexEncoding
+from ..codecs.payload import payload_bound
+from ..codecs.values import ValueDtype
+
+__all__ = ["GRAD_DTYPES", "SMALLEST_TAU", "Job", "Tau", "check_out", "check_pair", "check_vector"]
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST_TAU = float(torch.finfo(torch.float32).tiny)  # smallest positive normal fp32
+Tau: TypeAlias = float | Tensor
+"""A threshold: on the host, or fp32 [] on the gradient's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One compression, see :meth:`.backend.Backend.compress`.
+
+    All tensors are 1-D, contiguous and on one device. The arguments are checked and normalised when the job
+    is made.
+
+    Args:
+        grad: fp32, bf16 or fp16 [numel]; left alone, unless ``clear``.
+        residual: fp32 [numel], finite; None: no error feedback (zeros).
+        tau: The threshold, > 0, may be inf; the number 0 sends every entry (dense, ``capacity`` ignored). A
+            number is rounded to fp32. A tensor is not read: it is taken to be positive and raised to
+            :data:`SMALLEST_TAU`.
+        out: uint8, at least ``payload_bound(numel, capacity, value_dtype, encoding)`` bytes.
+        residual_out: fp32 [numel] that becomes the new residual: ``residual`` itself (default), or apart from
+            it.
+        capacity: The most entries that the payload may hold.
+        start: The position from which on entries are kept if more than ``capacity`` pass the threshold.
+        value_dtype: The type of the values in the payload.
+        encoding: Force an index encoding (tests, benchmarks).
+        clear: Leave zeros in ``grad``, where the sum of all ranks can be added up then
+            (:meth:`.backend.Backend.sum_messages`).
+
+    Raises:
+        ValueError, TypeError: Arguments do not fit each other.
+    """
+
+    grad: Tensor
+    residual: Tensor | None
+    tau: Tau
+    out: Tensor
+    residual_out: Tensor | None = None
+    capacity: int = MAX_NUMEL
+    start: int = 0
+    value_dtype: ValueDtype = ValueDtype.FP32
+    encoding: IndexEncoding | None = None
+    clear: bool = False
+
+    def __post_init__(self) -> None:
+        grad, residual, residual_out = self.grad, self.residual, self.residual_out
+        check_pair(grad, residual)
+        numel = grad.numel()
+        if numel > MAX_NUMEL:
+            raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
+        if residual_out is None:
+            residual_out = residual
+        elif residual_out is not residual:
+            check_vector("residual_out", residual_out, (torch.float32,), numel)
+        tau = _check_tau(self.tau)
+        value_dtype = ValueDtype.parse(self.value_dtype)
+        if self.capacity < 0:
+            raise ValueError(f"capacity is {self.capacity}; it must be at least 0")
+        dense = not isinstance(tau, Tensor) and tau == 0.0
+        capacity = numel if dense else min(int(self.capacity), numel)
+        encoding = self.encoding
+        if encoding is not None:
+            encoding = IndexEncoding.parse(encoding)
+            # Any number of entries may be kept, none for example, and the encoding has to hold them.
+            if not CODECS[encoding].can_hold(numel if dense else 0, numel):
+                raise ValueError(f"index encoding {encoding.label} cannot be forced here")
+        check_out(self.out, payload_bound(numel, capacity, value_dtype, encoding))
+        device = grad.device
+        for other in (residual, residual_out, self.out, tau):
+            if isinstance(other, Tensor) and other.device != device:
+                raise ValueError(f"grad is on {device}, another argument on {other.device}")
+        assign = object.__setattr__
+        assign(self, "residual_out", residual_out)
+        assign(self, "tau", tau)
+        assign(self, "capacity", capacity)
+        assign(self, "start", int(self.start) % max(numel, 1))
+        assign(self, "value_dtype", value_dtype)
+        assign(self, "encoding", encoding)
+
+    @property
+    def numel(self) -> int:
+        return self.grad.numel()
+
+    @property
+    def dense(self) -> bool:
+        """Whether every entry is sent."""
+        return not isinstance(self.tau, Tensor) and self.tau == 0.0
+
+    def applied_tau(self) -> Tau:
+        """Return the threshold that entries are compared with."""
+        return self.tau.clamp(min=SMALLEST_TAU) if isinstance(self.tau, Tensor) else self.tau
+
+
+def _check_tau(tau: Tau) -> Tau:
+    """Return the threshold, a number rounded to fp32; a tensor is not read."""
+    if isinstance(tau, Tensor):
+        if tau.dtype != torch.float32 or tau.dim():
+            raise ValueError(f"tau must be a number or fp32 [], got {tau.dtype} of shape {tuple(tau.shape)}")
+        return tau
+    if not tau >= 0:
+        raise ValueError(f"tau is {tau}; it must be 0 (send everything) or positive")
+    return max(ctypes.c_float(tau).value, SMALLEST_TAU) if tau else 0.0
+
+
+def check_vector(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None
+) -> None:
+    """Raise unless ``tensor`` is a contiguous vector of one of ``dtypes`` (and of ``numel`` entries)."""
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(d) for d in dtypes)
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and 1-D, got shape {tuple(tensor.shape)}")
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} entries, expected {numel}")
+
+
+def check_out(out: Tensor, needed: int) -> None:
+    """Raise unless ``out`` has room for a payload of ``needed`` bytes."""
+    check_vector("out", out, (torch.uint8,))
+    if out.numel() < needed:
+        raise ValueError(f"out has {out.numel()} bytes, this payload may need {needed}")
+
+
+def check_pair(grad: Tensor, residual: Tensor | None) -> None:
+    """Raise unless ``grad`` and ``residual`` are vectors of one length and of the types that kernels read."""
+    check_vector("grad", grad, GRAD_DTYPES)
+    if residual is not None:
+        check_vector("residual", residual, (torch.float32,), grad.numel())
