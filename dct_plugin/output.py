@@ -1,4 +1,4 @@
-"""Output of the commands that measure: tables, plots, files, and the versions behind the figures."""
+"""Output of the commands that measure: tables, files, and the versions behind the figures."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["Table", "check_target", "command", "png", "versions", "write"]
+__all__ = ["Table", "check_target", "command", "versions", "write"]
 
 
 class Table(NamedTuple):
@@ -51,20 +50,6 @@ class Table(NamedTuple):
         """Return the lines of the table in Markdown."""
         lines = [self.header, ["---", *["--:"] * (len(self.header) - 1)], *self.rows]
         return [f"{self.title}.", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
-
-
-@contextmanager
-def png(path: Path, *grid: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """Give a figure and its axes to draw on; write them to a PNG file afterwards."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(*grid, layout="constrained", **settings)
-    yield figure, axes
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def check_target(path: Path | None, option: str) -> None:

@@ -1,8 +1,9 @@
-"""Pictures of the tables in docs/quality.md: differences to dense training with their intervals, and bytes.
+"""Pictures of the tables in docs/quality.md and docs/performance.md.
 
-Drawn from the page itself, so that a picture says what its table says. A row of panels for each table: left
-the difference of each setting, right how many times fewer bytes than dense it sent (columns that begin with
-"fewer": one, or forward and backward), if the table has that.
+They are drawn from the pages themselves, so that a picture says what its table says. For a table of quality:
+a row of panels, left the difference of each setting to dense training with its interval, right how many
+times fewer bytes than dense it sent (columns that begin with "fewer": one, or forward and backward). For the
+table of torch DDP on links: the steps of every method on every link.
 
     python benchmarks/studies/pictures.py                # all of them, to docs/images
     python benchmarks/studies/pictures.py --only values
@@ -14,9 +15,11 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dct_plugin.output import png
+from dct_plugin.links.interleave import Figures
+from dct_plugin.plots import Point, draw_bars, draw_differences, png
+from dct_plugin.tools.bench.report import draw as draw_links
+from dct_plugin.tools.bench.suite import Cell
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -35,6 +38,8 @@ class Panel:
 AUC, NATS = "AUC - dense (higher is better)", "held-out loss - dense, nats (lower is better)"
 CLASSES = "Compressor classes for activations"
 VALUES = "int8, int4 and int2 values"
+RECOMMENDERS = "Recommenders: what the embedding exchange may lose"
+DDP_ON_LINKS = "torch DDP"
 PICTURES = {
     "accordion": [
         Panel("Accordion", 0, "DLRM, Criteo", AUC),
@@ -51,6 +56,8 @@ PICTURES = {
         Panel("Error averaging", 0, "DLRM, Diabetes, data shared out by label, 0.99", AUC),
         Panel("Error averaging", 2, "GPT, 0.99, data shared out at random", NATS),
     ],
+    "criteo": [Panel(RECOMMENDERS, 0, "DLRM, Criteo", AUC)],
+    "diabetes": [Panel(RECOMMENDERS, 1, "DLRM, Diabetes", AUC)],
     "values": [
         Panel(VALUES, 0, "GPT, 0.99 (bytes of the second half)", NATS),
         Panel(VALUES, 1, "DLRM, Criteo, 0.99 (bytes of the whole run)", AUC),
@@ -58,27 +65,18 @@ PICTURES = {
 }
 
 
-@dataclass(frozen=True)
-class Point:
-    """A setting, its difference to dense, half its interval (None: one seed), times fewer bytes."""
-
-    name: str
-    mean: float
-    half: float | None
-    fewer: tuple[float, ...]
-
-
 def tables(page: str, section: str) -> list[list[dict[str, str]]]:
-    """Tables of a section of a Markdown page: for each row its cells by the titles of their columns.
+    """Read the tables of a section of a Markdown page: for each row its cells by the titles of their columns.
 
     Raises:
         ValueError: the page has no such section.
     """
-    text = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
-    if text is None:
-        raise ValueError(f"docs/quality.md has no section {section!r}")
+    heading = re.search(rf"^(##+) {re.escape(section)}\n", page, re.M)
+    if heading is None:
+        raise ValueError(f"the page has no section {section!r}")
+    text = re.split(rf"^#{{2,{len(heading[1])}}} ", page[heading.end() :], maxsplit=1, flags=re.M)[0]
     found = []
-    for table in re.findall(r"(?:^ *\|.*\n)+", text[1], re.M):
+    for table in re.findall(r"(?:^ *\|.*\n)+", text, re.M):
         lines = [line.strip().removeprefix("|").removesuffix("|").split("|") for line in table.splitlines()]
         titles, _, *rows = [[cell.strip(" *") for cell in line] for line in lines]
         found.append([dict(zip(titles, row, strict=True)) for row in rows])
@@ -86,7 +84,7 @@ def tables(page: str, section: str) -> list[list[dict[str, str]]]:
 
 
 def points(page: str, panel: Panel) -> list[Point]:
-    """What a panel shows, in the order of its table; rows without a difference (dense) are left out."""
+    """Read the points of a panel, in the order of its table, without rows that have no difference (dense)."""
     found = []
     for row in tables(page, panel.section)[panel.number]:
         name, *_ = row.values()
@@ -99,59 +97,53 @@ def points(page: str, panel: Panel) -> list[Point]:
     return found
 
 
-def draw_differences(axis: Any, panel: Panel, shown: list[Point]) -> None:
-    """Means and intervals, the first at the top; settings of one seed are hollow."""
-    axis.axvline(0.0, color="black", linewidth=0.8)
-    for at, point in enumerate(shown):
-        if panel.limit is not None and point.mean > panel.limit:
-            axis.annotate(f"{point.mean:+.2f}", (panel.limit, at), xytext=(-45, 0), va="center",
-                          textcoords="offset points", arrowprops={"arrowstyle": "->"})  # fmt: skip
-        else:
-            filled = "none" if point.half is None else "C0"
-            axis.errorbar(point.mean, at, xerr=point.half, fmt="oC0", markerfacecolor=filled, capsize=3)
-    axis.set_yticks(range(len(shown)), [point.name for point in shown])
-    axis.set(xlabel=panel.unit, title=panel.title, ylim=(len(shown) - 0.4, -0.6))
-    axis.set_xlim(right=panel.limit)
-    axis.locator_params(axis="x", nbins=4)
-
-
-def draw_bytes(axis: Any, shown: list[Point]) -> None:
-    """A bar for each setting, or two: forward above backward."""
-    ways = max(len(point.fewer) for point in shown)
-    for at, point in enumerate(shown):
-        for way, times in enumerate(point.fewer):
-            height = 0.7 / ways
-            bar = axis.barh(
-                at - 0.35 + height * (way + 0.5), times, color=("0.7", "0.85")[way], height=height
-            )
-            axis.bar_label(bar, [f"{times:g}x"], padding=3, fontsize=7 if ways > 1 else 9)
-    directions = " (forward, backward)" if ways > 1 else ""
-    axis.set(xlabel=f"times fewer bytes than dense{directions}", yticks=[], ylim=(len(shown) - 0.4, -0.6))
-    axis.margins(x=0.2)
-    axis.set_visible(ways > 0)
-
-
 def draw(page: str, panels: list[Panel], path: Path) -> None:
-    """A PNG with a row for each panel."""
+    """Draw a PNG with a row for each panel."""
     shown = [points(page, panel) for panel in panels]
     heights = [len(those) + 1.5 for those in shown]
     size = {"figsize": (10, 0.33 * sum(heights)), "height_ratios": heights}
     with png(path, len(panels), 2, squeeze=False, **size) as (_, grid):
         for panel, those, (left, right) in zip(panels, shown, grid, strict=True):
-            draw_differences(left, panel, those)
-            draw_bytes(right, those)
+            draw_differences(left, those, limit=panel.limit)
+            left.set(xlabel=panel.unit, title=panel.title)
+            fewer = [point.fewer for point in those]
+            draw_bars(right, fewer, [[f"{times:g}x" for times in each] for each in fewer])
+            both = " (forward above backward)" if max(map(len, fewer)) > 1 else ""
+            right.set_xlabel(f"times fewer bytes than dense{both}")
+
+
+def links(page: str) -> list[Cell]:
+    """Read the first table of torch DDP on links: medians of every method, a cell for each link."""
+    rows = tables(page, DDP_ON_LINKS)[0]
+    rates = [title for title in rows[0] if re.match(r"[\d.]+ ±", rows[0][title])]
+    return [
+        Cell(
+            "ddp",
+            "10.65M parameters",
+            2,
+            rate,
+            "fp32",
+            [Figures(row[""], [float(row[rate].split()[0])]) for row in rows],
+        )
+        for rate in rates
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
+    names = [*PICTURES, "links"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=DOCS / "images")
     arguments = parser.parse_args()
     page = (DOCS / "quality.md").read_text(encoding="utf-8")
     for name in arguments.only:
-        draw(page, PICTURES[name], arguments.out / f"{name}.png")
+        if name == "links":
+            cells = links((DOCS / "performance.md").read_text(encoding="utf-8"))
+            draw_links(cells, arguments.out / "links.png")
+        else:
+            draw(page, PICTURES[name], arguments.out / f"{name}.png")
 
 
 if __name__ == "__main__":

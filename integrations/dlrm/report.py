@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dct_plugin.metrics import format_bytes
-from dct_plugin.output import Table, png
+from dct_plugin.output import Table
+from dct_plugin.plots import Point, draw_bars, draw_differences, png
 
 from .comparison import Comparison
 from .figures import LAYERS, Run
@@ -201,61 +203,99 @@ def diverged(runs: Iterable[Run]) -> list[str]:
 
 
 def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
-    """Difference in AUC against bytes of embeddings and their gradients, as a PNG."""
-    with png(path, figsize=(10, 5.5)) as (figure, axes):
-        axes.axhspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12, label=f"within {MARGIN_AUC:g}")
-        axes.axhline(0.0, color="black", linewidth=0.8)
-        for number, run in enumerate(run for run in runs if run.crossing_bytes):
-            difference = run.difference.auc_difference
-            axes.errorbar(
-                run.crossing_bytes,
-                0.0 if difference is None else difference.mean,
-                yerr=None if difference is None else difference.half_width,
-                fmt="os^Dvp"[number // 10 % 6],
-                color=f"C{number % 10}",
-                label=run.name,
-                capsize=3,
-                markersize=6,
-            )
-        axes.set_xscale("log")
-        axes.set_xlabel("bytes per step for embeddings: vectors, gradients, ids; all ranks")
-        axes.set_ylabel("AUC difference to dense (paired, 95 % interval)")
-        axes.set_title(title, fontsize=10)
-        # Beside the axes: names at the points would cover each other.
-        figure.legend(loc="outside right upper", fontsize=8)
+    """Draw the difference in AUC of each run and the bytes of embeddings that it saves, as a PNG."""
+    points = []
+    for run in runs:
+        auc, fewer = run.difference.auc_difference, run.difference.crossing_reduction
+        if auc is not None:
+            points.append(Point(run.name, auc.mean, auc.half_width, () if fewer is None else (fewer,)))
+    with png(path, 1, 2, figsize=(10, 1.4 + 0.3 * len(points))) as (figure, (left, right)):
+        figure.suptitle(title, fontsize=10)
+        left.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12)
+        draw_differences(left, points)
+        left.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
+        draw_bars(right, [p.fewer for p in points], [[f"{each:.3g}x" for each in p.fewer] for p in points])
+        right.set_xlabel("times fewer bytes than dense: vectors, gradients, ids")
 
 
 def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
-    """Loss curves and the share of entries sent, over the steps, as a PNG."""
-    dense, dct, sent = comparison.dense, comparison.dct, comparison.dct_sent
-    window = max(1, min(50, dense.steps // 20))
-    means = {}
-    for run in (dense, dct):
+    """Draw loss curves, bytes, step times, and the share of entries sent in each step, as a PNG."""
+    with png(path, 2, 2, figsize=(11, 6.5), height_ratios=(3, 2)) as (figure, axes):
+        figure.suptitle(title, fontsize=10)
+        _draw_losses(axes[0, 0], comparison)
+        _draw_densities(axes[1, 0], comparison)
+        _draw_bytes(axes[1, 1], comparison)
+        _draw_steps(axes[0, 1], comparison)
+
+
+def _draw_losses(axis: Any, comparison: Comparison) -> None:
+    """Draw the loss curves, and say how much they differ on training and on test rows."""
+    window = max(1, min(50, comparison.dense.steps // 20))
+    means: dict[str, list[float]] = {}
+    for run, color in ((comparison.dense, "0.5"), (comparison.dct, "C0")):
         (losses,) = run.losses.values()
         means[run.name] = moving_average(losses, window)
-    with png(path, 2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 2)) as (_, (above, below)):
-        for run, colour in ((dense, "tab:blue"), (dct, "tab:orange")):
-            label = f"{run.name} (test AUC {run.mean_auc:.4f})"
-            steps = range(window, run.steps + 1)
-            above.plot(steps, means[run.name], color=colour, label=label, linewidth=1.2)
-        above.set_ylabel(f"training loss, mean of {window} steps" if window > 1 else "training loss")
-        above.legend()
-        above.set_title(title, fontsize=10)
-        # The first steps may be far above the rest, which is what one wants to see.
-        shown = sorted(loss for values in means.values() for loss in values)
-        low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
-        if high > low:
-            above.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
-        if sent.densities:
-            steps_sent, densities = zip(*sent.densities, strict=True)
-            percent = [100 * density for density in densities]
-            below.plot(steps_sent, percent, color="tab:orange", linewidth=0.8, label="sent")
-            below.set_ylim(0, max(1.1 * max(percent), 200 * sent.density_target))
-        target = 100 * sent.density_target
-        below.axhline(target, color="black", linestyle="--", linewidth=0.8, label="target")
-        below.set_ylabel("gradient entries sent, %")
-        below.set_xlabel("optimizer step")
-        below.legend()
+        label = f"{run.name} (test AUC {run.mean_auc:.4f})"
+        axis.plot(range(window, run.steps + 1), means[run.name], color=color, label=label, linewidth=1.2)
+    dense, dct = means.values()
+    axis.set_title(
+        f"DCT - dense: training loss {dct[-1] - dense[-1]:+.4f} (last {window} steps), "
+        f"test loss {comparison.log_loss_difference:+.4f}",
+        fontsize=9,
+    )
+    axis.set(xlabel="optimizer step", ylabel=f"training loss, mean of {window} steps")
+    axis.legend(fontsize=8)
+    # The first steps may be far above the rest, which is what one wants to see.
+    shown = sorted([*dense, *dct])
+    low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
+    if high > low:
+        axis.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
+
+
+def _draw_densities(axis: Any, comparison: Comparison) -> None:
+    sent = comparison.dct_sent
+    if sent.densities:
+        steps, densities = zip(*sent.densities, strict=True)
+        percent = [100 * density for density in densities]
+        axis.plot(steps, percent, color="C0", linewidth=0.8)
+        axis.set_ylim(0, max(1.1 * max(percent), 200 * sent.density_target))
+    axis.axhline(100 * sent.density_target, color="black", linestyle="--", linewidth=0.8)
+    axis.set(xlabel="optimizer step", ylabel="entries sent, % (dashed: target)")
+
+
+def _draw_bytes(axis: Any, comparison: Comparison) -> None:
+    dense, dct = comparison.dense_sent.payload_bytes, comparison.dct_sent.payload_bytes
+    names, lengths = ["payload, dense", "payload, DCT"], [dense, dct]
+    labels = [format_bytes(dense), f"{format_bytes(dct)} ({_fewer(comparison.reduction)})"]
+    if comparison.wire_reduction is not None:
+        # The interface sees the bytes of all ranks.
+        wire = [(run.wire_bytes or 0.0) / comparison.ranks for run in (comparison.dense, comparison.dct)]
+        names += ["interface, dense", "interface, DCT"]
+        lengths += wire
+        labels += [format_bytes(wire[0]), f"{format_bytes(wire[1])} ({_fewer(comparison.wire_reduction)})"]
+    _pair_bars(axis, names, lengths, labels)
+    axis.set_xlabel("bytes per step and rank")
+
+
+def _draw_steps(axis: Any, comparison: Comparison) -> None:
+    here = comparison.dense.step_ms, comparison.dct.step_ms
+    names = ["loopback, dense", "loopback, DCT"]
+    lengths = list(here)
+    labels = [f"{here[0]:.0f}", f"{here[1]:.0f} ({_faster(here[0] / here[1])})"]
+    for each in comparison.measured:
+        names += [f"{each.name}, dense", f"{each.name}, bf16", f"{each.name}, DCT"]
+        medians = [figures.median for figures in (each.dense, each.bf16, each.dct)]
+        lengths += medians
+        labels += [*(f"{ms:.0f}" for ms in medians[:2]), f"{medians[2]:.0f} ({_faster(each.speed_up)})"]
+    _pair_bars(axis, names, lengths, labels)
+    axis.set_xlabel("ms per step, median")
+
+
+def _pair_bars(axis: Any, names: list[str], lengths: Sequence[float], labels: Sequence[str]) -> None:
+    """Draw one bar for each name, blue for DCT."""
+    colors = ["C0" if name.endswith("DCT") else "0.65" for name in names]
+    draw_bars(axis, [[n] for n in lengths], [[label] for label in labels], names=names, colors=colors)
+    axis.margins(x=0.5)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

@@ -27,6 +27,13 @@ def test_every_picture_has_its_tables_and_stands_on_the_page(pictures: Any) -> N
             assert len(pictures.points(page, panel)) >= 2, panel
 
 
+def test_the_picture_of_links_is_drawn_from_its_table(pictures: Any) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    cells = pictures.links(page)
+    assert [cell.rate for cell in cells] == ["unlimited", "10 Gbit/s", "1 Gbit/s", "100 Mbit/s"]
+    assert all(cell.figures[0].name == "ideal" and len(cell.figures) > 8 for cell in cells)
+
+
 def test_a_table_is_read_as_it_stands(pictures: Any, tmp_path: Path) -> None:
     page = (
         "## One\n\ntext\n\n| s | AUC - dense (95 %) | fewer | fewer back |\n|---|--:|--:|--:|\n"

@@ -297,7 +297,7 @@ def _speed(bits: float) -> str:
 
 
 def _draw(steps: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
-    from dct_plugin.output import png
+    from dct_plugin.plots import png
 
     with png(path, 1, 1, figsize=(7.5, 4.2)) as (_, axes):
         for number, (name, seconds) in enumerate(steps.items()):

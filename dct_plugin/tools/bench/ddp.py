@@ -41,8 +41,8 @@ def ideal(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-class Meeting:
-    """Sends eight bytes: what ranks that have to wait for each other cannot be faster than."""
+class LatencyFloor:
+    """A hook that exchanges eight bytes: no method that communicates can be faster."""
 
     def __init__(self) -> None:
         self._exchange = Exchange(None, torch.device("cpu"))
@@ -141,8 +141,8 @@ class DDP:
     def open(self, variant: str) -> list[Method]:
         shared, one_bucket = (Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, 1e6))
         ideal_step, *others = methods_of(shared, one_bucket, SETTINGS)
-        meeting = Method("a meeting", shared.step, around=partial(shared.apart, Meeting()))
-        return [ideal_step, meeting, *others]
+        latency_floor = Method("latency floor", shared.step, around=partial(shared.apart, LatencyFloor()))
+        return [ideal_step, latency_floor, *others]
 
     def close(self) -> None:
         pass

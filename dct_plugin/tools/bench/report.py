@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from dct_plugin.links.interleave import Figures
 from dct_plugin.links.rates import rate_name
 from dct_plugin.metrics import format_bytes
-from dct_plugin.output import Table, png
+from dct_plugin.output import Table
+from dct_plugin.plots import draw_bars, png
 
 from .suite import WORKLOADS, Cell
 
@@ -130,33 +131,38 @@ def as_dict(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Bars of the step of every method on every link, a panel for each variant, as a PNG."""
+    """Draw the steps of all methods as a PNG: a row of panels for each variant, a panel for each link."""
     drawn = groups(cells)
     if not drawn:
         return
-    columns = min(2, len(drawn))
-    lines = -(-len(drawn) // columns)
-    with png(path, lines, columns, figsize=(7.5 * columns, 3.4 * lines), squeeze=False) as (_, axes):
-        for panel, group in zip(axes.flat, drawn, strict=False):
-            _bars(panel, group)
-        for panel in list(axes.flat)[len(drawn) :]:
-            panel.set_visible(False)
+    columns = max(len(group.cells) for group in drawn)
+    heights = [1.2 + 0.24 * len(group.cells[0].figures) for group in drawn]
+    size = {"figsize": (2.2 + 2.6 * columns, sum(heights)), "height_ratios": heights}
+    with png(path, len(drawn), columns, squeeze=False, **size) as (_, grid):
+        for axes, group in zip(grid, drawn, strict=True):
+            for number, axis in enumerate(axes):
+                if number < len(group.cells):
+                    _panel(axis, group.cells[number], named=number == 0)
+                else:
+                    axis.set_visible(False)
+            axes[0].set_title(group.title, loc="left", fontsize=10)
 
 
-def _bars(panel: Any, group: Group) -> None:
-    count = len(group.cells[0].figures)
-    for number in range(count):
-        those = [cell.figures[number] for cell in group.cells]
-        medians = [one.median for one in those]
-        spread = [
-            [one.median - one.quartiles[0] for one in those],
-            [one.quartiles[1] - one.median for one in those],
-        ]
-        places = [place + (number - (count - 1) / 2) * 0.85 / count for place in range(len(those))]
-        colour = "black" if those[0].name == IDEAL else f"C{number % 10}"
-        panel.bar(places, medians, 0.85 / count, yerr=spread, label=those[0].name, color=colour, ecolor="0.5")
-    panel.set_xticks(range(len(group.cells)), [rate_name(cell.rate) for cell in group.cells])
-    panel.set_yscale("log")
-    panel.set_ylabel("ms per step")
-    panel.set_title(group.title, fontsize=10)
-    panel.legend(fontsize=7, ncols=2)
+def _panel(axis: Any, cell: Cell, *, named: bool) -> None:
+    """Draw the median step of every method on one link, in ms and as a multiple of the ideal step."""
+    floor = next((f.median for f in cell.figures if f.name == IDEAL), None)
+    labels = [
+        f"{f.median:.0f}" + (f" ({f.median / floor:.2f}x ideal)" if floor and f.name != IDEAL else "")
+        for f in cell.figures
+    ]
+    colors = ["black" if f.name == IDEAL else "C0" if "DCT" in f.name else "0.65" for f in cell.figures]
+    draw_bars(
+        axis,
+        [[f.median] for f in cell.figures],
+        [[label] for label in labels],
+        names=[f.name for f in cell.figures] if named else None,
+        colors=colors,
+    )
+    axis.margins(x=0.8)
+    axis.set_xlabel(f"ms per step, {rate_name(cell.rate)}", fontsize=8)
+    axis.tick_params(labelsize=8)
