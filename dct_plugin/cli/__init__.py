@@ -103,6 +103,7 @@ COMMANDS = [
         "patch-launch",
         "Have a Megatron launch script start its training with the plugin, or take that back.",
         _patch_launch,
+        needs=("tree_sitter", "tree_sitter_bash"),
     ),
     LazyCommand(
         "demo",

@@ -203,6 +203,43 @@ def test_refusals_name_the_line(text: str, number: int, what: str) -> None:
         patch(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("echo a\nfor i in 1 2; do )torchrun --standalone train.py --run $i; done\n(cd / && ls)\n", 2),
+        ("echo a\nif true; then (\n  torchrun train.py\n", 2),
+        ("A=(torchrun ;x train.py)\n", 1),
+        ("cat <<A <<B\nA\ntorchrun train.py\nB\n", 1),
+        ("torchrun train.py\ncat <<A\nb\n", 2),
+        ("torchrun train.py\n: ${A\n", 2),
+    ],
+)
+def test_a_launch_near_a_syntax_error_is_refused_with_the_line(text: str, number: int) -> None:
+    with pytest.raises(LaunchError, match=f"^line {number}: "):
+        patch(text)
+
+
+def test_a_syntax_error_elsewhere_does_not_matter() -> None:
+    text = "D=<path of the data>\ntorchrun train.py\necho a ) b\nE=<prefix>_text\n"
+    assert patch(text)[0] == text.replace("train.py", "-m dct_plugin.megatron train.py")
+
+
+@pytest.mark.parametrize("body", ["Echo it's\n", "E2\nE(\n", "\tE\nEE\n"])
+def test_lines_that_begin_with_the_end_of_a_here_document_do_not_end_it(body: str) -> None:
+    text = f"cat <<E\n{body}E\ntorchrun train.py\nsh <<E\n{body}torchrun train.py\nE\n"
+    patched, found = patch(text)
+    assert patched.startswith(f"cat <<E\n{body}E\ntorchrun -m dct_plugin.megatron train.py\n")
+    assert found.training[0].line == text[: text.index("torchrun")].count("\n") + 1
+    assert revert(patched)[0] == text
+
+
+def test_without_the_parser_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = command("train.sh")
+    assert code == 1
+    assert "pip install tree_sitter tree_sitter_bash" in err
+
+
 def test_partial_patches_what_is_understood() -> None:
     patched, found = patch("torchrun train.py\nflux run train.py\n", partial=True)
     assert patched == "torchrun -m dct_plugin.megatron train.py\nflux run train.py\n"

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dct_plugin import cli
 from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, patch, plan, revert
 from dct_plugin.integrations.megatron.patch.files import BACKUP, LARGEST
-from dct_plugin.integrations.megatron.patch.shell import DEEPEST
+from dct_plugin.integrations.megatron.patch.syntax import DEEPEST
 
 LAUNCH = "torchrun train.py\n"
 PATCHED = f"torchrun -m {MODULE} train.py\n"

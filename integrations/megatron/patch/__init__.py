@@ -1,8 +1,8 @@
 """``dct patch-launch``: have a shell script start its training through ``python -m dct_plugin.megatron``.
 
-``launchers`` knows the launchers and their options, ``shell`` reads commands, ``variables`` keeps what they
-assign, ``finder`` finds the launches among them, ``edit`` changes the text, ``files`` reads and replaces
-files, ``command`` is the command line.
+``syntax`` reads commands from the tree that tree-sitter-bash makes of a script, ``variables`` keeps what
+they assign, ``launchers`` knows the launchers and their options, ``finder`` finds the launches, ``edit``
+changes the text, ``files`` reads and replaces files, ``command`` is the command line.
 """
 
 from .edit import patch, revert

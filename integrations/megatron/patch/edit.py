@@ -23,16 +23,16 @@ __all__ = ["patch", "revert"]
 def patch(
     text: str, *, config: str | None = None, scripts: Sequence[str] = TRAINING, partial: bool = False
 ) -> tuple[str, Plan]:
-    """The text with the plugin in every training launch; unchanged where it is there already.
+    """Return the text with the plugin in every training launch; a launch that has it stays as it is.
 
     Args:
-        text: a shell script.
-        config: path for ``--dct-config``, written as given; ``None`` leaves what is there.
-        scripts: file name patterns of training scripts.
-        partial: edit what is understood even if something else is not.
+        text: A shell script.
+        config: Path for ``--dct-config``, written as given; ``None`` leaves what is there.
+        scripts: File name patterns of training scripts.
+        partial: Edit what is understood even if something else is not.
 
     Raises:
-        LaunchError: a launch is not understood, or there is none.
+        LaunchError: A launch is not understood, or there is none.
     """
     found = plan(text, scripts)
     if found.faults and not partial:
@@ -46,21 +46,37 @@ def patch(
             edits.append((launch.place, launch.place, _insertion(launch, config)))
         elif config is not None and f"{MODULE} --dct-config {_word(config, launch)} " not in launch.present:
             edits.append((*launch.removal, _insertion(launch, config)))
-    return _edited(text, edits), found
+    patched = _edited(text, edits)
+    _check_reversible(text, patched, found)
+    return patched, found
 
 
 def revert(text: str) -> tuple[str, Plan]:
-    """The text without the plugin, and what was found in it.
+    """Return the text without the plugin, and what was found in it.
 
     Raises:
-        LaunchError: the text does not follow the shell's grammar, or nests too deep.
+        LaunchError: The text does not follow the shell's grammar, or nests too deep.
     """
     found = plan(text)
-    return _edited(text, [(*launch.removal, "") for launch in found.launches if launch.removal]), found
+    return _reverted(text, found), found
+
+
+def _reverted(text: str, found: Plan) -> str:
+    return _edited(text, [(*launch.removal, "") for launch in found.launches if launch.removal])
+
+
+def _check_reversible(text: str, patched: str, found: Plan) -> None:
+    """Refuse an edit after which the grammar no longer sees the same launches, as near a syntax error."""
+    try:
+        is_original = revert(patched)[0] == _reverted(text, found)
+    except LaunchError:
+        is_original = False
+    if not is_original:
+        raise LaunchError(f"line {found.training[0].line}: near this launch the syntax is not understood")
 
 
 def _edited(text: str, edits: Iterable[tuple[int, int, str]]) -> str:
-    """``text`` with spans replaced; of two that overlap, the first counts."""
+    """Return ``text`` with spans replaced; of two that overlap, the first counts."""
     parts = []
     done = 0
     for start, end, new in sorted(edits):
@@ -79,7 +95,7 @@ def _insertion(launch: Launch, config: str | None) -> str:
 
 
 def _word(config: str, launch: Launch) -> str:
-    """A path as a shell word; one with variables is left for the script's shell to expand."""
+    """Return a path as a shell word; one with variables is left for the script's shell to expand."""
     if re.fullmatch(r"[\w./${}:@%+,=~-]+", config):
         return config
     if launch.in_string:

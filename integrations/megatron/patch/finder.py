@@ -14,7 +14,7 @@ from dct_plugin.errors import DCTError
 
 from . import launchers
 from .launchers import HARMLESS, KEYWORDS, TORCHRUN_MODULES, TRAINING, Kind
-from .shell import ASSIGNMENT, Command, ShellError, Text, Word
+from .syntax import ASSIGNMENT, Command, Script, ShellError, Word
 from .variables import Variables, variable_name
 
 __all__ = ["MODULE", "Launch", "LaunchError", "Plan", "plan"]
@@ -23,6 +23,7 @@ __all__ = ["MODULE", "Launch", "LaunchError", "Plan", "plan"]
 MODULE = "dct_plugin.megatron"
 
 _EXPANSION = re.compile(r"\$[@*]|\$\{[^}]*\}|\$\(.*\)|`.*`", re.DOTALL)
+_LOOSE_WORD = re.compile(r"""[^\s;&|()<>"'`]+""")
 _TORCHRUN_FLAG = re.compile(r"-[a-zA-Z]*m")
 
 
@@ -184,7 +185,7 @@ class _Search:
 class _Finder:
     def __init__(self, text: str, scripts: Sequence[str]) -> None:
         self.text = text
-        self.shell = Text(text)
+        self.script = Script(text)
         self.variables = Variables(scripts)
         self.launches: dict[int, Launch] = {}
         self.notes: list[str] = []
@@ -193,7 +194,7 @@ class _Finder:
 
     def run(self) -> Plan:
         try:
-            outer = self.shell.commands()
+            outer = self.script.commands()
         except ShellError as error:
             raise LaunchError(f"line {self._line(error.offset)}: {error}") from error
         found: list[Command] = []
@@ -216,10 +217,8 @@ class _Finder:
 
     def _in_strings(self, command: Command) -> Iterator[Command]:
         for word in command.words:
-            if not any(self.text.find(" ", start, end) >= 0 for start, end in word.quoted):
-                continue
             try:
-                yield from self.shell.inside(command, word)
+                yield from self.script.inside(command, word)
             except ShellError as error:
                 parts = word.text.split()
                 if any(map(launchers.launcher, parts)) and any(map(self.variables.trains, parts)):
@@ -241,9 +240,13 @@ class _Finder:
                 return
             if outcome and complaint is None and not self.variables.is_complete(variable_name(word.text)):
                 complaint = (word.start, outcome)
-        if command.name is not None or ASSIGNMENT.match(words[0].text):
+        if command.error is not None:
+            text = self.text[command.words[0].start : command.words[-1].end]
+            if any(map(self.variables.trains, _LOOSE_WORD.findall(text))):
+                self._fault(command.error, "here a launch stands in what is no valid shell syntax")
+        elif command.name is not None or ASSIGNMENT.match(words[0].text):
             return  # may be completed where the variable is used
-        if complaint:
+        elif complaint:
             self._fault(*complaint)
         elif not command.in_string:
             for word in words[1:]:
@@ -292,6 +295,9 @@ class _Finder:
                 f"{words[0].text} is set elsewhere: -m is right if it is python or torchrun, not for "
                 "deepspeed",
             )
+        if trains and command.error is not None:
+            self._fault(command.error, f"the launch of {name} stands in what is no valid shell syntax")
+            return
         place, present = (removal[0], self.text[slice(*removal)]) if removal else (script.start, "")
         self.launches[place] = Launch(
             kind, name, is_module, place, line, command.in_string, trains, removal, present, config

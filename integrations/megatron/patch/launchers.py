@@ -48,7 +48,7 @@ HARMLESS = _set(
     "sha256sum source spack stat tail test touch type unset vi vim wc which"
 )
 #: Words before a command.
-KEYWORDS = _set("if then else elif do while until ! { time exec sudo")
+KEYWORDS = _set("time exec sudo")
 #: Commands whose arguments are assignments.
 DECLARATIONS = _set("export local declare readonly typeset")
 

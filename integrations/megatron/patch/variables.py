@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import launchers
 from .launchers import DECLARATIONS, TORCHRUN_MODULES, Kind
-from .shell import ASSIGNMENT, Command
+from .syntax import ASSIGNMENT, Command
 
 __all__ = ["Variables", "variable_name"]
 
