@@ -270,7 +270,7 @@ def train(
     ):
         if step == arguments.warmup:
             let_counters_rest()
-            tables.metrics = tables.channel.metrics = metrics
+            tables.metrics = metrics
             counter.start()
             packets = packets_sent(device)
             if beside is not None:

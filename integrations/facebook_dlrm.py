@@ -5,7 +5,7 @@
 
     dlrm.exchange = CompressedAllToAll(dlrm.n_local_emb, m_spa, {"error_bound": 0.01})
     dlrm.exchange.install(ext_dist)
-    dlrm.exchange.channel.follow(optimizer)  # warm-up, decay and life-span count its steps
+    dlrm.exchange.embedding_exchange.follow(optimizer)  # warm-up, decay and life-span count its steps
 
 As a sub-module of the model its thresholds are saved with it. That code looks up its local tables for the
 whole global batch and exchanges the vectors in one call; here the exchange is finished when the call returns,
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
-from dct_plugin.embedding import EmbeddingChannel, Route
+from dct_plugin.embedding import EmbeddingExchange, Route
+from dct_plugin.embedding.embedding_exchange import rename_saved_buffers
 from dct_plugin.metrics import Metrics
 
 __all__ = ["CompressedAllToAll"]
@@ -55,10 +56,11 @@ class CompressedAllToAll(nn.Module):
         super().__init__()
         keys = config.model_dump() if isinstance(config, EmbeddingChannelConfig) else dict(config or {})
         settings = EmbeddingChannelConfig.of({**keys, "deduplicate": False})
-        self.channel = EmbeddingChannel(
+        self.embedding_exchange = EmbeddingExchange(
             settings, tables=num_tables, dim=dim, name="alltoall", metrics=metrics, kernels=kernels
         )
         self.group = group
+        self.register_load_state_dict_pre_hook(rename_saved_buffers)
 
     def install(self, extend_distributed: ModuleType) -> None:
         """Replace the module's ``alltoall``."""
@@ -90,8 +92,8 @@ class CompressedAllToAll(nn.Module):
             samples=samples,
             own_tables=tables,
         )
-        self.channel.train(torch.is_grad_enabled())
-        received = self.channel(torch.cat(blocks), route, self.group)
+        self.embedding_exchange.train(torch.is_grad_enabled())
+        received = self.embedding_exchange(torch.cat(blocks), route, self.group)
         parts = received.split([count * samples[rank] for count in tables])
         return tuple(
             part.view(count, samples[rank], -1).transpose(0, 1).reshape(samples[rank], -1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .channel import EmbeddingChannel, Route
 from .choice import Choice, Part, choose
 from .des import ColumnShards, Embeddings, FieldShards, LocalEmbeddings
+from .embedding_exchange import EmbeddingExchange, Route
 from .placement import Table, place_tables
 from .request_message import Bags
 from .tables import ShardedTables, TableShard, load_tables
@@ -13,7 +13,7 @@ __all__ = [
     "Bags",
     "Choice",
     "ColumnShards",
-    "EmbeddingChannel",
+    "EmbeddingExchange",
     "Embeddings",
     "FieldShards",
     "LocalEmbeddings",

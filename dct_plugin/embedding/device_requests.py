@@ -1,156 +1,180 @@
-"""Requests for rows whose ids are on the tables' device: written there, read there, and waited for once.
+"""Requests for rows whose ids are on the tables' device: found, written and read there, with one wait.
 
-The bytes are the host's, so that every rank may have its ids where it wants. A rank whose ids are impossible
-says so in its frames, which leave before the host knows.
+The bytes are those that the host writes, so every rank may have its ids where it wants. A rank whose ids are
+out of range says so in its messages, which leave before the host knows.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
-from ..codecs.slots import FAILED, PREFIX, WORDS
+from ..codecs.slots import FAILED
 from ..codecs.stats import read_figures
-from ..kernels import Backend
-from ..kernels.embedding_format import OutOfRange
-from .frames import Leg, Shape
-from .request_message import MOST_BYTES, Answer, Bags
-from .requests import Request, Requests
+from ..kernels.embedding_format import IntArray, OutOfRange
+from .frames import Frames, Shape
+from .request_message import MOST_BYTES, RowRequest
+from .requests import BatchLookup, RequestBuilder
 
 if TYPE_CHECKING:
-    from ..kernels.triton.requests import Opened, TritonRequests, Written
+    from ..kernels.triton.requests import TritonRequests
 
-__all__ = ["REQUEST", "DeviceRequests"]
+__all__ = ["REQUEST", "DeviceRequests", "DistinctRows"]
 
-#: What is known of a request beforehand.
+#: The size of a request, as far as it is known beforehand.
 REQUEST = Shape(1, 0, MOST_BYTES)
 
 
 class DeviceRequests:
-    """The way of requests from and to a device, of at least two ranks.
+    """The exchange of requests from and to a device, between at least two ranks.
 
     Args:
-        requests: What is asked.
-        codec: Writes and reads it.
-        device: Of the tables.
+        builder: That of the tables.
+        kernels: Write and read requests on the device.
+        device: Device of the tables and the ids.
     """
 
-    def __init__(self, requests: Requests, codec: TritonRequests, device: torch.device) -> None:
-        self._requests, self._codec, self._device = requests, codec, device
-        self._rank, self._placement = requests.rank, requests.placement
-        self._peers = [r for r in range(len(requests.placement)) if r != requests.rank]
-        ends = itertools.accumulate((len(tables) for tables in requests.placement), initial=0)
+    def __init__(self, builder: RequestBuilder, kernels: TritonRequests, device: torch.device) -> None:
+        self._builder, self._kernels = builder, kernels
+        self._rank, self._placement = builder.rank, builder.placement
+        self._peers = [r for r in range(len(builder.placement)) if r != builder.rank]
+        ends = itertools.accumulate((len(tables) for tables in builder.placement), initial=0)
         self._bounds = list(ends)
         self._owners = to_device(torch.tensor(self._bounds), device)
-        self._first_rows = requests.first_rows[self._rank]
+        self._first_rows = builder.first_rows[self._rank]
+        self._distinct = DistinctRows(builder.order, builder.limits, builder.base, device)
 
-    def cross(
-        self, ids: Tensor, leg: Leg, backend: Backend
-    ) -> tuple[Request, list[Answer], tuple[float, float]]:
-        """This rank's request and what every rank asks for; what the exchange took, and reading, ms.
+    def exchange(
+        self,
+        ids: Tensor,
+        frames: Frames,
+        read_on_host: Callable[[Tensor, int], RowRequest],
+        lap: Callable[[], None],
+    ) -> tuple[BatchLookup, list[RowRequest]]:
+        """Send this rank's requests; return them, and the requests of every rank to this one.
 
         Args:
             ids: int [B, F] on the device, at least one.
-            leg: Of frames for requests.
-            backend: For what arrives that a device does not read.
+            frames: The fixed-size exchange of requests; their sizes are known.
+            read_on_host: Reads a message of a rank that the device does not read; raises ``PayloadError``.
+            lap: Called when distinct rows are found, when requests are written, sent, and read.
 
         Raises:
-            IndexError: An id is outside its table. The others are told.
-            ValueError: Ids of another shape.
+            IndexError: An id is outside its table. The other ranks are told.
+            ValueError: The ids have another shape.
             PayloadError: A request is damaged, or about other tables.
             DesyncError: A rank failed, or is at another exchange.
         """
-        began = time.perf_counter()
-        frames = leg.frames
-        with frames.telling(leg):
-            ids = self._requests.checked(ids, self._device)
-            distinct = self._requests.distinct_on(self._device)
-            found = distinct.find(ids)
-            sorted_out = time.perf_counter()
-            before = torch.cat([found.counts.new_zeros(1), found.counts.cumsum(0)])
-            written = self._codec.write(found.rows, before.index_select(0, self._owners), len(ids))
-            self._fill(leg, written, found.outside[0] < ids.numel())
-        filled = time.perf_counter()
-        frames.send(leg)
-        sent = time.perf_counter()
-        words, opened = self._opened(leg)
-        also = words, written.nbytes, found.counts, found.outside, opened.figures
-        told, sizes, counts, outside, figures = read_figures((), [each.contiguous() for each in also])
-        try:
-            distinct.check(ids, outside)
-        except OutOfRange as error:
-            raise self._requests.outside(error.column, error.found) from None
         shapes = [REQUEST] * len(self._placement)
-        arrived = frames.checked(told, self._peers, shapes)
-        taken = {r: sizes[r] for r in self._peers}
-        late = frames.again(leg, {r: written.framed(r, size) for r, size in taken.items()}, arrived)
-        frames.note(shapes, taken, 0)
-        frames.note(shapes, arrived, 1)
-        answers = self._read(leg, opened.rows, figures, arrived, late, backend)
-        each_owner = [counts[a:b] for a, b in itertools.pairwise(self._bounds)]
-        first, own = sum(counts[: self._bounds[self._rank]]), each_owner[self._rank]
-        answers.insert(self._rank, _answer(len(ids), own, found.rows[first : first + sum(own)]))
-        ended = time.perf_counter()
-        request = Request(
-            len(ids),
-            [],
-            answers[self._rank],
-            each_owner,
-            found.positions,
-            {},
-            distinct_ms=1e3 * (sorted_out - began),
-            encode_ms=1e3 * (filled - sorted_out),
+        leg = frames.leg(shapes, shapes, ids.device)
+        with frames.telling(leg):
+            ids = self._builder.checked(ids).to(torch.int64).contiguous()
+            found = self._distinct.find(ids)
+            lap()
+            before = torch.cat([found.counts.new_zeros(1), found.counts.cumsum(0)])
+            written = self._kernels.write(found.rows, before.index_select(0, self._owners), len(ids))
+            sizes = torch.where(found.outside[0] < ids.numel(), FAILED, written.nbytes)
+            leg.fill({r: r for r in self._peers}, written, sizes)
+        lap()
+        frames.send(leg)
+        lap()
+        arrived = leg.arrived(self._peers)
+        opened = self._kernels.open(
+            leg.arriving, arrived.begins, arrived.nbytes, arrived.most, self._first_rows
         )
-        return request, answers, (1e3 * (sent - filled), 1e3 * (ended - sent))
-
-    def _fill(self, leg: Leg, written: Written, failed: Tensor) -> None:
-        """Put requests into their frames, as far as they fit; a rank that failed says so there."""
-        heads = torch.zeros(len(written.nbytes), WORDS, dtype=torch.int64, device=self._device)
-        heads[:, 0] = torch.where(failed, FAILED, written.nbytes)
-        heads[:, 1] = leg.frames.fingerprint
-        for r in self._peers:
-            frame = leg.frame(r)
-            body = written.framed(r, len(frame) - PREFIX)
-            frame.view(torch.int64)[:WORDS] = heads[r]
-            frame[PREFIX : PREFIX + len(body)] = body
-
-    def _opened(self, leg: Leg) -> tuple[Tensor, Opened]:
-        """The first words of the frames that arrived, and the requests in them."""
-        words = leg.words(self._peers)
-        begins = [leg.bounds[r][0] + PREFIX for r in self._peers]
-        rooms = [leg.bounds[r][1] - begin for r, begin in zip(self._peers, begins, strict=True)]
-        nbytes = torch.minimum(words[:, 0], to_device(torch.tensor(rooms), self._device)).clamp(min=0)
-        return words, self._codec.open(leg.arriving, begins, nbytes, max(rooms), self._first_rows)
-
-    def _read(
-        self,
-        leg: Leg,
-        rows: Tensor,
-        figures: Sequence[int],
-        arrived: dict[int, int],
-        late: dict[int, Tensor],
-        backend: Backend,
-    ) -> list[Answer]:
-        """What the others ask for. The host reads, and refuses, what a device does not read."""
-        answers, width = [], len(self._first_rows) + 2
+        also = arrived.words, written.nbytes, found.counts, found.outside, opened.figures
+        words, sent, counts, outside, figures = read_figures((), [each.contiguous() for each in also])
+        try:
+            self._distinct.check(ids, outside)
+        except OutOfRange as error:
+            raise self._builder.out_of_range(error.column, error.found) from None
+        messages = {r: written.framed(r, sent[r]) for r in self._peers}
+        late, received = frames.finish(leg, messages, words, self._peers)
+        requests, width = [], len(self._first_rows) + 2
         for at, source in enumerate(self._peers):
             samples, for_the_host, several, *each = figures[width * at : width * (at + 1)]
             if source in late or for_the_host:
-                begin = leg.bounds[source][0] + PREFIX
-                message = late.get(source, leg.arriving[begin : begin + arrived[source]])
-                answers.append(self._requests.read(to_host(message), source, backend))
+                message = late[source] if source in late else leg.message(source, received[source])
+                requests.append(read_on_host(to_host(message), source))
             else:
-                answers.append(_answer(samples, each, rows[at, :several]))
-        return answers
+                requests.append(RowRequest(samples, [True] * len(each), each, opened.rows[at, :several]))
+        lookup = BatchLookup(self._own_requests(len(ids), counts, found.rows), found.positions, {})
+        requests.insert(self._rank, lookup.requests[self._rank])
+        lap()
+        return lookup, requests
+
+    def _own_requests(self, samples: int, counts: Sequence[int], rows: Tensor) -> list[RowRequest]:
+        """Return the requests of this rank, per owner, from the distinct rows of each table."""
+        requests = []
+        for begin, end in itertools.pairwise(self._bounds):
+            each = list(counts[begin:end])
+            requests.append(RowRequest(samples, [True] * len(each), each, rows[: sum(each)]))
+            rows = rows[sum(each) :]
+        return requests
 
 
-def _answer(samples: int, each: Sequence[int], rows: Tensor) -> Answer:
-    """For distinct rows of all tables, so many of each."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return Answer(samples, list(enumerate(each)), rows, Bags(nothing, nothing))
+class DistinctIds(NamedTuple):
+    """The distinct rows of a batch of ids, on the device.
+
+    Attributes:
+        rows: int64 [ids]. The first of them are the distinct rows, table by table and ascending.
+        counts: int64 [tables], distinct rows of each table.
+        outside: int64 [2]: the first id that is outside its table, counted through the tables, and its value;
+            the number of ids if there is none.
+        positions: int64 [samples, tables], index of each sample's row in ``rows``.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    outside: Tensor
+    positions: Tensor
+
+
+class DistinctRows:
+    """:meth:`~dct_plugin.kernels.embedding_format.EmbeddingKernels.distinct_rows` for ids on a device.
+
+    Args:
+        order: Tables in the order in which their rows are named.
+        limits: Rows of each table.
+        base: Number of each table's first row at its owner.
+        device: Of the ids.
+    """
+
+    def __init__(self, order: IntArray, limits: IntArray, base: IntArray, device: torch.device) -> None:
+        self._order = order
+        # Rows of all tables are numbered, one table behind the other.
+        first = np.concatenate([[0], np.cumsum(limits[order])[:-1]])
+        layout = torch.from_numpy(np.stack([order, limits[order], base[order], first]))
+        self._columns, self._limits, self._base, self._first = to_device(layout, device)
+
+    def check(self, ids: Tensor, outside: Sequence[int]) -> None:
+        """Raise :class:`OutOfRange` if an id was found outside its table."""
+        at, value = outside
+        if at < ids.numel():
+            raise OutOfRange(int(self._order[at // len(ids)]), value)
+
+    def find(self, ids: Tensor) -> DistinctIds:
+        """Find the distinct rows of ``ids``, int64 [samples, tables], without waiting for the device."""
+        samples, tables = ids.shape
+        columns = ids.t().index_select(0, self._columns)
+        flat, limits = columns.reshape(-1), self._limits.unsqueeze(1)
+        outside = ((columns < 0) | (columns >= limits)).view(-1)
+        number = torch.arange(len(flat), device=ids.device)
+        wrong = torch.where(outside, number, len(flat)).amin()
+        # Every size is known beforehand: as many rows as ids, of which the first are the distinct ones.
+        named, where = (columns + self._first.unsqueeze(1)).view(-1).sort()
+        new = torch.ones_like(named)
+        new[1:] = (named[1:] != named[:-1]).to(torch.int64)
+        rank, table = new.cumsum(0) - 1, where // samples
+        rows = torch.zeros_like(named).scatter_(0, rank, named + (self._base - self._first)[table])
+        counts = torch.zeros_like(self._first).scatter_add_(0, table, new)
+        of_columns = torch.empty_like(named).scatter_(0, where, rank).view(tables, samples)
+        positions = torch.empty_like(of_columns).index_copy_(0, self._columns, of_columns).t().contiguous()
+        found = flat.gather(0, wrong.clamp(max=len(flat) - 1).view(1))
+        return DistinctIds(rows, counts, torch.cat([wrong.view(1), found]), positions)

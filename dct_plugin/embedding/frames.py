@@ -1,9 +1,9 @@
 """Exchanges whose messages' sizes are not read from a device before they are sent.
 
-A message travels in a frame (:mod:`dct_plugin.codecs.slots`) whose size both ends work out alike: from what
-they know of the message (its entries, its segments), and from what the last messages between the two have
-taken per entry. What does not fit is sent again, whole. The first messages are exchanged with their sizes,
-and with the proof that all ranks mean the same.
+A message travels in a frame (:mod:`dct_plugin.codecs.slots`). Both ends compute the same size of the frame:
+from what they know of the message (its entries, its segments), and from the bytes per entry of the last
+messages between the two. A message that does not fit is sent again, whole. The first messages are exchanged
+with their sizes, and with the proof that all ranks mean the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..codecs.copies import to_device, to_host
 from ..codecs.slots import ALIGNMENT, FAILED, PREFIX, WORDS
 from ..transport.exchange import Exchange
 
-__all__ = ["Frames", "Leg", "Series", "Shape"]
+__all__ = ["Frames", "Leg", "Shape"]
 
 #: Messages whose sizes decide over the next frame, and what it has to spare over the largest of them.
 _REMEMBERED, _SPARE = 4, 9 / 8
@@ -41,6 +41,14 @@ class Shape(NamedTuple):
     entries: int
     fixed: int = 0
     most: int | None = None
+
+
+class DeviceMessages(Protocol):
+    """Messages on a device, whose sizes the host does not know."""
+
+    def framed(self, number: int, room: int) -> Tensor:
+        """The first bytes of a message, at most ``room`` of them; some more may follow."""
+        ...
 
 
 class Series:
@@ -66,33 +74,86 @@ class Series:
         return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT
 
 
+class Arrived(NamedTuple):
+    """Frames that arrived and have not been read.
+
+    Attributes:
+        words: int64 [senders, WORDS] on the device, their first words.
+        begins: First byte of each message in :attr:`Leg.arriving`.
+        nbytes: int64 [senders] on the device: bytes of each message that are there, without ``spare``.
+        most: Bytes that none of them exceeds.
+    """
+
+    words: Tensor
+    begins: list[int]
+    nbytes: Tensor
+    most: int
+
+
 class Leg:
     """One exchange under way.
 
     Attributes:
-        frames: What it is an exchange of.
         leaving: uint8, all frames that are sent; those that arrive are in ``arriving``.
         sends, bounds: Of each rank, first byte of its frame in them and the one behind it.
+        sent, got: Shapes of the messages to and from every rank.
     """
 
     def __init__(
-        self, frames: Frames, sends: Sequence[int], gets: Sequence[int], device: torch.device
+        self,
+        fingerprint: int,
+        sent: Sequence[Shape],
+        got: Sequence[Shape],
+        sizes: Sequence[Sequence[int]],
+        device: torch.device,
     ) -> None:
-        self.frames = frames
-        self.sends, self.bounds = _bounds(sends), _bounds(gets)
-        self.leaving = torch.empty(sum(sends), dtype=torch.uint8, device=device)
-        self.arriving = torch.empty(sum(gets), dtype=torch.uint8, device=device)
+        self._fingerprint = fingerprint
+        self.sent, self.got = sent, got
+        self.sends, self.bounds = (
+            list(itertools.pairwise(itertools.accumulate(s, initial=0))) for s in sizes
+        )
+        self.leaving, self.arriving = (torch.empty(sum(s), dtype=torch.uint8, device=device) for s in sizes)
 
     def frame(self, receiver: int) -> Tensor:
         """To be filled."""
         begin, end = self.sends[receiver]
         return self.leaving[begin:end]
 
+    def fill(self, numbers: Mapping[int, int], messages: DeviceMessages, nbytes: Tensor) -> None:
+        """Put messages into their frames, as far as they fit.
+
+        Args:
+            numbers: Number of the message for each receiver.
+            nbytes: int64 [messages] on the device, their sizes.
+        """
+        heads = torch.zeros(len(nbytes), WORDS, dtype=torch.int64, device=nbytes.device)
+        heads[:, 0] = nbytes
+        heads[:, 1] = self._fingerprint
+        for receiver, number in numbers.items():
+            frame = self.frame(receiver)
+            body = messages.framed(number, len(frame) - PREFIX)
+            frame.view(torch.int64)[:WORDS] = heads[number]
+            frame[PREFIX : PREFIX + len(body)] = body
+
     def words(self, senders: Sequence[int], arrived: Tensor | None = None) -> Tensor:
         """First words of the frames that arrived, int64 [senders, WORDS]; of a copy of them."""
         words = (self.arriving if arrived is None else arrived).view(torch.int64)
         firsts = [words[self.bounds[s][0] // 8 :][:WORDS] for s in senders]
         return torch.cat([words[:0], *firsts]).view(-1, WORDS)
+
+    def arrived(self, senders: Sequence[int], spare: int = 0) -> Arrived:
+        """Describe the messages of ``senders`` without their last ``spare`` bytes, for kernels to read."""
+        begins = [self.bounds[s][0] + PREFIX for s in senders]
+        rooms = [self.bounds[s][1] - begin - spare for s, begin in zip(senders, begins, strict=True)]
+        words = self.words(senders)
+        room = to_device(torch.tensor(rooms, dtype=torch.int64), words.device)
+        nbytes = torch.minimum(words[:, 0] - spare, room).clamp(min=0)
+        return Arrived(words, begins, nbytes, max(rooms, default=0))
+
+    def message(self, sender: int, nbytes: int) -> Tensor:
+        """The first bytes of the message that arrived."""
+        begin = self.bounds[sender][0] + PREFIX
+        return self.arriving[begin : begin + nbytes]
 
 
 class Frames:
@@ -123,7 +184,7 @@ class Frames:
             for each, shapes in zip(self.series, (sent, got), strict=True)
         )
         sends[rank] = gets[rank] = 0
-        return Leg(self, sends, gets, device)
+        return Leg(self.fingerprint, sent, got, (sends, gets), device)
 
     def send(self, leg: Leg) -> None:
         """Exchange the frames."""
@@ -150,15 +211,12 @@ class Frames:
         except Exception:  # the transport is gone as well: the others will see that
             return
 
-    def cross(self, leg: Leg, messages: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-        """What all ranks say, uint8 on the host, when this one says ``messages``, which are there, too; the
-        host waits once. The own message is passed through.
-
-        Args:
-            leg: For messages that all have ``shape``.
+    def cross(self, leg: Leg, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Send ``messages`` to all ranks and return theirs, uint8 on the host, which waits once. The own
+        message is passed through.
 
         Raises:
-            DesyncError: See :meth:`checked`.
+            DesyncError: See :meth:`finish`.
         """
         peers = [r for r in range(len(messages)) if r != self.exchange.rank]
         room = torch.zeros(leg.leaving.numel(), dtype=torch.uint8)
@@ -169,15 +227,13 @@ class Frames:
             room[begin : begin + content.numel()] = content
         leg.leaving.copy_(to_device(room, leg.leaving.device))
         self.send(leg)
-        there = to_host(leg.arriving)
-        words = leg.words(peers, there).view(-1).tolist()
-        sizes = self.checked(words, peers, [shape] * len(messages))
-        late = self.again(leg, {r: messages[r] for r in peers}, sizes)
+        copy = to_host(leg.arriving)
+        words = leg.words(peers, copy).view(-1).tolist()
+        late, sizes = self.finish(leg, {r: messages[r] for r in peers}, words, peers)
         received = list(messages)
         for r in peers:
             begin = leg.bounds[r][0] + PREFIX
-            received[r] = to_host(late[r]) if r in late else there[begin : begin + sizes[r]]
-        self.learn([shape] * len(messages), messages, [shape] * len(messages), received)
+            received[r] = to_host(late[r]) if r in late else copy[begin : begin + sizes[r]]
         return received
 
     def learn(
@@ -189,20 +245,36 @@ class Frames:
     ) -> None:
         """What messages to and from all ranks have taken."""
         self.known = True
-        self.note(sent, {r: message.numel() for r, message in enumerate(messages)}, 0)
-        self.note(got, {r: message.numel() for r, message in enumerate(received)}, 1)
+        self._note(sent, {r: message.numel() for r, message in enumerate(messages)}, 0)
+        self._note(got, {r: message.numel() for r, message in enumerate(received)}, 1)
 
-    def note(self, shapes: Sequence[Shape], sizes: Mapping[int, int], direction: int) -> None:
+    def _note(self, shapes: Sequence[Shape], sizes: Mapping[int, int], direction: int) -> None:
         """What messages to some ranks (0), or from some (1), have taken."""
         for r, size in sizes.items():
             self.series[direction][r].add(shapes[r], size)
 
-    def checked(self, words: Sequence[int], senders: Sequence[int], got: Sequence[Shape]) -> dict[int, int]:
-        """Bytes of the messages of ``senders``, from the first words of their frames.
+    def finish(
+        self, leg: Leg, messages: Mapping[int, Tensor], words: Sequence[int], senders: Sequence[int]
+    ) -> tuple[dict[int, Tensor], dict[int, int]]:
+        """Check what arrived, and send again what did not fit.
+
+        Args:
+            messages: Those that were sent, whole, by receiver; none that is known to fit is needed.
+            words: First words of the frames of ``senders``, on the host.
+
+        Returns:
+            The messages that did not arrive whole at first, and the sizes of all messages, by sender.
 
         Raises:
             DesyncError: A rank failed, or is at another operation.
         """
+        sizes = self._checked(words, senders, leg.got)
+        late = self._again(leg, messages, sizes)
+        self._note(leg.sent, {r: message.numel() for r, message in messages.items()}, 0)
+        self._note(leg.got, sizes, 1)
+        return late, sizes
+
+    def _checked(self, words: Sequence[int], senders: Sequence[int], got: Sequence[Shape]) -> dict[int, int]:
         rows = [(0, self.fingerprint)] * self.exchange.world_size
         bounds = [0] * len(rows)
         for at, sender in enumerate(senders):
@@ -212,13 +284,7 @@ class Frames:
         sizes = self.exchange.checked(rows, self.fingerprint, bounds)
         return {sender: sizes[sender] for sender in senders}
 
-    def again(self, leg: Leg, whole: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
-        """Send again what did not fit; returns the messages that did not arrive whole, by sender.
-
-        Args:
-            whole: The messages sent, by receiver.
-            sizes: Of those that arrived, by sender.
-        """
+    def _again(self, leg: Leg, whole: Mapping[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
         ranks = range(self.exchange.world_size)
         cut = {r for r, m in whole.items() if m.numel() > _room(leg.sends[r])}
         late = {s for s, size in sizes.items() if size > _room(leg.bounds[s])}
@@ -235,7 +301,3 @@ class Frames:
 def _room(bound: tuple[int, int]) -> int:
     """Bytes that a frame has for its message."""
     return bound[1] - bound[0] - PREFIX
-
-
-def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))

@@ -1,4 +1,4 @@
-"""What a request for rows is on the wire.
+"""The wire format of a request for rows.
 
 A header with a checksum; per table a byte that says whether rows or bags are asked for; the distinct rows as
 one index section, numbered through the owner's tables; then the bags' ids and lengths.
@@ -19,15 +19,16 @@ from ..codecs.index import IndexEncoding
 from ..errors import PayloadError
 from ..kernels import Backend
 
-__all__ = ["Answer", "Bags", "Wanted", "answer_to", "read_request", "write_request"]
+__all__ = ["NO_BAGS", "NO_IDS", "Bags", "RowRequest", "answer_order", "read_request", "write_request"]
 
-_REQUEST = struct.Struct("<HBBIIIIIII")
+_HEADER = struct.Struct("<HBBIIIIIII")
 _MAGIC = 0xDC7D
 _VERSION = 1
 _ONE_HOT = 2
-#: What a request can be: 2**28 ids of a batch. How many samples another rank has is not known beforehand.
+#: The largest request: 2**28 ids of a batch. The number of another rank's samples is not known beforehand.
 MOST_BYTES = 2**30
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Bags(NamedTuple):
@@ -41,108 +42,98 @@ class Bags(NamedTuple):
     ids: Tensor
     lengths: Tensor
 
+    @property
+    def one_hot(self) -> bool:
+        """True if every sample has one row."""
+        return bool((self.lengths == 1).all())
 
-class Answer(NamedTuple):
-    """What a request of another rank asks for.
+
+NO_BAGS = Bags(NO_IDS, NO_IDS)
+
+
+class RowRequest(NamedTuple):
+    """The request of one rank to one owner of tables.
 
     Attributes:
-        samples: Of that rank.
-        segments: (own table, vectors) in the order of the answer.
-        rows: int64, rows of the shard's matrix; on the host, or on its device.
-        bags: Bags of rows of the shard's matrix on the host; they follow ``rows``.
+        samples: Number of samples of the rank that asks.
+        as_rows: Per table of the owner: True if distinct rows are asked for, False for bags.
+        counts: Vectors of each segment of the answer: first the tables with rows, then those with bags.
+        rows: int64, distinct rows, ascending, as row numbers of the owner's shard; on the host or on the
+            shard's device.
+        bags: Bags of all tables that are not in ``rows``, int64 row numbers of the owner's shard, on the
+            host.
     """
 
     samples: int
-    segments: list[tuple[int, int]]
-    rows: Tensor
-    bags: Bags
-
-
-class Wanted(NamedTuple):
-    """What a rank wants of one owner, on the host.
-
-    Attributes:
-        as_rows: Per table of the owner: whether rows or bags are asked for.
-        rows: int64, distinct rows of the tables that rows are asked of, ascending, numbered through the
-            owner's tables.
-        counts: Vectors of each segment of the answer: tables with rows, then tables with bags.
-        ids: int64, of the bags.
-        lengths: int64, ids of each bag; None: one each.
-    """
-
     as_rows: list[bool]
-    rows: Tensor
     counts: list[int]
-    ids: Tensor
-    lengths: Tensor | None
+    rows: Tensor = NO_IDS
+    bags: Bags = NO_BAGS
 
+    @property
     def segments(self) -> list[tuple[int, int]]:
-        """(own table, vectors) in the order of the answer."""
-        tables = [t for t, rows in enumerate(self.as_rows) if rows]
-        tables += [t for t, rows in enumerate(self.as_rows) if not rows]
-        return list(zip(tables, self.counts, strict=True))
+        """``(own table, vectors)`` in the order of the answer."""
+        return list(zip(answer_order(self.as_rows), self.counts, strict=True))
+
+    def per_id(self, values: Sequence[int]) -> Tensor:
+        """Repeat ``values`` (one per table of the owner) for every id of the bags of that table, int64."""
+        bags = self.segments[sum(self.as_rows) :]
+        per_bag = np.repeat(
+            np.array([values[table] for table, _ in bags], dtype=np.int64),
+            np.array([count for _, count in bags], dtype=np.int64),
+        )
+        return torch.from_numpy(per_bag).repeat_interleave(self.bags.lengths)
+
+    def with_ids(self, ids: Tensor, first_rows: Sequence[int]) -> RowRequest:
+        """Replace the ids of the bags by ``ids``, which count from the first row of their table."""
+        return self._replace(bags=self.bags._replace(ids=ids + self.per_id(first_rows)))
 
 
-def answer_to(wanted: Wanted, samples: int, first_rows: Sequence[int]) -> Answer:
-    """What an owner makes of a request whose ids are in range.
+def answer_order(as_rows: Sequence[bool]) -> list[int]:
+    """Return the owner's tables (local numbers) in the order of the answer's segments."""
+    return sorted(range(len(as_rows)), key=lambda table: not as_rows[table])
+
+
+def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Backend) -> Tensor:
+    """Write a request, uint8 on the host: distinct rows as positions, bags as they are.
 
     Args:
-        first_rows: Of the owner's tables in its shard, and behind the last one.
-    """
-    segments = wanted.segments()
-    ids, lengths = wanted.ids, wanted.lengths
-    if lengths is None:
-        lengths = torch.ones(len(ids), dtype=torch.int64)
-    bags = segments[sum(wanted.as_rows) :]
-    first = _per_id([first_rows[t] for t, _ in bags], [n for _, n in bags], lengths)
-    return Answer(samples, segments, wanted.rows, Bags(ids + first, lengths))
-
-
-def write_request(samples: int, wanted: Wanted, limit: int, kernels: Backend) -> Tensor:
-    """uint8 request to one owner of ``limit`` rows: distinct rows as positions, bags as they are.
-
-    Args:
+        first_rows: First row of each of the owner's tables in its shard, and the number of rows.
         kernels: For tensors on the host.
     """
-    encoding, param, index = kernels.encode_indices(wanted.rows, limit)
-    bag_counts = wanted.counts[sum(wanted.as_rows) :]
-    parts = [
-        bytes(wanted.as_rows) + bytes([encoding, param]),
-        index.numpy().tobytes(),
-        wanted.ids.numpy().astype("<i4").tobytes(),
-        np.array(bag_counts, dtype="<i4").tobytes(),
+    encoding, param, index = kernels.encode_indices(request.rows, first_rows[-1])
+    one_hot = request.bags.one_hot
+    bag_counts = request.counts[sum(request.as_rows) :]
+    integers = [
+        (request.bags.ids - request.per_id(first_rows)).numpy(),
+        np.array(bag_counts),
+        *([] if one_hot else [request.bags.lengths.numpy()]),
     ]
-    if wanted.lengths is not None:
-        parts.append(wanted.lengths.numpy().astype("<i4").tobytes())
-    body = b"".join(parts)
+    head = bytes(request.as_rows) + bytes([encoding, param])
+    body = head + index.numpy().tobytes() + b"".join(each.astype("<i4").tobytes() for each in integers)
     fields = (
         _MAGIC,
         _VERSION,
-        _ONE_HOT if wanted.lengths is None else 0,
-        samples,
-        len(wanted.as_rows),
-        len(wanted.rows),
+        _ONE_HOT if one_hot else 0,
+        request.samples,
+        len(request.as_rows),
+        len(request.rows),
         index.numel(),
-        len(wanted.ids),
+        len(request.bags.ids),
         len(body),
     )
-    check = zlib.crc32(body, zlib.crc32(_REQUEST.pack(*fields, 0)))
-    return torch.frombuffer(bytearray(_REQUEST.pack(*fields, check) + body), dtype=torch.uint8)
+    check = zlib.crc32(body, zlib.crc32(_HEADER.pack(*fields, 0)))
+    return torch.frombuffer(bytearray(_HEADER.pack(*fields, check) + body), dtype=torch.uint8)
 
 
-def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -> Answer:
-    """What a rank asks of this one, on the host. Raises :class:`PayloadError`."""
-    message = message.cpu()
-    data = message.numpy().tobytes()
-    if len(data) < _REQUEST.size:
-        raise PayloadError(f"{len(data)} bytes, a request has at least {_REQUEST.size}")
-    *fields, check = _REQUEST.unpack_from(data)
-    magic, version, flags, samples, tables, nnz, index_size, id_count, size = fields
-    body = data[_REQUEST.size :]
-    if magic != _MAGIC or version != _VERSION or flags & ~_ONE_HOT:
-        raise PayloadError(f"magic 0x{magic:04X}, version {version}, flags {flags}: not a request known here")
-    if len(body) != size or zlib.crc32(body, zlib.crc32(_REQUEST.pack(*fields, 0))) != check:
-        raise PayloadError("it is truncated or corrupted")
+def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -> RowRequest:
+    """Read a request to this rank; the inverse of :func:`write_request`.
+
+    Raises:
+        PayloadError: The message is damaged, or about other tables.
+    """
+    fields, body = _checked(message.cpu().numpy().tobytes())
+    flags, samples, tables, nnz, index_size, id_count = fields
     if tables != len(first_rows) - 1:
         raise PayloadError(f"it is about {tables} tables, this rank has {len(first_rows) - 1}")
     reader = _Reader(body)
@@ -150,39 +141,43 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -
     encoding, param = reader.take(2)
     if encoding >= IndexEncoding.SHARED_MASK:
         raise PayloadError(f"index encoding {encoding} is unknown")
-    index = (
-        torch.frombuffer(bytearray(reader.take(index_size)), dtype=torch.uint8) if index_size else _NOTHING
-    )
-    rows = kernels.decode_indices(encoding, param, index, nnz, first_rows[-1])
+    index = bytearray(reader.take(index_size))
+    positions = torch.frombuffer(index, dtype=torch.uint8) if index else _NO_BYTES
+    rows = kernels.decode_indices(encoding, param, positions, nnz, first_rows[-1])
     ids = reader.integers(id_count)
-    bag_tables = [t for t in range(tables) if not as_rows[t]]
-    bag_counts = reader.integers(len(bag_tables)).tolist()
+    bag_counts = reader.integers(tables - sum(as_rows)).tolist()
     if min(bag_counts, default=0) < 0:
         raise PayloadError("a number of bags is negative")
-    lengths = None if flags & _ONE_HOT else reader.integers(sum(bag_counts))
+    one_hot = flags & _ONE_HOT and sum(bag_counts) == id_count
+    lengths = torch.ones(id_count, dtype=torch.int64) if one_hot else reader.integers(sum(bag_counts))
     reader.end()
-    bags = sum(bag_counts) if lengths is None else int(lengths.sum())
-    if bags != len(ids) or (lengths is not None and len(lengths) and int(lengths.min()) < 0):
+    if int(lengths.sum()) != len(ids) or (len(lengths) and int(lengths.min()) < 0):
         raise PayloadError(f"{len(ids)} ids do not fit the lengths of their bags")
     edges = np.searchsorted(rows.numpy(), np.asarray(first_rows, dtype=np.int64)).tolist()
     counts = [edges[t + 1] - edges[t] for t in range(tables) if as_rows[t]]
     if sum(counts) != nnz:
         raise PayloadError("it names rows of a table that it asks for as bags")
-    if len(ids):
-        limits = [first_rows[t + 1] - first_rows[t] for t in bag_tables]
-        every = torch.ones(len(ids), dtype=torch.int64) if lengths is None else lengths
-        outside = (ids < 0) | (ids >= _per_id(limits, bag_counts, every))
-        if bool(outside.any()):
-            table = int(_per_id(bag_tables, bag_counts, every)[outside][0])
-            limit = first_rows[table + 1] - first_rows[table]
-            raise PayloadError(f"an id is outside own table {table} of {limit} rows")
-    return answer_to(Wanted(as_rows, rows, counts + bag_counts, ids, lengths), samples, first_rows)
+    request = RowRequest(samples, as_rows, counts + bag_counts, rows, Bags(ids, lengths))
+    limits = [first_rows[t + 1] - first_rows[t] for t in range(tables)]
+    outside = (ids < 0) | (ids >= request.per_id(limits))
+    if bool(outside.any()):
+        table = int(request.per_id(range(tables))[outside][0])
+        raise PayloadError(f"an id is outside own table {table} of {limits[table]} rows")
+    return request.with_ids(ids, first_rows)
 
 
-def _per_id(values: Sequence[int], counts: Sequence[int], lengths: Tensor) -> Tensor:
-    """``values[t]`` for every id of ``counts[t]`` bags of ``lengths`` ids, int64."""
-    per_bag = np.repeat(np.asarray(values, dtype=np.int64), np.asarray(counts, dtype=np.int64))
-    return torch.from_numpy(per_bag).repeat_interleave(lengths)
+def _checked(data: bytes) -> tuple[Sequence[int], bytes]:
+    """Check header and checksum; returns flags, samples, tables, rows, bytes of the index, ids; the body."""
+    if len(data) < _HEADER.size:
+        raise PayloadError(f"{len(data)} bytes, a request has at least {_HEADER.size}")
+    *fields, check = _HEADER.unpack_from(data)
+    body = data[_HEADER.size :]
+    magic, version, flags, *_, size = fields
+    if magic != _MAGIC or version != _VERSION or flags & ~_ONE_HOT:
+        raise PayloadError(f"magic 0x{magic:04X}, version {version}, flags {flags}: not a request known here")
+    if len(body) != size or zlib.crc32(body, zlib.crc32(_HEADER.pack(*fields, 0))) != check:
+        raise PayloadError("it is truncated or corrupted")
+    return fields[2:-1], body
 
 
 class _Reader:
@@ -201,10 +196,7 @@ class _Reader:
 
     def integers(self, count: int) -> Tensor:
         """int64 [count], from 32-bit ones."""
-        data = self.take(4 * count)
-        if not data:
-            return torch.empty(0, dtype=torch.int64)
-        return torch.frombuffer(bytearray(data), dtype=torch.int32).to(torch.int64)
+        return torch.from_numpy(np.frombuffer(self.take(4 * count), dtype="<i4").astype(np.int64))
 
     def end(self) -> None:
         if self._at != len(self._body):

@@ -17,7 +17,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
 
-from dct_plugin.embedding import EmbeddingChannel, TableShard
+from dct_plugin.embedding import EmbeddingExchange, TableShard
 
 __all__ = ["Experts"]
 
@@ -63,7 +63,7 @@ class Experts(MoE):
         Steps that fp16's loss scaler skips are not counted.
         """
         for module in self.model.modules():
-            if isinstance(module, EmbeddingChannel):
+            if isinstance(module, EmbeddingExchange):
                 module.follow(optimizer)
 
     def expert_keys(self) -> set[str]:

@@ -20,7 +20,8 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 
 from dct_plugin import kernels
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, TensorConfig
-from dct_plugin.embedding.messages import Block, VectorMessages
+from dct_plugin.embedding.messages import VectorBlock, VectorMessages
+from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import embedding, get_backend
 from dct_plugin.kernels.embedding_format import Outgoing
@@ -100,35 +101,37 @@ def test_whatever_is_damaged_is_refused() -> None:
     assert None not in faults
 
 
-def test_a_channel_s_messages(caplog: pytest.LogCaptureFixture) -> None:
-    """Those of a channel on the host, in both directions; Rice codes of a peer are read there."""
+def test_the_messages_of_an_exchange(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of an exchange on the host, in both directions; Rice codes of a peer are read there."""
     triton, plain = TritonBackend(), get_backend("cpu", "reference")
 
-    def channel(backend: Any, entropy: str) -> VectorMessages:
+    def of(backend: Any, entropy: str) -> VectorMessages:
         config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1, "entropy": entropy})
-        return VectorMessages(config, dim=4, name="t", backend=lambda _: backend, host=lambda: HOST)
+        codec = VectorCodec(config, name="t", backend=lambda _: backend, host=lambda: HOST)
+        return VectorMessages(codec, 4)
 
     generator = torch.Generator().manual_seed(0)
     rows = [[3, 2], [4, 1]]
     blocks = [
-        Block(torch.randn(5, 4, generator=generator), each, None, np.array([0.05, 0.1])) for each in rows
+        VectorBlock(torch.randn(5, 4, generator=generator), each, None, np.array([0.05, 0.1]))
+        for each in rows
     ]
     gradients = [torch.randn(5, 4, generator=generator) for _ in rows]
-    host, device = channel(plain, "packed"), channel(triton, "auto")
+    host, device = of(plain, "packed"), of(triton, "auto")
     results = []
     for messages in (host, device):
-        sent, own = messages.encode(blocks, 0)
-        answers, kept = messages.encode_gradients(gradients, 0, rows, [None, None], quantised=True)
-        got, _ = messages.decode([sent[0].data, sent[1].data], 0, own, rows)
-        back = messages.decode_gradients(answers, 0, gradients[0], rows, [None, None])
-        results.append((sent[1].data, answers[1], own, got, back, torch.tensor(kept)))
+        sent = messages.encode(blocks, 0)
+        answers = messages.encode_gradients(gradients, 0, rows, [None, None], quantised=True)
+        got, _ = messages.decode(sent.data, 0, sent.own, rows)
+        back, _ = messages.decode(answers.data, 0, answers.own, rows, [None, None])
+        results.append((sent.data[1], answers.data[1], sent.own, got, back, torch.tensor(answers.kept)))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     embedding.say_once.cache_clear()
-    rice, own = channel(plain, "rice").encode(blocks, 0)
+    rice = of(plain, "rice").encode(blocks, 0)
     with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
-        got, _ = device.decode([message.data for message in rice], 0, own, rows)
+        got, _ = device.decode(rice.data, 0, rice.own, rows)
         assert torch.equal(got, results[0][3])
-        assert torch.equal(channel(triton, "rice").encode(blocks, 0)[0][1].data, rice[1].data)
+        assert torch.equal(of(triton, "rice").encode(blocks, 0).data[1], rice.data[1])
     assert [record.getMessage().split(":")[0].split(";")[0] for record in caplog.records] == [
         "a rank sends Rice codes or deflated ones, which the host reads",
         "dct.embedding.entropy = 'rice'",
@@ -136,7 +139,7 @@ def test_a_channel_s_messages(caplog: pytest.LogCaptureFixture) -> None:
     damaged = results[1][0].clone()
     damaged[30] ^= 1
     with pytest.raises(PayloadError, match=r"t: message from rank 1 of the group: error-bounded payload has"):
-        device.decode([rice[0].data, damaged], 0, own, rows)
+        device.decode([rice.data[0], damaged], 0, rice.own, rows)
 
 
 def test_bounded_activations_are_coded_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 
 from dct_plugin import kernels
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfig
-from dct_plugin.embedding import Bags, ShardedTables, channel
+from dct_plugin.embedding import Bags, ShardedTables, embedding_exchange
 from dct_plugin.errors import DesyncError
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
@@ -60,17 +60,18 @@ def waits(reads: HostReads) -> list[str]:
 @contextmanager
 def backward_reads() -> Iterator[HostReads]:
     """Autograd's engine calls outside of the context that it is called in."""
-    reads, backward = HostReads(), channel._Crossing.backward
+    trip = embedding_exchange._RoundTrip
+    reads, backward = HostReads(), trip.backward
 
     def watched(crossing: Any, gradient: Tensor) -> Tensor:
         with reads:
             return backward(crossing, gradient)
 
-    channel._Crossing.backward = watched  # type: ignore[method-assign]
+    trip.backward = watched  # type: ignore[method-assign]
     try:
         yield reads
     finally:
-        channel._Crossing.backward = backward  # type: ignore[method-assign]
+        trip.backward = backward  # type: ignore[method-assign]
 
 
 def _train(rank: int, world_size: int, backend: str, kind: str) -> tuple[list[Tensor], list[list[str]]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
-from dct_plugin.embedding.distinct import DistinctRows
-from dct_plugin.embedding.request_message import Wanted, read_request, write_request
+from dct_plugin.embedding.device_requests import DistinctRows
+from dct_plugin.embedding.request_message import Bags, RowRequest, read_request, write_request
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN
 from dct_plugin.kernels.triton.requests import TritonRequests
@@ -31,7 +31,7 @@ def first_rows(tables: list[int]) -> list[int]:
     return [0, *np.cumsum(tables, dtype=np.int64).tolist()]
 
 
-def asked(samples: int, seed: int) -> tuple[list[Wanted], list[Tensor]]:
+def asked(samples: int, seed: int) -> tuple[list[RowRequest], list[Tensor]]:
     """What a rank wants of every owner, and the requests that a device writes."""
     rng = np.random.default_rng(seed)
     limits = [rows for tables in OWNERS for rows in tables]
@@ -48,8 +48,7 @@ def asked(samples: int, seed: int) -> tuple[list[Wanted], list[Tensor]]:
     wanted = []
     for owner, (begin, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
         each = found.counts[edges[owner] : edges[owner + 1]].tolist()
-        nothing = torch.empty(0, dtype=torch.int64)
-        wanted.append(Wanted([True] * len(each), found.rows[begin:end], each, nothing, None))
+        wanted.append(RowRequest(samples, [True] * len(each), each, found.rows[begin:end]))
     return wanted, [written.framed(owner, int(size)) for owner, size in enumerate(written.nbytes)]
 
 
@@ -73,7 +72,7 @@ def test_the_bytes_of_the_host_and_what_it_reads(samples: int) -> None:
     for owner, (tables, want, message) in enumerate(zip(OWNERS, wanted, messages, strict=True)):
         if owner == RANK:
             continue
-        assert torch.equal(message, write_request(samples, want, sum(tables), HOST))
+        assert torch.equal(message, write_request(want, first_rows(tables), HOST))
         answer = read_request(message, first_rows(tables), HOST)
         rows, ((found, wrong, several, *each),) = opened([message], tables)
         assert (found, wrong, list(enumerate(each))) == (samples, 0, answer.segments)
@@ -83,17 +82,18 @@ def test_the_bytes_of_the_host_and_what_it_reads(samples: int) -> None:
 def test_what_is_damaged_or_not_for_a_device_is_left_to_the_host() -> None:
     tables = OWNERS[1]
     wanted, messages = asked(150, 1)
-    good, nothing = messages[1], torch.empty(0, dtype=torch.int64)
+    good = messages[1]
     damaged = [good.clone() for _ in range(3)]
     for at, message in zip((30, 36, len(good) - 1), damaged, strict=True):
         message[at] ^= 0x55
-    bags = Wanted([True, False, True], nothing, [0, 0, 2], torch.tensor([1, 2]), None)
+    two = Bags(torch.tensor([301, 302]), torch.tensor([1, 1]))  # of the second table
+    bags = RowRequest(2, [True, False, True], [0, 0, 2], bags=two)
     rice = wanted[1]._replace(rows=torch.arange(40) * 2200)
     others = [
         *(good[:-1], good[:20], good[:0]),
-        write_request(2, bags, sum(tables), HOST),
-        write_request(2, wanted[0], sum(OWNERS[0]), HOST),
-        write_request(150, rice, sum(tables), ReferenceBackend()),
+        write_request(bags, first_rows(tables), HOST),
+        write_request(wanted[0]._replace(samples=2), first_rows(OWNERS[0]), HOST),
+        write_request(rice, first_rows(tables), ReferenceBackend()),
     ]
     _, figures = opened([good, *damaged, *others], tables)
     assert [wrong for _, wrong, *_ in figures] == [0, *[1] * 9]

@@ -17,7 +17,7 @@ from torch import Tensor
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded
 from dct_plugin.embedding.lookup import take_rows
-from dct_plugin.embedding.messages import VectorMessages
+from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
@@ -175,17 +175,17 @@ def test_auto_weighs_the_link_against_the_work() -> None:
 def test_the_cost_of_a_bit_follows_the_fastest_of_the_last_exchanges() -> None:
     config = EmbeddingChannelConfig.of({"error_bound": 0.1})
     cpu = get_backend("cpu")
-    messages = VectorMessages(config, dim=4, name="t", backend=lambda _: cpu, host=lambda: KERNELS)
-    slow = messages.bit_cost
-    messages.observe(0, 1.0)  # says nothing
-    assert messages.bit_cost == slow
-    messages.observe(12_500, 1e-4)  # 1 Gbit/s
-    assert messages.bit_cost == GIGABIT
-    messages.observe(12_500, 5e-3)  # had to wait for a peer
-    assert GIGABIT < messages.bit_cost < 1.1 * GIGABIT
+    codec = VectorCodec(config, name="t", backend=lambda _: cpu, host=lambda: KERNELS)
+    slow = codec.bit_cost
+    codec.observe(0, 1.0)  # says nothing
+    assert codec.bit_cost == slow
+    codec.observe(12_500, 1e-4)  # 1 Gbit/s
+    assert codec.bit_cost == GIGABIT
+    codec.observe(12_500, 5e-3)  # had to wait for a peer
+    assert GIGABIT < codec.bit_cost < 1.1 * GIGABIT
     for _ in range(100):
-        messages.observe(12_500, 1e-3)
-    assert messages.bit_cost == 10 * GIGABIT
+        codec.observe(12_500, 1e-3)
+    assert codec.bit_cost == 10 * GIGABIT
 
 
 def test_repeated_vectors_are_found_by_deflate() -> None:

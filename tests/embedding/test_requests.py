@@ -14,9 +14,11 @@ from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
-from dct_plugin.embedding.distinct import DistinctRows
-from dct_plugin.embedding.request_message import Answer
-from dct_plugin.embedding.requests import Request, Requests
+from dct_plugin.embedding.bounds import TableLimits
+from dct_plugin.embedding.device_requests import DistinctRows
+from dct_plugin.embedding.request_exchange import RequestExchange
+from dct_plugin.embedding.request_message import RowRequest, read_request, write_request
+from dct_plugin.embedding.requests import BatchLookup, RequestBuilder
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
@@ -29,27 +31,42 @@ HOST = get_embedding_kernels(KERNELS)
 REFERENCE = get_embedding_kernels(get_backend(CPU, "reference"))
 
 
+#: First rows of each owner's tables, and its rows.
+FIRST_ROWS = [[0, 300], [0, 9, 13]]
+
+
 def asked(
     categorical: Any, asking: int = 0, kernels: EmbeddingKernels = HOST, **options: Any
-) -> tuple[Request, list[Answer]]:
-    """A request of a rank, and what each owner reads."""
+) -> tuple[BatchLookup, list[RowRequest]]:
+    """The requests of a rank, and what each owner reads."""
     config = EmbeddingChannelConfig.of(options)
-    ranks = [Requests(CARDINALITIES, PLACEMENT, rank=r, config=config, name="tables") for r in range(2)]
-    request = ranks[asking].write(categorical, CPU, KERNELS, kernels)
+    builder = RequestBuilder(CARDINALITIES, PLACEMENT, rank=asking, config=config, name="tables")
+    assert builder.first_rows == FIRST_ROWS
+    lookup = builder.build(categorical, kernels)
     answers = [
-        request.own if r == asking else ranks[r].read(request.messages[r], asking, KERNELS) for r in range(2)
+        request if r == asking else read_request(message(request, r), FIRST_ROWS[r], KERNELS)
+        for r, request in enumerate(lookup.requests)
     ]
-    return request, answers
+    return lookup, answers
+
+
+def message(request: RowRequest, owner: int) -> Tensor:
+    return write_request(request, FIRST_ROWS[owner], KERNELS)
+
+
+def rows_of(lookup: BatchLookup) -> list[list[int]]:
+    """Per owner: rows of each segment of its answer."""
+    return [request.counts for request in lookup.requests]
 
 
 def test_distinct_rows_are_named_once_in_ascending_order() -> None:
     ids = torch.tensor([[8, 299, 3], [2, 5, 3], [8, 5, 0]])
     request, (first, second) = asked(ids)
-    assert request.samples == first.samples == 3
+    assert request.requests[1].samples == first.samples == 3
     assert first.rows.tolist() == [5, 299]
     assert second.rows.tolist() == [2, 8, 9, 12]  # table 2 begins at row 9 of its rank
     assert [first.segments, second.segments] == [[(0, 2)], [(0, 2), (1, 2)]]
-    assert request.rows == [[2], [2, 2]]
+    assert rows_of(request) == [[2], [2, 2]]
     assert isinstance(request.positions, Tensor)
     assert request.positions.tolist() == [[3, 1, 5], [2, 0, 5], [3, 0, 4]]
 
@@ -59,7 +76,7 @@ def test_ids_cross_as_they_are_without_deduplication() -> None:
     assert first.bags.ids.tolist() == [299, 5]
     assert second.bags.ids.tolist() == [8, 8, 12, 12]
     assert not len(first.rows)
-    assert request.rows == [[2], [2, 2]]
+    assert rows_of(request) == [[2], [2, 2]]
 
 
 @given(st.integers(0, 40), st.integers(0, 2**31), st.booleans())
@@ -79,9 +96,11 @@ def test_positions_lead_to_the_rows_that_were_asked_for(samples: int, seed: int,
             for table, (owner, first) in first_rows.items():
                 assert torch.equal(rows[request.positions[:, table]], ids[:, table] + first)
                 assert bool((owners[request.positions[:, table]] == owner).all())
-            assert [sum(counts) for counts in request.rows] == [int((owners == r).sum()) for r in range(2)]
+            assert [sum(counts) for counts in rows_of(request)] == [
+                int((owners == r).sum()) for r in range(2)
+            ]
         (one, _), (other, _) = requests
-        assert one.rows == other.rows
+        assert rows_of(one) == rows_of(other)
         assert torch.equal(torch.as_tensor(one.positions), torch.as_tensor(other.positions))
 
 
@@ -106,14 +125,16 @@ def test_rows_found_where_the_ids_are_are_those_found_on_the_host(
     ids = torch.stack([torch.from_numpy(rng.integers(0, n, samples)) for n in limits], dim=1)
     distinct = DistinctRows(order, np.array(limits), base, torch.device("cpu"))
     with HostReads() as reads:
-        found = distinct(ids)
-    assert [place for place in reads.places if place.endswith(":cpu")] == ["codecs/copies.py:cpu"]
+        found = distinct.find(ids)
+    assert not reads.places
+    assert int(found.outside[0]) == ids.numel()
+    found = found.rows[: int(found.counts.sum())], found.counts, found.positions
     for one, other in zip(found, REFERENCE.distinct_rows(ids, order, np.array(limits), base), strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     table = int(order[-1])
     ids[samples // 2, table] = limits[table]
     with pytest.raises(OutOfRange) as raised:
-        distinct(ids)
+        distinct.check(ids, distinct.find(ids).outside.tolist())
     assert (raised.value.column, raised.value.found) == (table, limits[table])
 
 
@@ -137,21 +158,21 @@ def test_ids_outside_their_table_and_odd_shapes_are_named() -> None:
 
 def _messages() -> list[Tensor]:
     ids = torch.tensor([[8, 299, 3], [2, 5, 3]])
-    return [asked(ids)[0].messages[1], asked(ids, deduplicate=False)[0].messages[1]]
+    return [message(asked(ids, deduplicate=each)[0].requests[1], 1) for each in (True, False)]
 
 
 @pytest.mark.parametrize("message", _messages(), ids=["rows", "bags"])
 def test_every_truncation_and_every_changed_byte_is_refused(message: Tensor) -> None:
     config = EmbeddingChannelConfig()
-    owner = Requests(CARDINALITIES, PLACEMENT, rank=1, config=config, name="tables")
+    builder = RequestBuilder(CARDINALITIES, PLACEMENT, rank=1, config=config, name="tables")
+    owner = RequestExchange(builder, TableLimits(config, tables=2, name="tables"), "tables")
     for size in range(message.numel()):
         with pytest.raises(PayloadError, match="tables: rank 1: request from rank 0"):
-            owner.read(message[:size].clone(), 0, KERNELS)
+            owner.read(message[:size].clone(), 0)
     for at in range(message.numel()):
         damaged = message.clone()
         damaged[at] ^= 0x41
         with pytest.raises(PayloadError):
-            owner.read(damaged, 0, KERNELS)
-    other = Requests(CARDINALITIES, PLACEMENT, rank=0, config=config, name="tables")
+            read_request(damaged, FIRST_ROWS[1], KERNELS)
     with pytest.raises(PayloadError, match="2 tables, this rank has 1"):
-        other.read(message, 0, KERNELS)
+        read_request(message, FIRST_ROWS[0], KERNELS)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfig
-from dct_plugin.embedding import Bags, ShardedTables, load_tables
+from dct_plugin.embedding import Bags, EmbeddingExchange, ShardedTables, TableShard, load_tables
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
@@ -296,7 +296,7 @@ def _evaluation(rank: int, world_size: int) -> dict[str, bool]:
     decaying = make(world_size, config={"error_bound": 0.01, "bound_start": 4.0, "bound_decay_steps": 10})
     bounds = []
     for _ in range(12):
-        bounds.append(decaying.channel.limits().bound)
+        bounds.append(decaying.embedding_exchange.limits().bound)
         decaying(ids)
         decaying.end_step()
     found["decay"] = bounds[0] == 0.04 and bounds[-1] == 0.01 and bounds == sorted(bounds, reverse=True)
@@ -345,14 +345,14 @@ def _accumulated(rank: int, world_size: int) -> dict[str, Any]:
                 {
                     "exact": not bool((passes[0] == 0).any()),
                     "recomputed": torch.equal(passes[0].detach(), passes[1].detach()),
-                    "tau": module.channel.tau.clone(),
-                    "bound": module.channel.limits().bound,
+                    "tau": module.embedding_exchange.tau.clone(),
+                    "bound": module.embedding_exchange.limits().bound,
                 }
             )
         optimizer.step()
         optimizer.zero_grad()
         seen.append(found)
-    return {"seen": seen, "steps": int(module.channel.steps)}
+    return {"seen": seen, "steps": int(module.embedding_exchange.steps)}
 
 
 def test_optimizer_steps_are_counted_not_forward_passes() -> None:
@@ -382,7 +382,7 @@ def _followed(rank: int, world_size: int) -> dict[str, Any]:
         loss_of(module(ids)).backward()
         for _ in range(calls):
             rows.step()
-        steps.append(int(module.channel.steps))
+        steps.append(int(module.embedding_exchange.steps))
 
     one_step(1)
     one_step(3)  # ZeRO calls step() once per parameter group
@@ -408,7 +408,7 @@ def _forgotten(rank: int, world_size: int) -> list[list[str]]:
     for config in ({"error_bound": 0.01, "warmup_steps": 5}, {"error_bound": 0.01}):
         with logged() as lines, torch.no_grad():
             module = make(world_size, config=config)
-            module.channel._passes = 250
+            module.embedding_exchange._passes = 250
             for _ in range(10):
                 module(ids)
         found.append([text for text in lines if "without an optimizer step" in text])
@@ -459,7 +459,7 @@ def _kernels(rank: int, world_size: int, section: dict[str, Any]) -> tuple[str, 
     module = make(world_size, config=config, kernels=KernelConfig.of(section))
     start, stop = bounds_of_rank(rank, world_size)
     vectors = module(part(draw("one_hot", 0), start, stop, "one_hot"))
-    return module.channel.backend(vectors.device).name, vectors.detach()
+    return module.embedding_exchange.backend(vectors.device).name, vectors.detach()
 
 
 def test_the_kernels_section_picks_the_backend() -> None:
@@ -534,3 +534,18 @@ def test_faults_are_named() -> None:
         EmbeddingChannelConfig.of({"granularity": "sample", "sparsity": 0.5})
     with pytest.raises(ConfigError, match=r"dct.embedding.bound_classes.*three numbers"):
         EmbeddingChannelConfig.of({"bound_classes": [0, 1, 1]})
+
+
+def test_states_of_the_former_name_load() -> None:
+    """The exchange of vectors was called ``channel`` in saved models."""
+    config = EmbeddingChannelConfig.of({"sparsity": 0.5})
+    old, new = (TableShard([3, 4], 2, EmbeddingExchange(config, tables=2, dim=2)) for _ in range(2))
+    old.embedding_exchange.tau.fill_(0.25)
+    old.embedding_exchange.steps.fill_(7)
+    state = {f"shard.{key}": value for key, value in old.state_dict().items()}
+    saved = {key.replace("embedding_exchange", "channel"): value for key, value in state.items()}
+    assert "shard.channel.tau" in saved
+    model = torch.nn.ModuleDict({"shard": new})
+    model.load_state_dict(saved)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import ShardedTables
-from dct_plugin.embedding.messages import Block, VectorMessages
+from dct_plugin.embedding.messages import VectorBlock, VectorMessages
+from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import Outgoing
@@ -51,19 +52,20 @@ def test_codes_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("entropy", ["auto", "rice"])
-def test_a_channel_s_messages(entropy: str) -> None:
+def test_the_messages_of_an_exchange(entropy: str) -> None:
     config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1, "entropy": entropy})
-    messages = VectorMessages(config, dim=16, name="t", backend=get_backend, host=lambda: HOST)
+    codec = VectorCodec(config, name="t", backend=get_backend, host=lambda: HOST)
+    messages = VectorMessages(codec, 16)
     rows = [[300, 200], [400, 100]]
     x = [torch.randn(500, 16, device="cuda") for _ in rows]
     bounds = np.array([0.05, 0.1])
-    blocks = [Block(each, count, None, bounds) for each, count in zip(x, rows, strict=True)]
-    sent, own = messages.encode(blocks, 0)
-    got, _ = messages.decode([message.data for message in sent], 0, own, rows)
+    blocks = [VectorBlock(each, count, None, bounds) for each, count in zip(x, rows, strict=True)]
+    sent = messages.encode(blocks, 0)
+    got, _ = messages.decode(sent.data, 0, sent.own, rows)
     assert got.is_cuda
     assert float((got[500:] - x[1]).abs().max()) <= 0.1
-    answers, _ = messages.encode_gradients(x, 0, rows, [None, None], quantised=True)
-    back = messages.decode_gradients(answers, 0, x[0], rows, [None, None])
+    answers = messages.encode_gradients(x, 0, rows, [None, None], quantised=True)
+    back, _ = messages.decode(answers.data, 0, answers.own, rows, [None, None])
     assert float((back[500:] - x[1]).abs().max()) <= 0.11
 
 

@@ -62,7 +62,7 @@ def _announces(rank: int, world_size: int, what: str, size: int) -> None:
         comm.all_to_all(torch.ones(8, 100), stream, [3, 5], [3, 5][rank : rank + 1] * 2)
     else:
         tables = ShardedTables([50, 60], 8)
-        lie(tables.channel.exchange(None, torch.device("cpu")), after=what == "vectors")
+        lie(tables.embedding_exchange.transport(None, torch.device("cpu")), after=what == "vectors")
         tables(torch.zeros(4, 2, dtype=torch.int64))
 
 

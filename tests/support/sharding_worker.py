@@ -127,11 +127,11 @@ def resumed(stage: int, method: str | None, folder: Path, **options: Any) -> boo
     engine = engine_for(stage, optimizer, method, **options)
     path, _ = engine.load_checkpoint(str(folder), tag=tag)
     assert path is not None
-    assert int(tables_of(engine).channel.steps) == 3
+    assert int(tables_of(engine).embedding_exchange.steps) == 3
     train(engine, 3, 5)
     state = engine.module.state_dict()
     engine.destroy()
-    assert any(key.endswith("channel.tau") for key in state)
+    assert any(key.endswith("embedding_exchange.tau") for key in state)
     return all(torch.equal(straight[k], state[k]) for k in straight)
 
 
@@ -139,7 +139,7 @@ def counted(stage: int, method: str) -> list[int]:
     """The channel's steps after each of six micro-batches, two to a step."""
     lossy = {"sparsity": 0.5, "warmup_steps": 1}
     engine = engine_for(stage, None, method, channel=lossy, accumulation=2)
-    channel, steps = tables_of(engine).channel, []
+    channel, steps = tables_of(engine).embedding_exchange, []
     for micro_batch in range(6):
         train(engine, micro_batch, micro_batch + 1)
         steps.append(int(channel.steps))

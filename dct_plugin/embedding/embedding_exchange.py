@@ -1,0 +1,379 @@
+"""What crosses between the owner of embedding tables and the samples' rank, and what is left of it.
+
+Forward, vectors travel from the tables' owner to the rank whose samples asked for them; backward, their
+gradients travel back. Three layers, cheapest first, each one on its own or with the others:
+
+1. *Lossless.* Each distinct row crosses once per message, in the order of the request that named it, so it
+   needs no index of its own; gradients of equal rows are summed before they cross.
+   (:mod:`~dct_plugin.embedding.tables` does that; the exchange sees distinct rows.)
+2. *Error-bounded.* ``|x - received| <= bound``: quantised, then entropy coded; bounds by table, found from
+   the data, and by iteration (Feng et al., SC 2024, arXiv:2407.04272). Gradients pass straight through the
+   rounding; theirs has a bound relative to their size.
+3. *Threshold.* DCT-MP (Gupta et al., KDD 2021, section 4): entries below tau do not cross, and the gradient
+   comes back at the others only, values without positions. No residual: the next batch holds other samples.
+
+Thresholds, classes and the step counter are buffers: they belong to the model, its checkpoints and its
+evaluation. A rank's own rows pass the same layers as those of its peers, so that the model does not depend on
+where its tables are; only their gradients are left exact.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import EmbeddingChannelConfig, KernelConfig
+from ..kernels.reference import has_overflow
+from ..metrics import Metrics, Record
+from ..stream import as_flat, wire_dtype
+from ..transport.exchange import Exchange
+from .bounds import Limits, TableLimits
+from .device_vectors import DeviceVectors, coded_shape
+from .frames import Frames
+from .messages import Mask, VectorBlock, VectorMessages
+from .timer import ExchangeTimer
+from .vector_codec import VectorCodec
+
+__all__ = ["EmbeddingExchange", "Route", "rename_saved_buffers"]
+
+
+class Route(NamedTuple):
+    """Which vectors cross between this rank and every rank of the group, in the order of the messages.
+
+    Attributes:
+        sent_tables, sent_rows: Per destination: the own tables (local numbers), and rows of each of them.
+        received_rows: Per source: rows of each of its segments.
+        samples: Samples of each rank.
+        own_tables: Tables of each rank.
+    """
+
+    sent_tables: list[list[int]]
+    sent_rows: list[list[int]]
+    received_rows: list[list[int]]
+    samples: list[int]
+    own_tables: list[int]
+
+
+def rename_saved_buffers(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load the buffers of a module's ``embedding_exchange`` from states that call it ``channel``.
+
+    A pre-hook for ``load_state_dict`` of the module.
+    """
+    old = f"{prefix}channel."
+    for key in [key for key in state if key.startswith(old)]:
+        state[f"{prefix}embedding_exchange.{key.removeprefix(old)}"] = state.pop(key)
+
+
+class EmbeddingExchange(TableLimits):
+    """The layers of one module's exchange, and what they remember.
+
+    Args:
+        config: ``dct.embedding``.
+        tables: Tables of this rank.
+        dim: Width of the vectors.
+        name: Name in errors, part of the fingerprint by which ranks out of step are found.
+        metrics: Records ``embedding_forward`` and ``embedding_backward``, and the share of every layer as
+            ``embedding_forward/lossless``, ``/threshold``, ``/bounded``.
+        kernels: ``dct.kernels``; the defaults when None.
+        gradient_scale: Factor on the gradients that reach the tables.
+
+    Its buffers, and how steps are counted (:meth:`follow`, :meth:`end_step`), are those of
+    :class:`~dct_plugin.embedding.bounds.TableLimits`.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddingChannelConfig,
+        *,
+        tables: int,
+        dim: int,
+        name: str = "embedding",
+        metrics: Metrics | None = None,
+        kernels: KernelConfig | None = None,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        super().__init__(config, tables=tables, name=name, kernels=kernels)
+        self.dim = dim
+        self.metrics = metrics
+        self.gradient_scale = gradient_scale
+        codec = VectorCodec(config, name=name, backend=self.backend, host=self.host_kernels)
+        self.messages = VectorMessages(codec, dim)
+        self._transport: Exchange | None = None
+        self._frames: dict[tuple[str, bool], Frames] = {}
+
+    def transport(self, group: dist.ProcessGroup | None, device: torch.device) -> Exchange:
+        """Return the transport to the ranks of ``group``."""
+        known = self._transport
+        if known is None or known.group is not group or known.device != device:
+            self._transport = known = Exchange(group, device)
+            self._frames.clear()
+        return known
+
+    def fingerprint(self, direction: str) -> int:
+        """Return the fingerprint by which ranks out of step are found."""
+        return zlib.crc32(self.name.encode()) + (direction == "backward")
+
+    def frames(self, transport: Exchange, direction: str, *, quantised: bool, masked: bool) -> Frames | None:
+        """Return the fixed-size exchange of a direction; None if the host writes messages, or has to know
+        their sizes.
+        """
+        backend = self.backend(transport.device)
+        coded = not quantised or self.messages.codec.on_device(transport.device) is not None
+        if masked or not coded or not backend.writes_slots:
+            return None
+        key = direction, quantised
+        if key not in self._frames:
+            self._frames[key] = Frames(transport, self.fingerprint(direction))
+        return self._frames[key]
+
+    def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+        """Send ``vectors``, [rows, dim], those for rank 0 first; returns what all ranks sent here, in rank
+        order.
+
+        A collective, and so is its backward pass.
+
+        Raises:
+            PayloadError: a message is damaged or does not fit ``route``; names exchange and rank.
+            DesyncError: a rank failed, or is at another exchange.
+        """
+        limits = self.limits()
+        if self.training:
+            with torch.no_grad():
+                blocks = vectors.detach().split([sum(rows) for rows in route.sent_rows])
+                self.measure(limits, blocks, route.sent_tables, route.sent_rows)
+        trip = _RoundTrip(self, route, limits, self.transport(group, vectors.device))
+        received: Tensor = _Exchanged.apply(trip, torch.is_grad_enabled(), vectors)
+        return received
+
+
+class _RoundTrip:
+    """One forward pass of an exchange, and the backward pass that answers it.
+
+    It keeps the masks in between: the thresholds may change before the gradients come back.
+    """
+
+    def __init__(self, owner: EmbeddingExchange, route: Route, limits: Limits, transport: Exchange) -> None:
+        self._owner = owner
+        self._route = route
+        self._limits = limits
+        self._transport = transport
+        self._rank = transport.rank
+        self._peers = [r for r in range(transport.world_size) if r != transport.rank]
+        self._sent_masks: list[Mask | None] = [None] * transport.world_size
+        self._received_masks: list[Mask | None] = [None] * transport.world_size
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Send ``vectors``, [rows, dim]; return those that arrived."""
+        owner, route, limits = self._owner, self._route, self._limits
+        way = _Direction("forward", route.sent_rows, route.received_rows, limits.bound is not None)
+        blocks = vectors.split([sum(rows) for rows in way.sent_rows])
+        timer = ExchangeTimer(self._transport)
+        dense = sum(route.samples[r] for r in self._peers) * owner.tables * owner.dim
+        if not owner.config.enabled:
+            return self._send_uncompressed(timer, way, vectors)
+        kept = None
+        device = self._on_device(timer, way, blocks)
+        if device is not None and limits.bound is not None:
+            bounds = owner.bounds(limits)
+            received = device.bounded([bounds[tables] for tables in route.sent_tables])
+        elif device is not None:
+            received = device.values(wire_dtype(vectors.dtype, owner.config.value_dtype, dense=True))
+        else:
+            with self._transport.preparing():
+                sent = owner.messages.encode(self._vector_blocks(blocks), self._rank)
+            arrived = self._exchange(timer, way, sent.data)
+            received, masks = owner.messages.decode(arrived, self._rank, sent.own, way.received_rows)
+            masks[self._rank] = sent.masks[self._rank]
+            self._sent_masks, self._received_masks = sent.masks, masks
+            kept = sent.kept if limits.threshold else None
+        self._record(timer, way, blocks, dense=dense, kept=kept)
+        return received.view(-1, owner.dim)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Send the gradient of what arrived; return that of the vectors, [rows, dim]."""
+        owner, route, config = self._owner, self._route, self._owner.config
+        way = _Direction("backward", route.received_rows, route.sent_rows, self._limits.gradients)
+        blocks = gradient.split([sum(rows) for rows in way.sent_rows])
+        timer = ExchangeTimer(self._transport)
+        dense = route.samples[self._rank] * sum(route.own_tables[r] for r in self._peers) * owner.dim
+        if not config.enabled:
+            return self._scaled(self._send_uncompressed(timer, way, gradient))
+        kept = None
+        device = self._on_device(timer, way, blocks)
+        if device is not None and way.bounded:
+            received = device.bounded(None, config.gradient_bound or 0.0)
+        elif device is not None:
+            received = device.values(wire_dtype(gradient.dtype, config.gradient_value_dtype, dense=True))
+        else:
+            with self._transport.preparing():
+                sent = owner.messages.encode_gradients(
+                    blocks, self._rank, way.sent_rows, self._received_masks, quantised=way.bounded
+                )
+            arrived = self._exchange(timer, way, sent.data)
+            received, _ = owner.messages.decode(
+                arrived, self._rank, sent.own, way.received_rows, self._sent_masks
+            )
+            kept = sent.kept
+        self._record(timer, way, blocks, dense=dense, kept=kept)
+        return self._scaled(received.view(-1, owner.dim))
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        scale = self._owner.gradient_scale
+        return gradient if scale == 1.0 else gradient.mul_(scale)
+
+    def _vector_blocks(self, blocks: Sequence[Tensor]) -> list[VectorBlock]:
+        """Find masks and bounds. What is not finite crosses as it is, and reaches the loss."""
+        limits, owner = self._limits, self._owner
+        bounds = None if limits.bound is None else owner.bounds(limits)
+        found = []
+        for block, tables, rows in zip(blocks, self._route.sent_tables, self._route.sent_rows, strict=True):
+            mask = None
+            applied = bounds
+            if limits.threshold:
+                if has_overflow(as_flat(block)):
+                    applied = None
+                else:
+                    mask = owner.mask(block, tables, rows)
+            found.append(VectorBlock(block, rows, mask, None if applied is None else applied[tables]))
+        return found
+
+    def _on_device(
+        self, timer: ExchangeTimer, way: _Direction, blocks: Sequence[Tensor]
+    ) -> DeviceVectors | None:
+        """Return what exchanges messages of fixed size; None if sizes have to be exchanged."""
+        # By what all ranks know: there may be no masks on one of them.
+        frames = self._frames(way)
+        if frames is None or not frames.known:
+            return None
+        lengths = self._owner.messages.lengths
+        return DeviceVectors(
+            self._owner.messages.codec,
+            frames,
+            blocks,
+            [lengths(rows) for rows in way.sent_rows],
+            [lengths(rows) for rows in way.received_rows],
+            rounded=way.name == "forward",
+            lap=timer.lap,
+        )
+
+    def _frames(self, way: _Direction) -> Frames | None:
+        limits = self._limits
+        return self._owner.frames(self._transport, way.name, quantised=way.bounded, masked=limits.threshold)
+
+    def _exchange(self, timer: ExchangeTimer, way: _Direction, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange messages with their sizes."""
+        owner, frames = self._owner, self._frames(way)
+        timer.lap()
+        received = self._transport.all_to_all(
+            messages,
+            owner.fingerprint(way.name) if frames is None else frames.fingerprint,
+            bounds=[_most_bytes(rows, owner.dim) for rows in way.received_rows],
+        )
+        timer.lap()
+        most = max(timer.sent_bytes, sum(received[r].numel() for r in self._peers))
+        owner.messages.codec.observe(most, timer.last_seconds)
+        if frames is not None:
+            sent_shapes, got_shapes = (
+                [coded_shape(owner.messages.lengths(rows)) for rows in each]
+                for each in (way.sent_rows, way.received_rows)
+            )
+            frames.learn(sent_shapes, messages, got_shapes, received)
+        return received
+
+    def _send_uncompressed(self, timer: ExchangeTimer, way: _Direction, x: Tensor) -> Tensor:
+        """Exchange rows as they are."""
+        blocks = x.split([sum(rows) for rows in way.sent_rows])
+        counts = [sum(rows) for rows in way.received_rows]
+        received = x.new_empty((sum(counts), *x.shape[1:]))
+        timer.lap()
+        dist.all_to_all_single(
+            received,
+            x.contiguous(),
+            output_split_sizes=counts,
+            input_split_sizes=[len(block) for block in blocks],
+            group=self._transport.group,
+        )
+        timer.lap()
+        numel = sum(blocks[r].numel() for r in self._peers)
+        self._record(timer, way, blocks, dense=numel, sent_bytes=numel * received.element_size())
+        return received
+
+    def _record(
+        self,
+        timer: ExchangeTimer,
+        way: _Direction,
+        blocks: Sequence[Tensor],
+        *,
+        dense: int,
+        kept: int | None = None,
+        sent_bytes: int | None = None,
+    ) -> None:
+        """Record one direction.
+
+        Args:
+            dense: Entries that cross to peers without the plugin.
+            kept: Entries of ``blocks`` that cross; None: all.
+            sent_bytes: None: what the transport has sent.
+        """
+        timer.lap()
+        owner = self._owner
+        if owner.metrics is None or not dense:
+            return
+        itemsize = blocks[0].element_size()
+        numel = sum(blocks[r].numel() for r in self._peers)
+        nnz = numel if kept is None else kept
+        masked = nnz < numel
+        sent = timer.sent_bytes if sent_bytes is None else sent_bytes
+        cls = f"embedding_{way.name}"
+        common: dict[str, Any] = {
+            "numel": numel,
+            "nnz": nnz,
+            "target_density": 1.0 - owner.config.sparsity if masked else 1.0,
+            "tau": float(owner.known("tau").mean()) if owner.tau.numel() else 0.0,
+        }
+        owner.metrics.record(timer.record(cls, dense_bytes=dense * itemsize, sent_bytes=sent, **common))
+        layers = [("lossless", numel * itemsize)] if owner.config.deduplicate else []
+        layers += [("threshold", nnz * itemsize)] if masked else []
+        layers += [("bounded", 0)] if way.bounded else []
+        before = dense * itemsize
+        for number, (layer, after) in enumerate(layers):
+            # What the last layer leaves is what crosses, positions, headers and all.
+            after = sent if number == len(layers) - 1 else after
+            owner.metrics.record(Record(f"{cls}/{layer}", dense_bytes=before, sent_bytes=after, **common))
+            before = after
+
+
+class _Direction(NamedTuple):
+    """One direction of a round trip.
+
+    Attributes:
+        name: ``forward`` or ``backward``.
+        sent_rows, received_rows: Per rank, rows of each segment that goes there, and comes from there.
+        bounded: Whether an error bound applies.
+    """
+
+    name: str
+    sent_rows: list[list[int]]
+    received_rows: list[list[int]]
+    bounded: bool
+
+
+def _most_bytes(rows: Sequence[int], dim: int) -> int:
+    """Return more than any message of these rows: positions and values of all entries, and headers."""
+    return 8 * sum(rows) * dim + 16 * len(rows) + 4096
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trip: _RoundTrip, tracked: bool, vectors: Tensor) -> Tensor:
+        ctx.trip = trip if tracked else None
+        return trip.forward(vectors.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, ctx.trip.backward(gradients[0].contiguous())

@@ -1,0 +1,158 @@
+"""The exchange of requests for rows: every rank tells every owner of tables which rows it needs."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..codecs.copies import to_device
+from ..errors import PayloadError
+from ..kernels.embedding import get_device_requests
+from ..transport.exchange import Exchange
+from .bounds import TableLimits
+from .device_requests import REQUEST, DeviceRequests
+from .frames import Frames
+from .request_message import MOST_BYTES, Bags, RowRequest, read_request, write_request
+from .requests import BatchLookup, RequestBuilder
+from .timer import ExchangeTimer
+
+__all__ = ["RequestExchange"]
+
+logger = logging.getLogger("dct_plugin")
+
+_HOST = torch.device("cpu")
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+class RequestExchange:
+    """Sends the requests of a batch, and receives those of all ranks.
+
+    Requests are written and read on the host. If ids are one row per sample, to be de-duplicated, and on the
+    device of the tables, kernels that write messages do it there (:mod:`.device_requests`).
+
+    Args:
+        builder: Builds the requests.
+        limits: Gives the kernels.
+        name: Name of the tables, part of the fingerprint by which ranks out of step are found.
+    """
+
+    def __init__(self, builder: RequestBuilder, limits: TableLimits, name: str) -> None:
+        self._builder = builder
+        self._limits = limits
+        self._name = name
+        self._fingerprint = zlib.crc32(f"{name}/ids".encode())
+        self._frames: Frames | None = None
+        self._device: dict[torch.device, DeviceRequests | None] = {}
+        self._warned = False
+
+    def exchange(
+        self, categorical: Tensor | Sequence[Bags], transport: Exchange, timer: ExchangeTimer
+    ) -> tuple[BatchLookup, list[RowRequest]]:
+        """Send the requests for ``categorical``; return them, and the requests of every rank to this one.
+
+        Args:
+            categorical: See :meth:`.tables.ShardedTables.forward`.
+            timer: With four phases: distinct rows found, requests written, sent, read.
+
+        Raises:
+            IndexError: An id is outside its table. The other ranks are told.
+            ValueError: The ids have another shape.
+            PayloadError: A request is damaged, or about other tables.
+            DesyncError: A rank failed, or is at another exchange.
+        """
+        if not self._limits.backend(transport.device).writes_slots:
+            self._frames = None
+        elif self._frames is None or self._frames.exchange is not transport:
+            self._frames = Frames(transport, self._fingerprint)
+        frames = self._frames
+        if frames is not None and frames.known:
+            device = self._on_device(transport.device)
+            if device is not None and self._is_on_device(categorical, transport.device):
+                return device.exchange(categorical, frames, self.read, timer.lap)
+        return self._exchange_on_host(categorical, transport, timer.lap)
+
+    def _is_on_device(self, categorical: Tensor | Sequence[Bags], device: torch.device) -> TypeGuard[Tensor]:
+        """Return True if distinct rows can be found on the tables' device."""
+        if not isinstance(categorical, Tensor) or categorical.dim() != 2 or not self._builder.deduplicates:
+            return False
+        return categorical.device == device and categorical.numel() > 0
+
+    def _on_device(self, device: torch.device) -> DeviceRequests | None:
+        """Return what exchanges requests of a device's ids; None if the host writes and reads them."""
+        if device not in self._device:
+            builder = self._builder
+            kernels = get_device_requests(
+                self._limits.backend(device),
+                [len(tables) for tables in builder.placement],
+                [first_rows[-1] for first_rows in builder.first_rows],
+                builder.rank,
+                device,
+            )
+            several = len(builder.placement) > 1
+            self._device[device] = (
+                DeviceRequests(builder, kernels, device) if several and kernels is not None else None
+            )
+        return self._device[device]
+
+    def _exchange_on_host(
+        self, categorical: Tensor | Sequence[Bags], transport: Exchange, lap: Callable[[], None]
+    ) -> tuple[BatchLookup, list[RowRequest]]:
+        builder, device, frames = self._builder, transport.device, self._frames
+        if frames is not None and not self._is_on_device(categorical, device) and not self._warned:
+            self._warned = True
+            logger.info(
+                "dct: %s: requests for ids that come from the host, or are several per sample, are "
+                "written and read there; the device is waited for once per forward pass",
+                self._name,
+            )
+        shapes = [REQUEST] * transport.world_size
+        leg = frames.leg(shapes, shapes, device) if frames is not None and frames.known else None
+        # Peers learn of an error in the exchange they are waiting in.
+        with transport.preparing() if frames is None or leg is None else frames.telling(leg):
+            lookup = builder.build(categorical, self._limits.host_kernels())
+            lap()
+            backend = self._limits.backend(_HOST)
+            messages = [
+                _NO_BYTES if owner == builder.rank else write_request(request, first_rows, backend)
+                for owner, (request, first_rows) in enumerate(
+                    zip(lookup.requests, builder.first_rows, strict=True)
+                )
+            ]
+            if device.type != "cpu":
+                lookup = lookup.to(device)
+        lap()
+        if frames is not None and leg is not None:
+            received = frames.cross(leg, messages)
+        else:
+            messages = [to_device(message, device) for message in messages]
+            fingerprint = self._fingerprint if frames is None else frames.fingerprint
+            bounds = [MOST_BYTES] * transport.world_size
+            received = transport.all_to_all(messages, fingerprint, bounds=bounds)
+            if frames is not None:
+                frames.learn(shapes, messages, shapes, received)
+        lap()
+        requests = [
+            lookup.requests[source] if source == builder.rank else self.read(message, source)
+            for source, message in enumerate(received)
+        ]
+        lap()
+        return lookup, requests
+
+    def read(self, message: Tensor, source: int) -> RowRequest:
+        """Read what rank ``source`` of the group asks of this one.
+
+        Raises:
+            PayloadError: The request is damaged, or about other tables; names the ranks.
+        """
+        builder = self._builder
+        try:
+            return read_request(message, builder.first_rows[builder.rank], self._limits.backend(_HOST))
+        except PayloadError as error:
+            raise PayloadError(
+                f"{self._name}: rank {builder.rank}: request from rank {source} of the group: {error}"
+            ) from error

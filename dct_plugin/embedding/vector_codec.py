@@ -1,0 +1,190 @@
+"""How the numbers of a message are coded: error-bounded codes, or values of one floating type.
+
+A message is a payload and one byte that says how to read it. Error-bounded codes
+(:mod:`~dct_plugin.embedding.error_bounded`) of all ranks are written in one call, and read in one call: on
+the device if its kernels do that, else on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..codecs.message import MessageWriter
+from ..codecs.values import ValueDtype
+from ..config import EmbeddingChannelConfig
+from ..errors import PayloadError
+from ..kernels import Backend
+from ..kernels.embedding import get_device_codec, say_once
+from ..kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
+from ..stream import encode_all
+from .error_bounded import decode_bounded, encode_bounded
+
+if TYPE_CHECKING:
+    from ..kernels.triton.embedding import TritonEmbeddingKernels
+
+__all__ = ["BOUNDED", "VectorCodec"]
+
+#: Bit of a message's last byte: the payload holds error-bounded codes.
+BOUNDED = 1
+#: Picoseconds per bit at 1 Mbit/s: any code's work is worth its bits.
+_SLOWEST = 1_000_000
+
+
+class VectorCodec:
+    """Codes the vectors and gradients of one embedding exchange.
+
+    Args:
+        config: ``dct.embedding``.
+        name: Name of the exchange in errors.
+        backend: Gives the kernels for tensors on a device.
+        host: Gives the kernels of error-bounded codes on the host.
+
+    Attributes:
+        bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`). ``entropy = auto`` weighs its
+            work against it.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddingChannelConfig,
+        *,
+        name: str,
+        backend: Callable[[torch.device], Backend],
+        host: Callable[[], EmbeddingKernels],
+    ) -> None:
+        self.config = config
+        self.name = name
+        self.bit_cost = _SLOWEST
+        self.backend = backend
+        self._host = host
+        self._on_device: dict[torch.device, TritonEmbeddingKernels | None] = {}
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """Note how long an exchange took; the fastest of the last ones tells of the link."""
+        if nbytes:
+            measured = int(1e12 * seconds / (8 * nbytes))
+            self.bit_cost = min(measured, self.bit_cost + self.bit_cost // 16 + 1, _SLOWEST)
+
+    def on_device(self, device: torch.device) -> TritonEmbeddingKernels | None:
+        """Return the kernels that code tensors on ``device``; None if the host does."""
+        if device not in self._on_device:
+            self._on_device[device] = get_device_codec(self.backend(device), self.config.entropy)
+        return self._on_device[device]
+
+    # -- error-bounded codes ---
+
+    def to_code(self, flat: Tensor) -> Tensor:
+        """Return ``flat`` in fp32 where it is coded."""
+        where = flat.device if self.on_device(flat.device) is not None else "cpu"
+        return flat.to(where, torch.float32)
+
+    def encode(
+        self, parts: Mapping[int, Outgoing], *, relative: float | None = None, decoded: bool = False
+    ) -> dict[int, Encoded]:
+        """Quantise and code segments of entries (:meth:`to_code`), by rank.
+
+        Args:
+            relative: Bounds relative to the root mean square of each segment, in place of those of ``parts``.
+            decoded: Whether the decoded values of parts that are sent are wanted, too.
+        """
+        if not parts:
+            return {}
+        outgoing = list(parts.values())
+        kernels = self.on_device(outgoing[0].x.device)
+        if kernels is not None:
+            bounds = None
+            if relative is not None:
+                bounds = [relative * square.sqrt() for square in kernels.mean_squares(outgoing)]
+            return dict(zip(parts, kernels.encode(outgoing, bounds=bounds, decoded=decoded), strict=True))
+        host = self._host()
+        if relative is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = [relative * np.sqrt(square) for square in host.mean_squares(outgoing)]
+            outgoing = [part._replace(bounds=each) for part, each in zip(outgoing, found, strict=True)]
+        encoded = encode_bounded(
+            outgoing,
+            host,
+            entropy=self.config.entropy,
+            # Plain Python reads packed codes all at once, and Rice codes one by one.
+            bit_cost=0 if host.name == "reference" else self.bit_cost,
+            decoded=decoded,
+            repeats=not self.config.deduplicate,
+        )
+        return dict(zip(parts, encoded, strict=True))
+
+    def decode(
+        self,
+        payloads: Mapping[int, Tensor],
+        lengths: Mapping[int, IntArray],
+        outs: Mapping[int, Tensor],
+        what: str = "message",
+    ) -> None:
+        """Decode payloads of error-bounded codes, by rank, into ``outs``, fp32 on any device.
+
+        Args:
+            lengths: int64 [segments], entries of each segment.
+            what: Name of the payloads in errors.
+
+        Raises:
+            PayloadError: A payload is damaged, or not of these segments; names the rank.
+        """
+        sources = list(payloads)
+        if not sources:
+            return
+        kernels = self.on_device(outs[sources[0]].device)
+        if kernels is not None:
+            opened = kernels.decode(
+                list(payloads.values()), [lengths[s] for s in sources], [outs[s] for s in sources]
+            )
+            found = dict(zip(sources, opened, strict=True))
+            self._refuse(what, {s: each.fault for s, each in found.items() if each is not None})
+            sources = [s for s, each in found.items() if each is None]
+            if not sources:
+                return
+            say_once("a rank sends Rice codes or deflated ones, which the host reads")
+        hosts = [outs[s] if outs[s].device.type == "cpu" else torch.empty(len(outs[s])) for s in sources]
+        faults = decode_bounded(
+            [payloads[s].cpu() for s in sources], [lengths[s] for s in sources], hosts, self._host()
+        )
+        self._refuse(what, dict(zip(sources, faults, strict=True)))
+        for source, host in zip(sources, hosts, strict=True):
+            if host is not outs[source]:
+                outs[source].copy_(host)
+
+    # -- values of one floating type ---
+
+    def encode_values(
+        self, flat: Tensor, code: ValueDtype, kind: int, *, zeros: bool = True
+    ) -> tuple[Tensor, int]:
+        """Return the message of every entry of ``flat`` (or of every one but zeros), and their number."""
+        writer = MessageWriter(flat.device)
+        encoded = encode_all(self.backend(flat.device), flat, writer, code, zeros=zeros)
+        writer.reserve(1).fill_(kind)
+        writer.advance(1)
+        return writer.message, encoded.totals().nnz
+
+    # -- errors ---
+
+    def refuse(self, what: str, source: int, fault: str) -> None:
+        """Raise the error for a message of rank ``source`` with a fault."""
+        with self.blame(what, source):
+            raise PayloadError(fault)
+
+    def _refuse(self, what: str, faults: Mapping[int, str | None]) -> None:
+        for source, fault in faults.items():
+            if fault is not None:
+                self.refuse(what, source, fault)
+
+    @contextmanager
+    def blame(self, what: str, source: int) -> Iterator[None]:
+        """Name the exchange and rank ``source`` in errors of the block."""
+        try:
+            yield
+        except PayloadError as error:
+            raise PayloadError(f"{self.name}: {what} from rank {source} of the group: {error}") from error
