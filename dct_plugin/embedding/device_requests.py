@@ -18,7 +18,8 @@ from ..codecs.copies import to_device, to_host
 from ..codecs.slots import FAILED
 from ..codecs.stats import read_figures
 from ..kernels.embedding_format import IntArray, OutOfRange
-from .frames import Frames, Shape
+from ..transport.fixed_size import FixedSizeExchange, MessageSize
+from .device_slots import arrived_messages, fill_slots
 from .request_message import MOST_BYTES, RowRequest
 from .requests import BatchLookup, RequestBuilder
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["REQUEST", "DeviceRequests", "DistinctRows"]
 
 #: The size of a request, as far as it is known beforehand.
-REQUEST = Shape(1, 0, MOST_BYTES)
+REQUEST = MessageSize(1, 0, MOST_BYTES)
 
 
 class DeviceRequests:
@@ -53,7 +54,7 @@ class DeviceRequests:
     def exchange(
         self,
         ids: Tensor,
-        frames: Frames,
+        slots: FixedSizeExchange,
         read_on_host: Callable[[Tensor, int], RowRequest],
         lap: Callable[[], None],
     ) -> tuple[BatchLookup, list[RowRequest]]:
@@ -61,7 +62,7 @@ class DeviceRequests:
 
         Args:
             ids: int [B, F] on the device, at least one.
-            frames: The fixed-size exchange of requests; their sizes are known.
+            slots: The fixed-size exchange of requests; sizes of earlier ones are known.
             read_on_host: Reads a message of a rank that the device does not read; raises ``PayloadError``.
             lap: Called when distinct rows are found, when requests are written, sent, and read.
 
@@ -71,22 +72,22 @@ class DeviceRequests:
             PayloadError: A request is damaged, or about other tables.
             DesyncError: A rank failed, or is at another exchange.
         """
-        shapes = [REQUEST] * len(self._placement)
-        leg = frames.leg(shapes, shapes, ids.device)
-        with frames.telling(leg):
+        sizes = [REQUEST] * len(self._placement)
+        transfer = slots.slots(sizes, sizes, ids.device)
+        with slots.telling(transfer):
             ids = self._builder.checked(ids).to(torch.int64).contiguous()
             found = self._distinct.find(ids)
             lap()
             before = torch.cat([found.counts.new_zeros(1), found.counts.cumsum(0)])
             written = self._kernels.write(found.rows, before.index_select(0, self._owners), len(ids))
-            sizes = torch.where(found.outside[0] < ids.numel(), FAILED, written.nbytes)
-            leg.fill({r: r for r in self._peers}, written, sizes)
+            nbytes = torch.where(found.outside[0] < ids.numel(), FAILED, written.nbytes)
+            fill_slots(transfer, slots.fingerprint, {r: r for r in self._peers}, written, nbytes)
         lap()
-        frames.send(leg)
+        slots.send(transfer)
         lap()
-        arrived = leg.arrived(self._peers)
+        arrived = arrived_messages(transfer, self._peers)
         opened = self._kernels.open(
-            leg.arriving, arrived.begins, arrived.nbytes, arrived.most, self._first_rows
+            transfer.arriving, arrived.begins, arrived.nbytes, arrived.most, self._first_rows
         )
         also = arrived.words, written.nbytes, found.counts, found.outside, opened.figures
         words, sent, counts, outside, figures = read_figures((), [each.contiguous() for each in also])
@@ -95,12 +96,12 @@ class DeviceRequests:
         except OutOfRange as error:
             raise self._builder.out_of_range(error.column, error.found) from None
         messages = {r: written.framed(r, sent[r]) for r in self._peers}
-        late, received = frames.finish(leg, messages, words, self._peers)
+        late, received = slots.finish(transfer, messages, words, self._peers)
         requests, width = [], len(self._first_rows) + 2
         for at, source in enumerate(self._peers):
             samples, for_the_host, several, *each = figures[width * at : width * (at + 1)]
             if source in late or for_the_host:
-                message = late[source] if source in late else leg.message(source, received[source])
+                message = late[source] if source in late else transfer.message_from(source, received[source])
                 requests.append(read_on_host(to_host(message), source))
             else:
                 requests.append(RowRequest(samples, [True] * len(each), each, opened.rows[at, :several]))

@@ -32,9 +32,9 @@ from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import as_flat, wire_dtype
 from ..transport.exchange import Exchange
+from ..transport.fixed_size import FixedSizeExchange
 from .bounds import Limits, TableLimits
-from .device_vectors import DeviceVectors, coded_shape
-from .frames import Frames
+from .device_vectors import DeviceVectors, coded_size
 from .messages import Mask, VectorBlock, VectorMessages
 from .timer import ExchangeTimer
 from .vector_codec import VectorCodec
@@ -104,21 +104,23 @@ class EmbeddingExchange(TableLimits):
         codec = VectorCodec(config, name=name, backend=self.backend, host=self.host_kernels)
         self.messages = VectorMessages(codec, dim)
         self._transport: Exchange | None = None
-        self._frames: dict[tuple[str, bool], Frames] = {}
+        self._slots: dict[tuple[str, bool], FixedSizeExchange] = {}
 
     def transport(self, group: dist.ProcessGroup | None, device: torch.device) -> Exchange:
         """Return the transport to the ranks of ``group``."""
         known = self._transport
         if known is None or known.group is not group or known.device != device:
             self._transport = known = Exchange(group, device)
-            self._frames.clear()
+            self._slots.clear()
         return known
 
     def fingerprint(self, direction: str) -> int:
         """Return the fingerprint by which ranks out of step are found."""
         return zlib.crc32(self.name.encode()) + (direction == "backward")
 
-    def frames(self, transport: Exchange, direction: str, *, quantised: bool, masked: bool) -> Frames | None:
+    def slots(
+        self, transport: Exchange, direction: str, *, quantised: bool, masked: bool
+    ) -> FixedSizeExchange | None:
         """Return the fixed-size exchange of a direction; None if the host writes messages, or has to know
         their sizes.
         """
@@ -127,9 +129,9 @@ class EmbeddingExchange(TableLimits):
         if masked or not coded or not backend.writes_slots:
             return None
         key = direction, quantised
-        if key not in self._frames:
-            self._frames[key] = Frames(transport, self.fingerprint(direction))
-        return self._frames[key]
+        if key not in self._slots:
+            self._slots[key] = FixedSizeExchange(transport, self.fingerprint(direction))
+        return self._slots[key]
 
     def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
         """Send ``vectors``, [rows, dim], those for rank 0 first; returns what all ranks sent here, in rank
@@ -247,13 +249,13 @@ class _RoundTrip:
     ) -> DeviceVectors | None:
         """Return what exchanges messages of fixed size; None if sizes have to be exchanged."""
         # By what all ranks know: there may be no masks on one of them.
-        frames = self._frames(way)
-        if frames is None or not frames.known:
+        slots = self._slots(way)
+        if slots is None or not slots.known:
             return None
         lengths = self._owner.messages.lengths
         return DeviceVectors(
             self._owner.messages.codec,
-            frames,
+            slots,
             blocks,
             [lengths(rows) for rows in way.sent_rows],
             [lengths(rows) for rows in way.received_rows],
@@ -261,28 +263,31 @@ class _RoundTrip:
             lap=timer.lap,
         )
 
-    def _frames(self, way: _Direction) -> Frames | None:
+    def _slots(self, way: _Direction) -> FixedSizeExchange | None:
         limits = self._limits
-        return self._owner.frames(self._transport, way.name, quantised=way.bounded, masked=limits.threshold)
+        return self._owner.slots(self._transport, way.name, quantised=way.bounded, masked=limits.threshold)
 
     def _exchange(self, timer: ExchangeTimer, way: _Direction, messages: Sequence[Tensor]) -> list[Tensor]:
         """Exchange messages with their sizes."""
-        owner, frames = self._owner, self._frames(way)
+        owner, slots = self._owner, self._slots(way)
         timer.lap()
         received = self._transport.all_to_all(
             messages,
-            owner.fingerprint(way.name) if frames is None else frames.fingerprint,
+            owner.fingerprint(way.name) if slots is None else slots.fingerprint,
             bounds=[_most_bytes(rows, owner.dim) for rows in way.received_rows],
         )
         timer.lap()
         most = max(timer.sent_bytes, sum(received[r].numel() for r in self._peers))
         owner.messages.codec.observe(most, timer.last_seconds)
-        if frames is not None:
-            sent_shapes, got_shapes = (
-                [coded_shape(owner.messages.lengths(rows)) for rows in each]
+        if slots is not None:
+            sent, got = (
+                [coded_size(owner.messages.lengths(rows)) for rows in each]
                 for each in (way.sent_rows, way.received_rows)
             )
-            frames.learn(sent_shapes, messages, got_shapes, received)
+            sent_bytes, got_bytes = (
+                {r: each.numel() for r, each in enumerate(part)} for part in (messages, received)
+            )
+            slots.remember(sent, sent_bytes, got, got_bytes)
         return received
 
     def _send_uncompressed(self, timer: ExchangeTimer, way: _Direction, x: Tensor) -> Tensor:

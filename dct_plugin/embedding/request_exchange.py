@@ -14,9 +14,9 @@ from ..codecs.copies import to_device
 from ..errors import PayloadError
 from ..kernels.embedding import get_device_requests
 from ..transport.exchange import Exchange
+from ..transport.fixed_size import FixedSizeExchange
 from .bounds import TableLimits
 from .device_requests import REQUEST, DeviceRequests
-from .frames import Frames
 from .request_message import MOST_BYTES, Bags, RowRequest, read_request, write_request
 from .requests import BatchLookup, RequestBuilder
 from .timer import ExchangeTimer
@@ -46,7 +46,7 @@ class RequestExchange:
         self._limits = limits
         self._name = name
         self._fingerprint = zlib.crc32(f"{name}/ids".encode())
-        self._frames: Frames | None = None
+        self._slots: FixedSizeExchange | None = None
         self._device: dict[torch.device, DeviceRequests | None] = {}
         self._warned = False
 
@@ -66,14 +66,14 @@ class RequestExchange:
             DesyncError: A rank failed, or is at another exchange.
         """
         if not self._limits.backend(transport.device).writes_slots:
-            self._frames = None
-        elif self._frames is None or self._frames.exchange is not transport:
-            self._frames = Frames(transport, self._fingerprint)
-        frames = self._frames
-        if frames is not None and frames.known:
+            self._slots = None
+        elif self._slots is None or self._slots.exchange is not transport:
+            self._slots = FixedSizeExchange(transport, self._fingerprint)
+        slots = self._slots
+        if slots is not None and slots.known:
             device = self._on_device(transport.device)
             if device is not None and self._is_on_device(categorical, transport.device):
-                return device.exchange(categorical, frames, self.read, timer.lap)
+                return device.exchange(categorical, slots, self.read, timer.lap)
         return self._exchange_on_host(categorical, transport, timer.lap)
 
     def _is_on_device(self, categorical: Tensor | Sequence[Bags], device: torch.device) -> TypeGuard[Tensor]:
@@ -102,18 +102,18 @@ class RequestExchange:
     def _exchange_on_host(
         self, categorical: Tensor | Sequence[Bags], transport: Exchange, lap: Callable[[], None]
     ) -> tuple[BatchLookup, list[RowRequest]]:
-        builder, device, frames = self._builder, transport.device, self._frames
-        if frames is not None and not self._is_on_device(categorical, device) and not self._warned:
+        builder, device, slots = self._builder, transport.device, self._slots
+        if slots is not None and not self._is_on_device(categorical, device) and not self._warned:
             self._warned = True
             logger.info(
                 "dct: %s: requests for ids that come from the host, or are several per sample, are "
                 "written and read there; the device is waited for once per forward pass",
                 self._name,
             )
-        shapes = [REQUEST] * transport.world_size
-        leg = frames.leg(shapes, shapes, device) if frames is not None and frames.known else None
+        sizes = [REQUEST] * transport.world_size
+        transfer = slots.slots(sizes, sizes, device) if slots is not None and slots.known else None
         # Peers learn of an error in the exchange they are waiting in.
-        with transport.preparing() if frames is None or leg is None else frames.telling(leg):
+        with transport.preparing() if slots is None or transfer is None else slots.telling(transfer):
             lookup = builder.build(categorical, self._limits.host_kernels())
             lap()
             backend = self._limits.backend(_HOST)
@@ -126,15 +126,18 @@ class RequestExchange:
             if device.type != "cpu":
                 lookup = lookup.to(device)
         lap()
-        if frames is not None and leg is not None:
-            received = frames.cross(leg, messages)
+        if slots is not None and transfer is not None:
+            received = slots.exchange_from_host(transfer, messages)
         else:
             messages = [to_device(message, device) for message in messages]
-            fingerprint = self._fingerprint if frames is None else frames.fingerprint
+            fingerprint = self._fingerprint if slots is None else slots.fingerprint
             bounds = [MOST_BYTES] * transport.world_size
             received = transport.all_to_all(messages, fingerprint, bounds=bounds)
-            if frames is not None:
-                frames.learn(shapes, messages, shapes, received)
+            if slots is not None:
+                sent_bytes, got_bytes = (
+                    {r: each.numel() for r, each in enumerate(part)} for part in (messages, received)
+                )
+                slots.remember(sizes, sent_bytes, sizes, got_bytes)
         lap()
         requests = [
             lookup.requests[source] if source == builder.rank else self.read(message, source)
