@@ -9,38 +9,16 @@ it when something has come.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
-import secrets
 import select
 import socket
-import struct
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError
+__all__ = ["Mesh"]
 
-__all__ = ["VARIABLE", "Mesh", "connect"]
-
-#: Environment variable that chooses how messages in host memory travel, on every rank alike.
-VARIABLE = "DCT_TRANSPORT"
-_CHOICES = ("sockets", "gloo")
-
-#: Seconds for one connection, and for all others to arrive.
-_CONNECT, _ARRIVE = 5.0, 15.0
-#: Of a rank: where it listens and what it wants to hear, as JSON in so many bytes.
-_CARD_BYTES = 1024
-_HELLO = struct.Struct("!16sI")  # the listener's token, the caller's position in the group
-_WELCOME = b"\x06"
 #: Bytes for which the system wakes a receiver, at most: it need not be told of every packet.
 _WAKE = 1 << 17
 _LEAST_WAKE = 1 << 12
@@ -188,167 +166,5 @@ class Mesh:
             peer.socket.close()
 
 
-def connect(group: dist.ProcessGroup | None) -> tuple[Mesh | None, str]:
-    """Connect the ranks of a group whose CPU tensors gloo carries; a collective.
-
-    Every rank listens where gloo would (``GLOO_SOCKET_IFNAME``, or the way to ``MASTER_ADDR``, or the host's
-    name) until all others have come, who show a token that travelled through the group.
-
-    Returns:
-        The mesh, or None on every rank with what this rank knows of the reason: a rank was told to leave it
-        to gloo (``DCT_TRANSPORT=gloo``; no reason then), or could not be reached.
-
-    Raises:
-        ConfigError: ``DCT_TRANSPORT`` of a rank is neither of its values.
-    """
-    choice = os.environ.get(VARIABLE, _CHOICES[0])
-    position, ranks = dist.get_rank(group), _ranks(group)
-    token, connections, reason = secrets.token_bytes(16), dict[int, socket.socket](), ""
-    with _listener(len(ranks)) as listener:
-        card = {
-            "use": choice[:40],
-            "addresses": _addresses(),
-            "port": listener.getsockname()[1],
-            "token": token.hex(),
-        }
-        cards = _exchange_cards(card, group, len(ranks))
-        for rank, chosen in zip(ranks, (other["use"] for other in cards), strict=True):
-            if chosen not in _CHOICES:
-                allowed = ", ".join(map(repr, _CHOICES))
-                raise ConfigError(f"rank {rank}: {VARIABLE} = {chosen!r}: must be one of {allowed}")
-        if any(other["use"] != _CHOICES[0] for other in cards):
-            return None, ""
-        try:
-            for lower in range(position):
-                connections[lower] = _call(cards[lower], position, ranks[lower])
-            _answer(listener, token, connections, range(position + 1, len(ranks)))
-        except OSError as error:
-            reason = str(error)
-    every = torch.tensor([not reason], dtype=torch.int64)
-    dist.all_reduce(every, dist.ReduceOp.MIN, group=group)
-    if every.item():
-        return Mesh(connections, ranks, _limit(group)), ""
-    for found in connections.values():
-        found.close()
-    return None, reason or "another rank could not be connected"
-
-
 def _bytes(part: Tensor | bytes | bytearray) -> memoryview:
     return part.numpy().data if isinstance(part, Tensor) else memoryview(part)
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-
-
-def _limit(group: dist.ProcessGroup | None) -> float:
-    """Seconds that the group waits for its ranks."""
-    whole: Any = group if group is not None else dist.group.WORLD
-    with contextlib.suppress(AttributeError, RuntimeError):
-        limit: timedelta = whole._get_backend(torch.device("cpu")).options._timeout
-        return limit.total_seconds()
-    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
-
-
-def _exchange_cards(
-    card: Mapping[str, Any], group: dist.ProcessGroup | None, world_size: int
-) -> list[dict[str, Any]]:
-    own = json.dumps(card).encode().ljust(_CARD_BYTES)
-    cards = [torch.empty(_CARD_BYTES, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(cards, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=group)
-    return [json.loads(other.numpy().tobytes()) for other in cards]
-
-
-def _listener(backlog: int) -> socket.socket:
-    with contextlib.suppress(OSError, ValueError):
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-def _addresses() -> list[str]:
-    """Where others may reach this rank, the most likely first."""
-    found = []
-    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        found += [_address_of(name.strip()) for name in names.split(",")]
-    if master := os.environ.get("MASTER_ADDR"):
-        found.append(_address_towards(master))
-    with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
-    found.append("127.0.0.1")
-    return list(dict.fromkeys(address for address in found if address))[:8]
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface; empty where it has none, or the system does not tell."""
-    try:
-        import fcntl
-
-        get_address, request = 0x8915, struct.pack("256s", interface.encode()[:15])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), get_address, request)[20:24])
-    except (ImportError, OSError):
-        return ""
-
-
-def _address_towards(host: str) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def _call(card: Mapping[str, Any], position: int, rank: int) -> socket.socket:
-    """A connection to the rank of a card, who has seen its token."""
-    failed = []
-    for address in card["addresses"]:
-        try:
-            connection = socket.create_connection((address, card["port"]), timeout=_CONNECT)
-            try:
-                connection.sendall(_HELLO.pack(bytes.fromhex(card["token"]), position))
-                connection.settimeout(_ARRIVE)  # it may still be waiting for others
-                if connection.recv(1) == _WELCOME:
-                    return connection
-                failed.append(f"{address}: not the rank")
-            except OSError:
-                connection.close()
-                raise
-            connection.close()
-        except OSError as error:
-            failed.append(f"{address}: {error}")
-    raise OSError(f"rank {rank} cannot be reached at port {card['port']}: {'; '.join(failed)}")
-
-
-def _answer(
-    listener: socket.socket, token: bytes, connections: dict[int, socket.socket], awaited: Sequence[int]
-) -> None:
-    """Take the calls of those that are awaited, and of nobody else."""
-    end = time.monotonic() + _ARRIVE
-    while missing := [position for position in awaited if position not in connections]:
-        listener.settimeout(max(0.01, end - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError as error:
-            raise OSError(f"position(s) {missing} of the group did not connect") from error
-        try:
-            connection.settimeout(_CONNECT)
-            shown, position = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            if not secrets.compare_digest(shown, token) or position not in missing:
-                raise OSError("a stranger")
-            connection.sendall(_WELCOME)
-            connections[position] = connection
-        except OSError:
-            connection.close()
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        part = connection.recv(size - len(found))
-        if not part:
-            raise OSError("closed")
-        found += part
-    return found

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import tcp
+from . import tcp, tcp_connect
 
 logger = logging.getLogger("dct_plugin.transport")
 
@@ -73,16 +73,17 @@ def carrier_of(group: dist.ProcessGroup | None, wire: torch.device) -> Carrier:
     if wire.type != "cpu":
         return _Device(group, wire)
     if dist.get_world_size(group) > 1:
-        found, reason = tcp.connect(group)
-        if found is not None:
-            return _Sockets(group, found)
+        connections, reason = tcp_connect.connect(group)
+        if connections is not None:
+            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            return _Sockets(group, tcp.Mesh(connections, ranks, tcp_connect.time_limit(group)))
         if reason:
             logger.warning(
                 "dct: rank %d: messages travel by gloo, which costs time where cores are busy, as the ranks "
                 "could not be connected directly: %s (%s=gloo: not to try)",
                 dist.get_rank(),
                 reason,
-                tcp.VARIABLE,
+                tcp_connect.VARIABLE,
             )
     return _Gloo(group)
 

@@ -124,6 +124,15 @@ def test_a_lost_peer_is_named(tmp_path: Path, how: str, limit: float) -> None:
         assert "exchange of sizes" in rank["text"]
 
 
+def test_a_rank_that_stops_while_ranks_connect_is_named_at_the_time_limit(tmp_path: Path) -> None:
+    """The limit (8 s) holds for connecting and for the agreement on it together."""
+    said, seconds = lose(tmp_path, "stop connecting")
+    assert seconds < 8 + 3 + 6
+    for rank in said:
+        assert rank["error"] == "DesyncError"
+        assert "rank(s) [1] gave no sign of life since" in rank["text"]
+
+
 def test_a_peer_lost_where_the_host_itself_communicates_is_named() -> None:
     """In a barrier of the script, with the error that ends it; all points and hosts: ``lost_ranks.py``."""
     script = Path(__file__).with_name("lost_ranks.py")

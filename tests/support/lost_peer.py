@@ -1,4 +1,6 @@
-"""One rank of a job that loses another in its fourth step: STORE RANK SIZE VICTIM "HOW PHASE"."""
+"""One rank of a job that loses another in its fourth step, or while ranks connect: STORE RANK SIZE VICTIM
+"HOW PHASE".
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.transport import tcp_connect
 
 
 def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
@@ -26,10 +31,12 @@ def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=8),
     )
+    if rank == victim and phase == "connecting":
+        tcp_connect._exchange_invitations = _stop_after(tcp_connect._exchange_invitations, f"{path}.lost")
     reducer = GradientReducer(DataParallelConfig(sparsity=0.9, warmup_steps=9 if phase == "warmup" else 0))
     try:
         for step in range(10):
-            if rank == victim and step == 3:
+            if rank == victim and step == 3 and phase != "connecting":
                 Path(f"{path}.lost").touch()
                 if kind == "raise":
                     raise MemoryError("no room for a forward pass")
@@ -41,6 +48,16 @@ def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
         print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
         os._exit(1)
     print(json.dumps({"error": None, "text": ""}), flush=True)
+
+
+def _stop_after(exchange: Callable[..., Any], lost: str) -> Callable[..., Any]:
+    def stops(*arguments: Any) -> Any:
+        invitations = exchange(*arguments)
+        Path(lost).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return invitations
+
+    return stops
 
 
 if __name__ == "__main__":

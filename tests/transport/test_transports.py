@@ -1,11 +1,8 @@
-"""Connections of our own between ranks: the same messages as by gloo, and gloo where they cannot be had."""
+"""The same messages by TCP connections of our own and by gloo, whatever their size and order."""
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.processes import launch, run
+from support.processes import run
 
 from dct_plugin.errors import DesyncError
-from dct_plugin.transport import Exchange, tcp, transports
+from dct_plugin.transport import Exchange, tcp, tcp_connect
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +25,8 @@ LARGE = 24_000_000
 
 @contextmanager
 def transport(choice: str, **changed: Any) -> Iterator[None]:
-    """With a choice of the user, and ``changed`` in the module; the process serves other tests afterwards."""
-    with patch.dict(os.environ, {tcp.VARIABLE: choice}), patch.dict(vars(tcp), changed):
+    """With a choice of the user and ``changed`` in :mod:`.tcp`, which the next test finds as they were."""
+    with patch.dict(os.environ, {tcp_connect.VARIABLE: choice}), patch.dict(vars(tcp), changed):
         yield
 
 
@@ -61,67 +58,6 @@ def test_messages_arrive_whatever_their_size() -> None:
     assert {name for name, _ in by_sockets} == {"_Sockets"}
     assert {name for name, _ in by_gloo} == {"_Gloo"}
     assert [size for _, size in by_sockets] == [size for _, size in by_gloo]
-
-
-def one_says_gloo(rank: int, world_size: int) -> str:
-    with transport("gloo" if rank == 1 else "sockets"):
-        return type(Exchange(None, CPU)._carried()).__name__
-
-
-def test_one_rank_that_is_told_to_use_gloo_is_enough() -> None:
-    assert run(3, one_says_gloo) == ["_Gloo"] * 3
-
-
-def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    transports.logger.addHandler(handler)
-    exchange = Exchange(None, CPU)
-    try:
-        with transport("sockets", _ARRIVE=0.5, _addresses=lambda: ["no address of anybody"]):
-            received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
-    finally:
-        transports.logger.removeHandler(handler)
-    return type(exchange._carried()).__name__, [int(part) for part in received], lines
-
-
-def test_where_a_rank_cannot_be_reached_all_use_gloo_and_say_so() -> None:
-    found = run(2, unreachable)
-    assert [(name, received) for name, received, _ in found] == [("_Gloo", [0, 1])] * 2
-    assert "rank 1: messages travel by gloo" in found[1][2][0]
-    assert "rank 0 cannot be reached at port" in found[1][2][0]
-    assert "rank 0: messages travel by gloo" in found[0][2][0]
-
-
-def with_strangers(rank: int, world_size: int) -> tuple[str, list[int], list[bool]]:
-    """Whoever finds the port of rank 0, but does not know its token, is sent away."""
-    real, strangers, turned_away = tcp._exchange_cards, list[threading.Thread](), list[bool]()
-
-    def knock(port: int, hello: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(hello)
-            stranger.shutdown(socket.SHUT_WR)
-            turned_away.append(stranger.recv(1) == b"")
-
-    def meanwhile(card: dict[str, Any], *others: Any) -> Any:
-        if rank == 0:
-            for hello in (b"", b"GET / HTTP/1.1\r\n\r\n", tcp._HELLO.pack(bytes(16), 1)):
-                strangers.append(threading.Thread(target=knock, args=(card["port"], hello)))
-                strangers[-1].start()
-            time.sleep(0.3)  # they are first in the queue
-        return real(card, *others)
-
-    exchange = Exchange(None, CPU)
-    with transport("sockets", _exchange_cards=meanwhile):
-        received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
-    for thread in strangers:
-        thread.join(10)
-    return type(exchange._carried()).__name__, [int(part) for part in received], turned_away
-
-
-def test_strangers_are_turned_away() -> None:
-    assert run(2, with_strangers) == [("_Sockets", [0, 1], [True] * 3), ("_Sockets", [0, 1], [])]
 
 
 def fails_once(rank: int, world_size: int, choice: str) -> tuple[str, list[int]]:
@@ -210,24 +146,3 @@ def test_after_a_failure_that_was_told_the_next_exchange_is_whole(choice: str) -
     for text in (first, third):
         assert "rank(s) [1] failed while preparing this exchange" in text
     assert received == [0, 1, 2]
-
-
-def misconfigured(rank: int, world_size: int) -> None:
-    with transport("pigeons" if rank == 1 else "sockets"):
-        Exchange(None, CPU).agree(1)
-
-
-def test_a_transport_that_does_not_exist_is_an_error() -> None:
-    for kind, text in launch(2, misconfigured):
-        assert kind == "error"
-        assert "ConfigError: rank 1: DCT_TRANSPORT = 'pigeons': must be one of 'sockets', 'gloo'" in text
-
-
-def through_one_interface(rank: int, world_size: int) -> list[str]:
-    with patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        return tcp._addresses()
-
-
-def test_the_interface_that_gloo_is_given_comes_first() -> None:
-    (addresses,) = run(1, through_one_interface)
-    assert addresses[0] == "127.0.0.1"

@@ -1,0 +1,306 @@
+"""Set-up of the TCP connections between the ranks of a group.
+
+Every rank listens at the addresses where gloo would (``GLOO_SOCKET_IFNAME``, or the route to ``MASTER_ADDR``,
+or the host's name) and tells them the others through the group, with a secret token. Caller and listener both
+prove with an HMAC that they know the token, which is never sent over these connections. A rank serves all
+callers side by side, so that strangers at its port do not keep the other ranks waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+
+__all__ = ["VARIABLE", "connect", "time_limit"]
+
+#: Environment variable that chooses how messages in host memory travel, on every rank alike.
+VARIABLE = "DCT_TRANSPORT"
+_CHOICES = ("sockets", "gloo")
+
+#: Seconds for all connections of a rank, and for one caller to prove who it is.
+_CONNECT, _HANDSHAKE = 15.0, 5.0
+#: Callers that are served at the same time, and that wait to be.
+_MOST_CALLERS = 256
+#: Bytes of a rank's JSON: its choice, its addresses and its token.
+_INVITATION_BYTES = 1024
+_MOST_ADDRESSES = 8
+_NONCE, _PROOF = 16, 32
+_HELLO = struct.Struct(f"!I{_NONCE}s")  # the caller's position in the group, and its nonce
+
+
+def connect(group: dist.ProcessGroup | None) -> tuple[dict[int, socket.socket] | None, str]:
+    """Connect the ranks of a group whose CPU tensors gloo carries; a collective.
+
+    Returns:
+        A connection to every other rank by its position in the group, or None on every rank, with what this
+        rank knows of the reason: a rank was told to use gloo (``DCT_TRANSPORT=gloo``; the reason is empty
+        then), or could not be reached.
+
+    Raises:
+        ConfigError: ``DCT_TRANSPORT`` of a rank is neither of its values.
+        RuntimeError: A rank did not answer within the time limit of the group.
+    """
+    choice = os.environ.get(VARIABLE, _CHOICES[0])
+    position = dist.get_rank(group)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    token = secrets.token_bytes(_PROOF)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(each) for each in _listeners(_addresses())]
+        endpoints = [each.getsockname()[:2] for each in listeners]
+        invitation = {"use": choice[:40], "endpoints": endpoints, "token": token.hex()}
+        invitations = _exchange_invitations(invitation, group, len(ranks))
+        for rank, other in zip(ranks, invitations, strict=True):
+            if other["use"] not in _CHOICES:
+                allowed = ", ".join(map(repr, _CHOICES))
+                raise ConfigError(f"rank {rank}: {VARIABLE} = {other['use']!r}: must be one of {allowed}")
+        if any(other["use"] != _CHOICES[0] for other in invitations):
+            return None, ""
+        limit, began = time_limit(group), time.monotonic()
+        rendezvous = _Rendezvous(position, ranks, invitations)
+        # In a thread of its own: an event loop may be running in this one.
+        with ThreadPoolExecutor(1) as pool:
+            # Half of the limit is for the agreement below, in which a rank that has stopped is found.
+            pool.submit(asyncio.run, rendezvous.connect(listeners, min(_CONNECT, limit / 2))).result()
+    reason = rendezvous.reason()
+    try:
+        everyone = torch.tensor([not reason], dtype=torch.int64)
+        work = dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=max(1.0, began + limit - time.monotonic())))
+        if everyone.item():
+            return rendezvous.connections, ""
+    except BaseException:
+        rendezvous.close()
+        raise
+    rendezvous.close()
+    return None, reason or "another rank could not be connected"
+
+
+def time_limit(group: dist.ProcessGroup | None) -> float:
+    """Seconds that the group waits for its ranks."""
+    whole: Any = group if group is not None else dist.group.WORLD
+    with contextlib.suppress(AttributeError, RuntimeError):
+        limit: timedelta = whole._get_backend(torch.device("cpu")).options._timeout
+        return limit.total_seconds()
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+
+
+class _Rendezvous:
+    """One rank's part in connecting a group: it calls the ranks before it, and answers those behind it.
+
+    Args:
+        position: This rank's position in the group.
+        ranks: Global rank of every position, for messages.
+        invitations: ``endpoints`` and ``token`` of every position.
+    """
+
+    def __init__(self, position: int, ranks: Sequence[int], invitations: Sequence[Mapping[str, Any]]) -> None:
+        self.connections: dict[int, socket.socket] = {}
+        self._position = position
+        self._ranks = ranks
+        self._invitations = invitations
+        self._token = bytes.fromhex(invitations[position]["token"])
+        self._problems: dict[int, str] = {}
+        self._behind = set(range(position + 1, len(ranks)))
+        self._all_answered = asyncio.Event()
+        self._places = asyncio.Semaphore(_MOST_CALLERS)
+
+    async def connect(self, listeners: Sequence[socket.socket], seconds: float) -> None:
+        """Connect for so many seconds at most. Never raises: :meth:`reason` says what is missing."""
+        until = time.monotonic() + seconds
+        serving = [asyncio.create_task(self._serve(listener)) for listener in listeners]
+        calling = [asyncio.create_task(self._call(position, until)) for position in range(self._position)]
+        if not self._behind:
+            self._all_answered.set()
+        calling.append(asyncio.create_task(self._all_answered.wait()))  # type: ignore[arg-type]
+        await asyncio.wait(calling, timeout=seconds)
+        unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*serving, *calling, *unfinished, return_exceptions=True)
+
+    def reason(self) -> str:
+        """What keeps this rank from being connected to all others; empty if nothing does."""
+        problems = [
+            f"rank {self._ranks[lower]} cannot be reached at {self._problems.get(lower, 'its addresses')}"
+            for lower in range(self._position)
+            if lower not in self.connections
+        ]
+        if missing := [self._ranks[higher] for higher in sorted(self._behind - self.connections.keys())]:
+            problems.append(f"rank(s) {missing} did not connect")
+        return "; ".join(problems)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self.connections.values():
+            connection.close()
+
+    async def _call(self, position: int, until: float) -> None:
+        """Connect to a rank at one of its addresses, each of which gets a share of the time that is left."""
+        endpoints, failed = self._invitations[position]["endpoints"], []
+        for tried, (address, port) in enumerate(endpoints):
+            share = (until - time.monotonic()) / (len(endpoints) - tried)
+            try:
+                self.connections[position] = await asyncio.wait_for(
+                    self._greet(position, address, port), min(_HANDSHAKE, share)
+                )
+                return
+            except asyncio.TimeoutError:
+                failed.append(f"{address} port {port}: no answer")
+            except OSError as error:
+                failed.append(f"{address} port {port}: {error}")
+            self._problems[position] = "; ".join(failed)
+
+    async def _greet(self, position: int, address: str, port: int) -> socket.socket:
+        loop, token = asyncio.get_running_loop(), bytes.fromhex(self._invitations[position]["token"])
+        connection = socket.socket(_family(address), socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (address, port))
+            hello = _HELLO.pack(self._position, secrets.token_bytes(_NONCE))
+            await loop.sock_sendall(connection, hello)
+            nonce, proof = await _receive(connection, _NONCE), await _receive(connection, _PROOF)
+            if not hmac.compare_digest(proof, _proof(token, b"listener", hello, nonce)):
+                raise OSError("not the rank")
+            await loop.sock_sendall(connection, _proof(token, b"caller", hello, nonce))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _serve(self, listener: socket.socket) -> None:
+        """Answer all who call here, side by side."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        answering: set[asyncio.Task[None]] = set()  # asyncio alone would not keep them alive
+        while True:
+            await self._places.acquire()
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # for example out of descriptors
+                self._places.release()
+                await asyncio.sleep(0.05)
+                continue
+            task = asyncio.create_task(self._answer(connection))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        """Keep a caller that proves to be a rank that is awaited; close the connection of a stranger."""
+        try:
+            position = await asyncio.wait_for(self._challenge(connection), _HANDSHAKE)
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, (OSError, asyncio.TimeoutError)):
+                raise
+        else:
+            if (earlier := self.connections.get(position)) is not None:
+                earlier.close()  # the rank has given it up, and called again
+            self.connections[position] = connection
+            if self._behind <= self.connections.keys():
+                self._all_answered.set()
+        finally:
+            self._places.release()
+
+    async def _challenge(self, connection: socket.socket) -> int:
+        """The position of the caller."""
+        connection.setblocking(False)
+        hello, nonce = await _receive(connection, _HELLO.size), secrets.token_bytes(_NONCE)
+        answer = nonce + _proof(self._token, b"listener", hello, nonce)
+        await asyncio.get_running_loop().sock_sendall(connection, answer)
+        position = int(_HELLO.unpack(hello)[0])
+        proof = await _receive(connection, _PROOF)
+        expected = _proof(self._token, b"caller", hello, nonce)
+        if not hmac.compare_digest(proof, expected) or position not in self._behind:
+            raise OSError("a stranger")
+        return position
+
+
+def _proof(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+    """What only the two ranks that know the token can say, each in its role."""
+    return hmac.digest(token, role + hello + nonce, "sha256")
+
+
+async def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        part = await asyncio.get_running_loop().sock_recv(connection, size - len(received))
+        if not part:
+            raise OSError("closed")
+        received += part
+    return received
+
+
+def _exchange_invitations(
+    invitation: Mapping[str, Any], group: dist.ProcessGroup | None, world_size: int
+) -> list[dict[str, Any]]:
+    own = json.dumps(invitation).encode().ljust(_INVITATION_BYTES)
+    received = [torch.empty(_INVITATION_BYTES, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(received, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=group)
+    return [json.loads(other.numpy().tobytes()) for other in received]
+
+
+def _listeners(addresses: Sequence[str]) -> list[socket.socket]:
+    """A listening socket at each of the addresses that is this machine's, and nowhere else."""
+    found = []
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            found.append(socket.create_server((address, 0), family=_family(address), backlog=_MOST_CALLERS))
+    return found
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _addresses() -> list[str]:
+    """Where others may reach this rank, the most likely first."""
+    found = []
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        found += [_address_of(name.strip()) for name in names.split(",")]
+    if master := os.environ.get("MASTER_ADDR"):
+        found.append(_address_towards(master))
+    if master not in ("localhost", "127.0.0.1"):  # with these all ranks are on this machine
+        with contextlib.suppress(OSError):
+            found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    found.append("127.0.0.1")
+    return list(dict.fromkeys(address for address in found if address))[:_MOST_ADDRESSES]
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface; empty where it has none, or the system does not tell."""
+    try:
+        import fcntl
+
+        get_address, request = 0x8915, struct.pack("256s", interface.encode()[:15])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), get_address, request)[20:24])
+    except (ImportError, OSError):
+        return ""
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
