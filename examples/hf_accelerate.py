@@ -14,7 +14,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
 from torch import nn
 
-from dct_plugin import DCTState, dct_hook
+from dct_plugin import DCTState
 
 
 def batches(steps, size=32):
@@ -42,11 +42,7 @@ def main(arguments=None):
         model, make(model.parameters(), lr=2e-3), batches(options.steps)
     )
     if deepspeed is None and accelerator.num_processes > 1:
-        state = DCTState(
-            {"data_parallel": {"sparsity": options.sparsity}},
-            named_parameters=model.module.named_parameters(),
-        )
-        model.register_comm_hook(state, dct_hook)
+        DCTState({"data_parallel": {"sparsity": options.sparsity}}).register(model)
 
     losses = []
     for points, wanted in loader:

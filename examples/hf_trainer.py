@@ -13,7 +13,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from dct_plugin import DCTState, dct_hook
+from dct_plugin import DCTState
 
 SYMBOLS, LENGTH = 64, 32
 
@@ -36,9 +36,7 @@ class Compressed(TrainerCallback):
         self.trainer, self.section = trainer, section
 
     def on_train_begin(self, args, state, control, **_):
-        model = self.trainer.model_wrapped
-        named = model.module.named_parameters()
-        model.register_comm_hook(DCTState(self.section, named_parameters=named), dct_hook)
+        DCTState(self.section).register(self.trainer.model_wrapped)
 
 
 def main(arguments=None):

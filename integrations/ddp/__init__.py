@@ -1,9 +1,11 @@
-"""torch ``DistributedDataParallel``: a communication hook that reduces gradients through compressed messages.
+"""torch ``DistributedDataParallel``: a communication hook that reduces gradients by compressed messages.
 
-:mod:`.state` has the hook and its state; :mod:`.early_gradients` tracks which gradients of a bucket are there
-before the bucket is full.
+:mod:`.state` has the hook and its state. The other modules are parts of the state: gradients that leave
+before their bucket is full, local updates, the loss scale, parameters that no rank used, residuals for
+``torch.distributed.checkpoint``.
 """
 
-from .state import DCTState, Owed, dct_hook
+from .averaged_residuals import AveragedResiduals
+from .state import DCTState, dct_hook
 
-__all__ = ["DCTState", "Owed", "dct_hook"]
+__all__ = ["AveragedResiduals", "DCTState", "dct_hook"]

@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dct_plugin import processes
+from .overlap import group_of_own, one_core_each
 
 __all__ = ["ReductionHandle", "ReductionStream", "ReductionWorker", "group_of_own", "one_core_each"]
-
-
-def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks that nothing else uses, with the same time limit; a collective of those
-    ranks. Two threads must not share a group: their collectives would meet others' on other ranks.
-
-    None where torch cannot make one: it names a group that is made by a part of all ranks after the number of
-    groups that a rank is in, and these ranks are in different numbers.
-    """
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
-    count = len(dist.distributed_c10d._world.pg_names)
-    counts = torch.tensor([count, -count])
-    dist.all_reduce(counts, dist.ReduceOp.MAX, group)
-    if counts[0] != -counts[1]:
-        return None
-    limit = getattr(group._get_backend(torch.device("cpu")).options, "_timeout", None)
-    members = dist.get_process_group_ranks(group)
-    return dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
-
-
-def one_core_each(group: dist.ProcessGroup | None) -> bool:
-    """Whether on every machine of a gloo group its ranks may use as many cores as there are ranks; a
-    collective, and the same for all ranks: what follows from it may be one, too.
-
-    Then a thread beside a rank's own takes that one's core, and comes back to it too late. With more cores it
-    has one of its own, and with fewer there is always a rank to fill what another waits for.
-    """
-    cores = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    )
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (processes.machine(), cores), group=group)
-    ranks = Counter(machine for machine, _ in found)
-    distinct = Counter(machine for machine, _ in {(m, core) for m, theirs in found for core in theirs})
-    return ranks == distinct
 
 
 class ReductionHandle:

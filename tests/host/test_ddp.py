@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.data_parallel import DCTState, dct_hook
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.ddp import Owed, early_gradients
-from dct_plugin.integrations.host.worker import ReductionWorker, one_core_each
+from dct_plugin.integrations.ddp import AveragedResiduals, early_gradients
+from dct_plugin.integrations.host.overlap import ThreadOverlap, one_core_each
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,7 @@ def _portable(rank: int, world_size: int, folder: str, save: bool) -> dict[str, 
     """What is owed before saving, or after loading and before a step; and the weights some steps later."""
     model = network()
     ddp, state = hooked(model=model, named_parameters=list(model.named_parameters()))
-    owed = Owed(state)
+    owed = AveragedResiduals(state)
     if save:
         train(ddp, rank, range(5))
         dcp.save({"dct": owed}, checkpoint_id=folder)
@@ -97,7 +98,7 @@ def test_torchs_distributed_checkpoints_keep_what_is_owed(tmp_path: Path, world_
 
 def _unnamed(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigError) as raised:
-        Owed(DCTState(SPARSE))
+        AveragedResiduals(DCTState(SPARSE))
     with pytest.raises(ConfigError) as other:
         DCTState({"data_parallel": {"parameters": {"enabled": True}}})
     return f"{raised.value} {other.value}"
@@ -140,7 +141,7 @@ def _learns(
 @contextlib.contextmanager
 def _a_thread(beside: bool) -> Iterator[None]:
     """Whether reductions get a thread of their own, which depends on the machine."""
-    with patch("dct_plugin.integrations.ddp.state.one_core_each", lambda _: not beside):
+    with patch("dct_plugin.integrations.host.overlap.one_core_each", lambda _: not beside):
         yield
 
 
@@ -205,15 +206,14 @@ def _arriving(
         model = DistributedDataParallel(
             network(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=ways["views"], **options
         )
-        state = DCTState(SPARSE)
-        model.register_comm_hook(state, dct_hook)
-        begin = state._arrivals._tell
+        state = DCTState(SPARSE).register(model)
+        begin = state._early._report
 
         def noted(bucket: early_gradients.Bucket) -> None:
-            told.append(bucket.there)
+            told.append(bucket.available)
             begin(bucket)
 
-        state._arrivals._tell = noted
+        state._early._report = noted
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(5):
             optimizer.zero_grad(set_to_none=ways["none"])
@@ -261,8 +261,7 @@ def _again(rank: int, world_size: int) -> bool:
     """DDP does not synchronize a second pass through one graph: its gradients are left alone."""
     with patch.dict(vars(early_gradients), {"_WORTH": 1000}):
         model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-        state = DCTState(SPARSE)
-        model.register_comm_hook(state, dct_hook)
+        state = DCTState(SPARSE).register(model)
         train(model, rank, range(4))
         loss = model(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean()
         loss.backward(retain_graph=True)
@@ -287,13 +286,16 @@ def test_a_second_pass_through_a_graph_is_left_alone() -> None:
 
 
 def test_what_the_host_did_not_wait_for_is_hidden() -> None:
-    worker = ReductionWorker("dct gradients")
-    handles = [worker.submit(lambda: time.sleep(0.02)) for _ in range(2)]
+    records: list[Any] = []
+    reducer: Any = SimpleNamespace(metrics=SimpleNamespace(record=records.append))
+    overlap = ThreadOverlap(reducer, "dct gradients")
+    for _ in range(2):
+        overlap.submit(lambda: time.sleep(0.02))
     time.sleep(0.2)
-    for handle in handles:
-        handle.wait()
-    assert worker.hidden_ms() >= 30
-    worker.stop()
+    overlap.wait()
+    overlap.record_hidden_time()
+    assert records[0].hidden_ms >= 30
+    overlap.close()
 
 
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
@@ -603,7 +605,8 @@ def test_step_ahead_needs_the_optimizer_on_every_rank(case: str, words: str) -> 
 def _pickled(rank: int, world_size: int, folder: str) -> bool:
     section = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.9}}
     with patch.dict(vars(early_gradients), {"_WORTH": 100}):
-        ddp, state = hooked(section)
+        ddp = DistributedDataParallel(network())
+        state = DCTState(section).register(ddp)
         train(ddp, rank, range(3))
     kept = residuals(state)
     path = f"{folder}/{rank}.pt"
@@ -616,8 +619,7 @@ def _pickled(rank: int, world_size: int, folder: str) -> bool:
         (_, settings), *_ = other._comm_hooks
         assert settings == state.config
         # As with every hook of torch: it is registered again.
-        again = DCTState(settings)
-        other.register_comm_hook(again, dct_hook)
+        again = DCTState(settings).register(other)
         again.load_state_dict(state.state_dict())
     assert residuals(state).keys() == kept.keys()
     expected = train(ddp, rank, range(3, 6))

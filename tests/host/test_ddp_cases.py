@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dct_plugin.data_parallel import DCTState, dct_hook
+from dct_plugin.data_parallel import DCTState
 from dct_plugin.integrations.ddp import early_gradients
 
 pytestmark = pytest.mark.slow
@@ -414,7 +414,7 @@ def a_failed_forward_pass(wrap: Wrap, rank: int) -> list[Tensor]:
 def a_thread(beside: bool) -> Iterator[None]:
     """Whether reductions have a thread of their own, which depends on the machine."""
     with (
-        patch("dct_plugin.integrations.ddp.state.one_core_each", lambda _: not beside),
+        patch("dct_plugin.integrations.host.overlap.one_core_each", lambda _: not beside),
         patch.dict(vars(early_gradients), {"_WORTH": 100}),
     ):
         yield
@@ -422,7 +422,7 @@ def a_thread(beside: bool) -> Iterator[None]:
 
 def hooked(model: nn.Module, **options: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(model, **options)
-    ddp.register_comm_hook(DCTState(EXACT), dct_hook)
+    DCTState(EXACT).register(ddp)
     return ddp
 
 

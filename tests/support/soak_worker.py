@@ -72,13 +72,13 @@ def deepspeed_run(stage: int, folder: Path, limit: timedelta | None) -> Run:
 
 
 def ddp_run(folder: Path) -> Run:
-    from dct_plugin.data_parallel import DCTState, dct_hook
+    from dct_plugin.data_parallel import DCTState
 
     dist.init_process_group("gloo")
     model = network()
     ddp = nn.parallel.DistributedDataParallel(model)
     state = DCTState(SECTION, named_parameters=model.named_parameters())
-    ddp.register_comm_hook(state, dct_hook)
+    state.register(ddp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     latest, first = folder / "latest", 0
     if latest.exists():

@@ -112,10 +112,10 @@ class Trained:
     @contextmanager
     def through(self, state: DCTState) -> Iterator[None]:
         """Inside, steps go through the plugin."""
-        state.follow(self.ddp)
+        state.watch(self.ddp)
         with self.using(partial(dct_hook, state)):
             yield
-        state.leave()
+        state.unwatch()
 
     @contextmanager
     def apart(self, hook: Hook) -> Iterator[None]:

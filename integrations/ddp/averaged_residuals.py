@@ -1,0 +1,68 @@
+"""Residuals of a state in the form of ``torch.distributed.checkpoint``, for any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin import checkpoint
+from dct_plugin.errors import ConfigError
+from dct_plugin.thresholds import Threshold
+
+from .state import DCTState
+
+__all__ = ["AveragedResiduals"]
+
+
+class AveragedResiduals:
+    """The mean of the ranks' residuals, the same on all ranks, so that any number of ranks can load it.
+
+    ``dcp.save({"model": ..., "dct": AveragedResiduals(state)}, checkpoint_id=folder)``, and ``dcp.load`` in
+    the same way. Both methods are collectives. Thresholds are measured anew after loading. A run that must
+    continue bitwise, each rank with its own residuals, uses :meth:`.state.DCTState.save`.
+
+    Args:
+        state: The state; it knows the parameters' names.
+
+    Raises:
+        ConfigError: The state does not know the names.
+    """
+
+    def __init__(self, state: DCTState) -> None:
+        sizes = state.parameters.sizes
+        if sizes is None:
+            raise ConfigError(
+                "AveragedResiduals(state) needs DCTState(..., named_parameters=model.named_parameters())"
+            )
+        self._state = state
+        small = state.config.data_parallel.min_numel
+        self._sizes = {name: numel for name, numel in sizes.items() if numel >= small}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals by parameter, fp32 [numel], with the step and the loss scale."""
+        own = self._state.state_dict()["reducer"]
+        content = checkpoint.content_of(own, rank=0, world_size=1, unit=1.0)
+        streams = checkpoint.reshard([content])["streams"]
+        residuals = {}
+        for name, numel in self._sizes.items():
+            own_residual = streams[name]["residual"] if name in streams else torch.zeros(numel)
+            residuals[name] = _mean(own_residual, self._state.process_group)
+        return {"step": own["step"], "loss_scale": own["loss_scale"], "residuals": residuals}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        fresh = {"threshold": Threshold().state_dict(), "velocity": None, "shape": None}
+        streams = {name: {**fresh, "residual": residual} for name, residual in saved["residuals"].items()}
+        state = {"step": saved["step"], "loss_scale": saved["loss_scale"], "streams": streams}
+        self._state.load_state_dict({"reducer": state})
+
+
+def _mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the mean over the ranks, on CPU; a collective."""
+    on_cuda = dist.get_backend(group) == "nccl"
+    total = tensor.to("cuda" if on_cuda else "cpu", copy=True)
+    dist.all_reduce(total, group=group)
+    return total.div_(dist.get_world_size(group)).cpu()

@@ -1,0 +1,45 @@
+"""The loss scale of a gradient scaler, read without waiting for a device where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dct_plugin.codecs.copies import Mirror
+
+from ..host.patches import Patches
+
+__all__ = ["LossScale"]
+
+
+class LossScale:
+    """The scale of the coming gradients.
+
+    Args:
+        scaler: The gradient scaler, None where gradients are not scaled. Its ``update`` also starts the copy
+            of the new scale to the host: later a device would first run the next forward pass.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.scaler = scaler
+        self._mirror = Mirror()
+        if scaler is not None:
+            Patches().wrap(scaler, "update", self._copied_to_host)
+
+    def current(self) -> float | None:
+        """Return the scale, None without a scaler."""
+        if self.scaler is None:
+            return None
+        scale = self.scaler._get_scale_async()
+        return float(self.scaler.get_scale() if scale is None else self._mirror.of(scale))
+
+    def _copied_to_host(self, update: Callable[..., None]) -> Callable[..., None]:
+        def updated(*arguments: Any, **keywords: Any) -> None:
+            update(*arguments, **keywords)
+            scale = None if self.scaler is None else self.scaler._get_scale_async()
+            if scale is not None:
+                self._mirror.begin(scale)
+
+        return updated
