@@ -171,6 +171,20 @@ def _kernels() -> Iterable[Finding]:
         yield Finding("warn", "kernels", detail, advice)
     else:
         yield Finding("ok", "kernels", detail)
+    if torch.cuda.is_available():
+        yield _cuda_kernels()
+
+
+def _cuda_kernels() -> Finding:
+    """Say which kernels CUDA tensors take, after their self-check."""
+    from ..kernels import get_backend, problem_with
+
+    name = get_backend("cuda").name
+    if problem := problem_with("triton", "cuda"):
+        advice = "plain torch runs, several times slower; if triton is installed, report this output"
+        return Finding("warn", "cuda kernels", f"{name}; triton: {problem}", advice)
+    detail = "triton, equal to the reference on this device" if name == "triton" else name
+    return Finding("ok", "cuda kernels", detail)
 
 
 def _activation() -> Iterable[Finding]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +28,7 @@ __all__ = [
     "Tau",
     "backend_names",
     "get_backend",
+    "problem_with",
     "read_stats",
     "register_backend",
     "serves",
@@ -33,10 +36,21 @@ __all__ = [
 
 logger = logging.getLogger("dct_plugin.kernels")
 
-# name -> (factory, device types that "auto" uses it for); later registrations are preferred.
-_factories: dict[str, tuple[Callable[[], Backend], tuple[str, ...]]] = {}
+
+class _Registered(NamedTuple):
+    """A backend that is known by its name."""
+
+    factory: Callable[[], Backend]
+    device_types: tuple[str, ...]
+    """The device types that ``auto`` uses it for."""
+    self_check: bool
+
+
+# By name; ``auto`` prefers later ones.
+_factories: dict[str, _Registered] = {}
 _instances: dict[str, Backend] = {}
-_failed: set[str] = set()
+#: Names of backends, and types of devices, that ``auto`` does not use, and why not; None: it does.
+_problems: dict[tuple[str, str], str | None] = {}
 _lock = threading.Lock()
 _NEEDED = {
     "cpu": "A C compiler (gcc or clang) in PATH is all that is needed.",
@@ -45,43 +59,62 @@ _NEEDED = {
 }
 
 
-def register_backend(name: str, factory: Callable[[], Backend], device_types: tuple[str, ...] = ()) -> None:
+def register_backend(
+    name: str,
+    factory: Callable[[], Backend],
+    device_types: tuple[str, ...] = (),
+    *,
+    self_check: bool = False,
+) -> None:
     """Make a backend known; ``auto`` tries it first on ``device_types``.
 
-    A factory that cannot serve on this machine raises OSError.
+    Args:
+        name: The name in ``dct.kernels.backend`` and ``DCT_KERNELS``.
+        factory: Makes the backend; raises OSError if it cannot serve on this machine.
+        device_types: The device types that ``auto`` uses it for.
+        self_check: ``auto`` compares it with the reference before its first use in a process
+            (:mod:`.self_check`).
     """
     with _lock:
-        _factories[name] = (factory, device_types)
+        _factories[name] = _Registered(factory, device_types, self_check)
         _instances.pop(name, None)
-        _failed.discard(name)
+        for key in [key for key in _problems if key[0] == name]:
+            del _problems[key]
 
 
 def backend_names() -> tuple[str, ...]:
-    """What :func:`get_backend` takes for a name: ``auto`` and all registered ones."""
+    """Return the names that :func:`get_backend` takes: ``auto`` and all registered ones."""
     return ("auto", *_factories)
 
 
 def serves(name: str, device: torch.device) -> bool:
-    """Whether a backend of :func:`backend_names` takes tensors of a device."""
+    """Return whether a backend of :func:`backend_names` takes tensors of a device."""
     if name == "auto":
         return True
-    _, device_types = _factories[name]
+    device_types = _factories[name].device_types
     return not device_types or device.type in device_types
 
 
 def get_backend(device: torch.device | str, name: str = "auto", *, threads: int | None = None) -> Backend:
-    """The kernels for tensors on ``device``.
+    """Return the kernels for tensors on ``device``.
 
     Args:
-        name: one of :func:`backend_names`. ``auto`` takes the environment variable ``DCT_KERNELS`` if it is
+        device: The device; ``auto`` looks at its type alone.
+        name: One of :func:`backend_names`. ``auto`` takes the environment variable ``DCT_KERNELS`` if it is
             set, else the fastest backend that works here; the choice is logged once.
-        threads: threads per call of a compiled CPU backend; None: as many as torch uses.
+        threads: Threads per call of a compiled CPU backend; None: as many as torch uses.
+
     Raises:
-        ValueError: unknown name, or a backend that does not serve this device.
-        OSError: the named backend is not available (``auto`` falls back to ``reference`` instead).
+        ValueError: The name is unknown, or the backend does not serve this device.
+        OSError: The named backend is not available (``auto`` falls back to ``reference`` instead).
     """
     backend = _choose(torch.device(device), name)
     return backend if threads is None else backend.with_threads(threads)
+
+
+def problem_with(name: str, device_type: str) -> str | None:
+    """Return why ``auto`` does not use a backend on a device type; None: it does, or has not been asked."""
+    return _problems.get((name, device_type))
 
 
 def _choose(device: torch.device, name: str) -> Backend:
@@ -96,36 +129,62 @@ def _choose(device: torch.device, name: str) -> Backend:
         if serves(name, device):
             return _instance(name)
         if not from_environment:
-            served = ", ".join(_factories[name][1])
+            served = ", ".join(_factories[name].device_types)
             raise ValueError(f"kernel backend {name!r} serves {served} tensors, not {device.type}")
-    for candidate, (_, device_types) in reversed(list(_factories.items())):
-        if device.type in device_types and candidate not in _failed:
-            try:
-                return _instance(candidate)
-            except OSError as error:
-                with _lock:
-                    first = candidate not in _failed
-                    _failed.add(candidate)
-                if first:
-                    logger.warning(
-                        "kernel backend %r is not available (%s); using plain torch on %s tensors, which is "
-                        "several times slower. %s",
-                        candidate,
-                        error,
-                        device.type,
-                        _NEEDED.get(candidate, ""),
-                    )
+    for candidate, registered in reversed(list(_factories.items())):
+        if device.type in registered.device_types and _works(candidate, device):
+            return _instance(candidate)
     return _instance("reference")
+
+
+def _works(name: str, device: torch.device) -> bool:
+    """Return whether ``auto`` may use a backend on a device; find out at the first call."""
+    key = name, device.type
+    with _lock:
+        if key not in _problems:
+            _problems[key] = _find_problem(name, device)
+        return _problems[key] is None
+
+
+def _find_problem(name: str, device: torch.device) -> str | None:
+    """Return what is wrong with a backend, after a warning; None: nothing."""
+    slower = f"using plain torch on {device.type} tensors, which is several times slower"
+    try:
+        backend = _made(name)
+    except OSError as error:
+        logger.warning(
+            "kernel backend %r is not available (%s); %s. %s", name, error, slower, _NEEDED.get(name, "")
+        )
+        return str(error)
+    # Without such a device no tensor will come.
+    if not _factories[name].self_check or (device.type == "cuda" and not torch.cuda.is_available()):
+        return None
+    from .self_check import first_difference
+
+    began = time.perf_counter()
+    if problem := first_difference(backend, device):
+        logger.warning(
+            "kernel backend %r fails its self-check (%s); %s. Please report this line with the output of "
+            "`dct doctor`. dct.kernels.backend: %r uses these kernels nevertheless",
+            *(name, problem, slower, name),
+        )
+        return f"self-check: {problem}"
+    logger.info("%r kernels equal the reference on %s: %.1f s", name, device, time.perf_counter() - began)
+    return None
 
 
 def _instance(name: str) -> Backend:
     with _lock:
-        backend = _instances.get(name)
-        if backend is None:
-            backend = _factories[name][0]()
-            _instances[name] = backend
-            logger.info("using %r kernels: %r", name, backend)
-        return backend
+        return _made(name)
+
+
+def _made(name: str) -> Backend:
+    """Return the instance of a backend; the lock is held."""
+    backend = _instances.get(name)
+    if backend is None:
+        backend = _instances[name] = _factories[name].factory()
+        logger.info("using %r kernels: %r", name, backend)
+    return backend
 
 
 def _reference() -> Backend:
@@ -148,4 +207,4 @@ def _triton() -> Backend:
 
 register_backend("reference", _reference)
 register_backend("cpu", _cpu, device_types=("cpu",))
-register_backend("triton", _triton, device_types=("cuda",))
+register_backend("triton", _triton, device_types=("cuda",), self_check=True)

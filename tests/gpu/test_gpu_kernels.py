@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import Backend, Job, Stats, get_backend
+from dct_plugin.kernels import Backend, Job, Stats, get_backend, problem_with, self_check
 from dct_plugin.kernels.checks import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
@@ -353,3 +354,13 @@ def test_residuals_in_fewer_bytes(dtype: torch.dtype) -> None:
         backend.unpack(out, exponents, back)
         results.append((out.cpu(), back.cpu()))
     assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_the_self_check_passes_and_takes_less_than_two_seconds() -> None:
+    where = torch.device("cuda")
+    assert self_check.first_difference(TRITON, where) is None  # compiles
+    began = time.perf_counter()
+    assert self_check.first_difference(TRITON, where) is None
+    assert time.perf_counter() - began < 2
+    assert get_backend("cuda").name == "triton"
+    assert problem_with("triton", "cuda") is None

@@ -545,12 +545,13 @@ def test_cuda_tensors_take_triton_where_there_is_triton(
 ) -> None:
     monkeypatch.delenv("DCT_KERNELS", raising=False)
     monkeypatch.setattr(kernels, "_instances", {})
-    monkeypatch.setattr(kernels, "_failed", set())
+    monkeypatch.setattr(kernels, "_problems", {})
     assert kernels.get_backend("cuda").name == "triton"
     assert kernels.get_backend("cpu").name != "triton"
     with pytest.raises(ValueError, match="serves cuda tensors, not cpu"):
         kernels.get_backend("cpu", "triton")
     monkeypatch.setattr(kernels, "_instances", {})
+    monkeypatch.setattr(kernels, "_problems", {})
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "dct_plugin.kernels.triton.backend")
     with caplog.at_level(logging.INFO, logger="dct_plugin.kernels"):

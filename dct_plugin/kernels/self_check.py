@@ -1,0 +1,317 @@
+"""A comparison of a backend with the reference on the device that it serves, before ``auto`` uses it.
+
+Every value type, every kind of payload and every kernel is tried on a few thousand random entries, and every
+result is compared bit by bit with that of :class:`.reference.ReferenceBackend` on the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..codecs.index import IndexEncoding
+from ..codecs.message import MessageWriter, read_messages
+from ..codecs.payload import payload_bound
+from ..codecs.slots import PREFIX
+from ..codecs.stats import read_stats
+from ..codecs.values import ValueDtype
+from .backend import Backend
+from .checks import PACK_BLOCK
+from .embedding import get_device_codec, get_device_requests
+from .embedding_format import Outgoing
+from .embedding_reference import ReferenceEmbeddingKernels
+from .job import GRAD_DTYPES, Job
+from .reference import ReferenceBackend
+
+__all__ = ["CHECKS", "first_difference"]
+
+_NUMEL = 3001
+_HOST = torch.device("cpu")
+
+
+class _Difference(Exception):
+    """A result that is not the reference's."""
+
+
+class _Pair:
+    """A backend on its device, and the reference on the host."""
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self.reference = ReferenceBackend(backend.encodings)
+        self.backend, self.device = backend, device
+
+    def alike(self, what: str, run: Callable[[Backend, torch.device], Sequence[Tensor | float]]) -> None:
+        """Raise :class:`_Difference` unless ``run`` gives the same bits on both sides."""
+        with torch.no_grad():
+            expected, found = run(self.reference, _HOST), run(self.backend, self.device)
+        for one, other in zip(expected, found, strict=True):
+            _compare(what, *(torch.as_tensor(each).to(_HOST) for each in (one, other)))
+
+
+def _compare(what: str, expected: Tensor, found: Tensor) -> None:
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        raise _Difference(f"{what}: {found.dtype} {list(found.shape)} in place of {list(expected.shape)}")
+    differs = _bits(expected) != _bits(found)
+    if expected.is_floating_point():  # a NaN may have any bits
+        differs &= ~(expected.isnan() & found.isnan())
+    if bool(differs.any()):
+        raise _Difference(f"{what}: {int(differs.sum())} of {differs.numel()} entries differ")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(numbers[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def _random(seed: int, numel: int = _NUMEL) -> Tensor:
+    """Return fp32 [numel] on the host, with a few large entries; the same for a seed everywhere."""
+    generator = torch.Generator(_HOST).manual_seed(seed)
+    values = torch.randn(numel, generator=generator, dtype=torch.float32, device=_HOST)
+    values[:: max(1, numel // 7)] *= 50
+    return values
+
+
+def _compressed(job: Job, backend: Backend) -> tuple[Tensor, list[Tensor | float]]:
+    """Return a payload, and everything that its compression has changed."""
+    stats = backend.compress(job)
+    payload = job.out[: stats.nbytes].clone()
+    left = torch.empty(0) if job.residual_out is None else job.residual_out
+    return payload, [*map(float, stats.counts), stats.tau, payload, left, job.grad]
+
+
+class _Form(NamedTuple):
+    """A value type and a kind of payload."""
+
+    number: int
+    value_dtype: ValueDtype
+    encoding: IndexEncoding
+
+    def __str__(self) -> str:
+        return f"{self.value_dtype.label}, {self.encoding.label}"
+
+    def job(self, where: torch.device) -> Job:
+        """Return a compression of this form: type of the gradient, residual, threshold and limit vary."""
+        number = self.number
+        grad = _random(number).to(GRAD_DTYPES[number % 3]).to(where)
+        if number % 11 == 10:
+            grad[1234] = float("inf")
+        residual = None if number % 5 == 4 else _random(100 + number).mul_(0.3).to(where)
+        bound = payload_bound(_NUMEL, None, self.value_dtype, self.encoding)
+        return Job(
+            grad,
+            residual,
+            0.0 if self.encoding is IndexEncoding.DENSE else 1.2,
+            torch.zeros(bound, dtype=torch.uint8, device=where),
+            residual_out=torch.zeros(_NUMEL, device=where) if number % 2 else None,
+            capacity=300 if number % 4 == 3 else _NUMEL,
+            start=2500,
+            value_dtype=self.value_dtype,
+            encoding=self.encoding,
+            clear=number % 3 == 1,
+        )
+
+
+def _forms(backend: Backend) -> list[_Form]:
+    """Return every value type with every kind of payload that the backend writes."""
+    return [
+        _Form(number, value_dtype, encoding)
+        for number, (value_dtype, encoding) in enumerate(itertools.product(ValueDtype, backend.encodings))
+    ]
+
+
+def _selection(pair: _Pair) -> None:
+    """Compare payloads, figures, residuals and cleared gradients."""
+    for form in _forms(pair.backend):
+        pair.alike(f"selection ({form})", partial(_written, form))
+
+
+def _written(form: _Form, backend: Backend, where: torch.device) -> Sequence[Tensor | float]:
+    return _compressed(form.job(where), backend)[1]
+
+
+def _decoding(pair: _Pair) -> None:
+    """Compare what is read of single payloads, and values at the positions of another payload."""
+    for form in _forms(pair.backend)[::5]:  # every value type, and every kind
+        payload, _ = _compressed(form.job(_HOST), pair.reference)
+        pair.alike(f"decoding ({form})", partial(_read, form.value_dtype, payload))
+
+
+def _read(
+    value_dtype: ValueDtype, payload: Tensor, backend: Backend, where: torch.device
+) -> Sequence[Tensor | float]:
+    payload, total, source = payload.to(where), _random(1).to(where), _random(2).to(where)
+    nnz, mask = backend.decode_add(payload, total), backend.decode_mask(payload, _NUMEL)
+    bound = payload_bound(_NUMEL, None, value_dtype)
+    out = torch.zeros(bound, dtype=torch.uint8, device=where)
+    stats = backend.encode_shared(source, payload, value_dtype, out)
+    other = _random(3).to(where)
+    backend.decode_add(out[: stats.nbytes], other, payload)
+    return [nnz, mask, total, *map(float, stats.counts), out[: stats.nbytes], other]
+
+
+def _sums(pair: _Pair) -> None:
+    """Compare sums of two messages of payloads of all forms, in every type of gradient."""
+    payloads = [_compressed(form.job(_HOST), pair.reference)[0] for form in _forms(pair.backend)]
+    messages = [torch.cat(payloads[::2]), torch.cat(payloads[1::2])]
+
+    def total(backend: Backend, where: torch.device) -> list[Tensor]:
+        outs = [
+            torch.zeros(_NUMEL, dtype=GRAD_DTYPES[at % 3], device=where) for at in range(len(payloads) // 2)
+        ]
+        backend.sum_messages([message.to(where) for message in messages], outs, 1 / 3)
+        return outs
+
+    pair.alike("sums of messages", total)
+
+
+def _buckets(pair: _Pair) -> None:
+    """Compare a batch of tensors whose thresholds stay on the device; and the message in a slot."""
+
+    def batch(backend: Backend, where: torch.device) -> list[Tensor | float]:
+        writer, figures, found = MessageWriter(where), [], []
+        tensors = [
+            (_random(at, size).to(GRAD_DTYPES[at % 3]).to(where), _random(50 + at, size).to(where))
+            for at, size in enumerate((700, 1, 1301, 0, 999))
+        ]
+        with backend.batched():
+            for at, (grad, residual) in enumerate(tensors):
+                tau = backend.sample_threshold(grad, residual, 0.1, 1000, seed=at)
+                room = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
+                job = Job(grad, residual, tau, room, value_dtype=ValueDtype.BF16, clear=True)
+                figures.append(backend.compress(job))
+                writer.advance(figures[-1])
+                found += [grad, residual]
+        outs = [torch.zeros(grad.numel(), device=where) for grad, _ in tensors]
+        if backend.writes_slots:
+            slot = torch.zeros(PREFIX + 16_384, dtype=torch.uint8, device=where)
+            backend.write_slot(writer, slot, 7)
+            wrong, missing = backend.sum_slots(slot, [(0, slot.numel())], outs, 1.0)
+            if int(wrong.amax()) or int(missing.amax()):
+                raise _Difference(f"a message in a slot is refused: {wrong.tolist()}, {missing.tolist()}")
+        (message,) = read_messages([writer])
+        if not backend.writes_slots:
+            backend.sum_messages([message], outs)
+        read_stats(figures)
+        return [message, *found, *outs, *(number for each in figures for number in (*each.counts, each.tau))]
+
+    pair.alike("a batch of tensors", batch)
+
+
+def _thresholds(pair: _Pair) -> None:
+    """Compare sampled and exact thresholds."""
+
+    def found(backend: Backend, where: torch.device) -> list[float]:
+        taus = []
+        for number, dtype in enumerate(GRAD_DTYPES):
+            grad, residual = _random(number).to(dtype).to(where), _random(9 + number).to(where)
+            taus += [backend.sample_threshold(grad, each, 0.05, 500, number) for each in (None, residual)]
+            taus += [backend.exact_threshold(grad, residual, 77)]
+        return [float(tau) for tau in taus]
+
+    pair.alike("thresholds", found)
+
+
+def _residuals(pair: _Pair) -> None:
+    """Compare packed residuals, momentum and differences of weights."""
+
+    def packed(backend: Backend, where: torch.device) -> list[Tensor]:
+        results = []
+        for dtype in (torch.bfloat16, torch.int8):
+            out, values = torch.zeros(_NUMEL, dtype=dtype, device=where), _random(3).to(where)
+            blocks = torch.zeros(-(-_NUMEL // PACK_BLOCK), dtype=torch.int8, device=where)
+            exponents = blocks if dtype == torch.int8 else None
+            backend.pack(values, out, exponents, seed=5)
+            unpacked = torch.zeros(_NUMEL, device=where)
+            backend.unpack(out, exponents, unpacked)
+            results += [out, blocks, unpacked]
+        return results
+
+    def passes(backend: Backend, where: torch.device) -> list[Tensor]:
+        results = []
+        for dtype in GRAD_DTYPES:
+            grad, velocity = _random(4).to(dtype).to(where), _random(5).to(where)
+            kept, out = torch.zeros(_NUMEL, device=where), torch.zeros(_NUMEL, device=where)
+            backend.difference(velocity, grad, out)
+            results += [out, backend.accumulate(grad, velocity, 0.9, kept, clear=True), kept, grad]
+        return results
+
+    pair.alike("packed residuals", packed)
+    pair.alike("momentum and differences", passes)
+
+
+def _embedding_codes(pair: _Pair) -> None:
+    """Compare error-bounded codes that the device writes and reads."""
+    codec = get_device_codec(pair.backend, "auto")
+    if codec is None:
+        return
+    lengths = np.array([1500, 0, 40, 1461], dtype=np.int64)
+    bounds = np.array([0.01, 1.0, 1e-9, 0.3])
+    part = Outgoing(_random(6), lengths, bounds, kind=1)
+    (expected,) = ReferenceEmbeddingKernels().encode([part], 0, decoded=True)
+    (found,) = codec.encode([part._replace(x=part.x.to(pair.device))], decoded=True)
+    out = torch.zeros(_NUMEL, device=pair.device)
+    assert expected.message is not None
+    assert expected.decoded is not None
+    (opened,) = codec.decode([expected.message[:-1].to(pair.device)], [lengths], [out])
+    if opened is None or opened.fault is not None or found.message is None or found.decoded is None:
+        raise _Difference(f"error-bounded codes are refused: {opened}")
+    _compare("error-bounded codes", expected.message, found.message.cpu())
+    _compare("rounded embeddings", expected.decoded, found.decoded.cpu())
+    _compare("decoded embeddings", expected.decoded, out.cpu())
+
+
+def _embedding_requests(pair: _Pair) -> None:
+    """Compare requests for rows, which the device writes and reads, with index sections of the reference."""
+    first_rows, samples = [0, 300, 3000, 3005], 200
+    requests = get_device_requests(pair.backend, [3, 0], [first_rows[-1], 0], 1, pair.device)
+    if requests is None:
+        return
+    rows = torch.arange(0, first_rows[-1], 17)
+    starts = torch.tensor([0, len(rows), len(rows)], device=pair.device)
+    written = requests.write(rows.to(pair.device), starts, samples)
+    nbytes = int(written.nbytes[0])
+    message = written.framed(0, nbytes).cpu()
+    _, _, index = pair.reference.encode_indices(rows, first_rows[-1])
+    body = message.numpy().tobytes()
+    _compare("positions in a request", index, message[-index.numel() :])
+    if int.from_bytes(body[28:32], "little") != zlib.crc32(body[32:], zlib.crc32(body[:28] + bytes(4))):
+        raise _Difference("the checksum of a request is wrong")
+    mine = get_device_requests(pair.backend, [3], [first_rows[-1]], -1, pair.device)
+    assert mine is not None
+    named, figures = mine.open(written.buffer, [0], written.nbytes[:1], nbytes, first_rows)
+    counts = torch.searchsorted(rows, torch.tensor(first_rows)).diff().tolist()
+    _compare("figures of a request", torch.tensor([[samples, 0, len(rows), *counts]]), figures.cpu())
+    _compare("rows of a request", rows, named[0, : len(rows)].cpu())
+
+
+#: Everything that is compared, by the name of the kernels.
+CHECKS: dict[str, Callable[[_Pair], None]] = {
+    "selection": _selection,
+    "decoding": _decoding,
+    "sums": _sums,
+    "batches and slots": _buckets,
+    "thresholds": _thresholds,
+    "residuals": _residuals,
+    "embedding codes": _embedding_codes,
+    "embedding requests": _embedding_requests,
+}
+
+
+def first_difference(backend: Backend, device: torch.device) -> str | None:
+    """Return where a backend on ``device`` first differs from the reference, or fails; None: nowhere."""
+    pair = _Pair(backend, device)
+    for name, check in CHECKS.items():
+        try:
+            check(pair)
+        except _Difference as difference:
+            return f"{name}: {difference}"
+        except Exception as error:  # what it may be, a compiler's or a driver's, no one can list
+            return f"{name}: {type(error).__name__}: {error}"
+    return None

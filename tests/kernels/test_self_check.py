@@ -1,0 +1,183 @@
+"""Kernels of a device are compared with the reference before ``auto`` uses them: by Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is for Linux only")
+
+from dct_plugin import kernels
+from dct_plugin.cli import doctor
+from dct_plugin.codecs import Stats, ValueDtype
+from dct_plugin.kernels import Job, get_backend, problem_with, self_check
+from dct_plugin.kernels.triton.backend import TritonBackend
+from dct_plugin.kernels.triton.embedding import TritonEmbeddingKernels
+from dct_plugin.kernels.triton.requests import TritonRequests
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
+)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Register a backend that ``auto`` prefers for CPU tensors if it passes its self-check."""
+    monkeypatch.delenv("DCT_KERNELS", raising=False)
+    for state in ("_factories", "_instances", "_problems"):
+        monkeypatch.setattr(kernels, state, dict(vars(kernels)[state]))
+
+    def register(factory: Callable[[], Any]) -> None:
+        kernels.register_backend("interpreted", factory, device_types=("cpu",), self_check=True)
+
+    return register
+
+
+def test_kernels_that_equal_the_reference_are_used(
+    registered: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = []
+    compare = self_check.first_difference
+
+    def counted(backend: Any, device: torch.device) -> str | None:
+        found.append(compare(backend, device))
+        return found[-1]
+
+    monkeypatch.setattr(self_check, "first_difference", counted)
+    registered(TritonBackend)
+    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
+        backends = [get_backend("cpu") for _ in range(3)]
+    assert {type(backend) for backend in backends} == {TritonBackend}
+    assert found == [None]  # once in a process
+    assert problem_with("interpreted", "cpu") is None
+    assert not caplog.records
+
+
+class _WrongPayload(TritonBackend):
+    def compress(self, job: Job) -> Stats:
+        stats = super().compress(job)
+        if job.value_dtype is ValueDtype.INT4 and not job.dense:
+            job.out[stats.nbytes - 1] ^= 1
+        return stats
+
+
+class _WrongResidual(TritonBackend):
+    def compress(self, job: Job) -> Stats:
+        stats = super().compress(job)
+        if job.residual_out is not None and stats.nbytes:
+            job.residual_out.view(torch.int32)[17] ^= 1
+        return stats
+
+
+class _WrongSum(TritonBackend):
+    def sum_messages(self, messages: Any, outs: Any, scale: float = 1.0) -> None:
+        super().sum_messages(messages, outs, scale)
+        outs[4].view(torch.int32 if outs[4].dtype == torch.float32 else torch.int16)[2000] ^= 1
+
+
+class _WrongValue(TritonBackend):
+    def decode_add(self, payload: Any, out: Tensor, positions: Any = None) -> int:
+        nnz = super().decode_add(payload, out, positions)
+        out.view(torch.int32)[3000] ^= 1
+        return nnz
+
+
+class _WrongThreshold(TritonBackend):
+    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> Tensor:
+        return super().exact_threshold(grad, residual, k) * (1 + 2**-23)
+
+
+class _WrongSlot(TritonBackend):
+    def write_slot(self, writer: Any, out: Tensor, fingerprint: int, incomplete: Any = None) -> None:
+        super().write_slot(writer, out, fingerprint, incomplete)
+        out[600] ^= 1
+
+
+class _NoPacking(TritonBackend):
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        raise RuntimeError("no kernel image for this device")
+
+
+@pytest.mark.parametrize(
+    ("check", "factory", "said"),
+    [
+        ("selection", _WrongPayload, "selection: selection (int4, bitmap): 1 of "),
+        ("selection", _WrongResidual, "selection: selection (fp32, dense): 1 of 3001 entries differ"),
+        ("decoding", _WrongValue, "decoding: decoding (fp32, dense): 1 of 3001 entries differ"),
+        ("sums", _WrongSum, "sums: sums of messages: 1 of 3001 entries differ"),
+        ("batches and slots", _WrongSlot, "batches and slots: a message in a slot is refused"),
+        ("thresholds", _WrongThreshold, "thresholds: thresholds: 1 of 1 entries differ"),
+        ("residuals", _NoPacking, "residuals: RuntimeError: no kernel image for this device"),
+    ],
+)
+def test_kernels_with_a_wrong_bit_are_not_used(
+    registered: Callable[[Callable[[], Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    check: str,
+    factory: Callable[[], Any],
+    said: str,
+) -> None:
+    monkeypatch.setattr(self_check, "CHECKS", {check: self_check.CHECKS[check]})  # the others take long
+    registered(factory)
+    kernels._factories.pop("cpu")  # which auto would take next
+    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
+        assert [get_backend("cpu").name for _ in range(2)] == ["reference"] * 2
+    (record,) = caplog.records  # once
+    assert said in record.getMessage()
+    assert "report" in record.getMessage()
+    assert said in str(problem_with("interpreted", "cpu"))
+    assert isinstance(get_backend("cpu", "interpreted"), factory)  # who asks by name gets it
+
+
+@pytest.mark.parametrize(
+    ("check", "owner", "method"),
+    [
+        ("embedding codes", TritonEmbeddingKernels, "encode"),
+        ("embedding codes", TritonEmbeddingKernels, "decode"),
+        ("embedding requests", TritonRequests, "write"),
+        ("embedding requests", TritonRequests, "open"),
+    ],
+)
+def test_a_wrong_bit_of_embeddings_is_found(
+    monkeypatch: pytest.MonkeyPatch, check: str, owner: type, method: str
+) -> None:
+    monkeypatch.setattr(self_check, "CHECKS", {check: self_check.CHECKS[check]})
+    right = getattr(owner, method)
+
+    def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = right(self, *arguments, **options)
+        if method == "encode":
+            result[0].message[300] ^= 1
+        elif method == "decode":
+            arguments[2][0].view(torch.int32)[1] ^= 1
+        elif method == "write":
+            result.buffer[50] ^= 1
+        else:
+            result.rows[0, 3] += 1
+        return result
+
+    monkeypatch.setattr(owner, method, wrong)
+    problem = self_check.first_difference(TritonBackend(), torch.device("cpu"))
+    assert str(problem).startswith(f"{check}: ")
+    assert "differ" in str(problem) or "checksum" in str(problem)
+
+
+def test_the_doctor_shows_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DCT_KERNELS", raising=False)
+    problems: dict[tuple[str, str], str | None] = {("triton", "cuda"): None}
+    monkeypatch.setattr(kernels, "_problems", problems)
+    finding = doctor._cuda_kernels()
+    assert finding[:3] == ("ok", "cuda kernels", "triton, equal to the reference on this device")
+    problems["triton", "cuda"] = "self-check: sums: 1 of 9 entries differ"
+    finding = doctor._cuda_kernels()
+    assert finding[:3] == ("warn", "cuda kernels", f"reference; triton: {problems['triton', 'cuda']}")
+    assert "report" in finding.advice
