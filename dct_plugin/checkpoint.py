@@ -120,7 +120,8 @@ def write(path: Path, content: State) -> None:
     content = {"format": FORMAT, "version": __version__, **content}
     tensors, digest = _sums(content)
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # it may be a FIFO
+        with open(temporary, "xb") as file:
             torch.save({**content, "tensors": tensors, "digest": digest}, file)
             file.flush()
             os.fsync(file.fileno())  # or a crash may leave the new name with no content
@@ -384,6 +385,8 @@ def read(path: Path, other: State | None = None) -> State:
             another format, or in another save or by another number of ranks than ``other``.
     """
     try:
+        if not path.is_file():  # to open a FIFO would wait for whoever writes to it
+            raise OSError("no regular file")
         with open(path, "rb") as file:
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
         found = content["format"]

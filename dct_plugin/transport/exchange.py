@@ -265,6 +265,7 @@ class Exchange:
     def _carried(self) -> Carrier:
         if self._carrier is None:
             self._carrier = carrier_of(self.group, self._wire)
+            lost_ranks.rejoin()
         return self._carrier
 
     def _transport(self, what: str) -> lost_ranks.transport:

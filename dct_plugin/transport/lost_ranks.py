@@ -29,6 +29,18 @@ def introduce() -> None:
     """Say which process this rank is; again for every default process group."""
     with contextlib.suppress(Exception):  # a job without a store finds out later, or never
         _store().set(_process_key(dist.get_rank()), processes.this())
+    rejoin()
+
+
+def rejoin() -> None:
+    """Clear what an earlier failure left in the store; called when this rank is connected to others again."""
+
+    def clear() -> None:
+        store = _store()
+        store.delete_key(_alive_key(dist.get_rank()))
+        store.delete_key(_LOST)
+
+    in_time(clear, _ROLL_CALL)
 
 
 class transport:  # used as a statement

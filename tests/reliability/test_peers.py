@@ -10,16 +10,19 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from support.processes import launch
+import torch.distributed as dist
+from support.processes import launch, run
 
 from dct_plugin.config import ActivationConfig, DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.embedding import ShardedTables
+from dct_plugin.errors import DesyncError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
-from dct_plugin.transport import Exchange
+from dct_plugin.transport import Exchange, tcp_connect
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +134,29 @@ def test_a_rank_that_stops_while_ranks_connect_is_named_at_the_time_limit(tmp_pa
     for rank in said:
         assert rank["error"] == "DesyncError"
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
+
+
+def _absent_in_turn(rank: int, world_size: int) -> list[str]:
+    """Ranks 1 and 2 stay away from one exchange each; after each of these all make new connections."""
+    texts = []
+    with patch.object(tcp_connect, "time_limit", lambda group: 4.0):
+        for absent in (1, 2):
+            exchange = Exchange(None, torch.device("cpu"))
+            exchange.agree(1)
+            try:
+                if rank != absent:
+                    exchange.agree(2)
+            except DesyncError as error:
+                texts.append(str(error))
+            dist.barrier()
+        Exchange(None, torch.device("cpu")).agree(3)
+    return texts
+
+
+def test_after_a_recovery_in_the_same_process_the_right_rank_is_named() -> None:
+    first, second, third = run(3, _absent_in_turn)
+    for text, lost in [*zip(first, (1, 2), strict=True), (second[0], 2), (third[0], 1)]:
+        assert f"rank(s) [{lost}] gave no sign of life" in text
 
 
 def test_a_peer_lost_where_the_host_itself_communicates_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -136,6 +137,19 @@ def test_a_file_that_claims_a_billion_ranks(tmp_path: Path) -> None:
     path = written(tmp_path)
     rewritten(path, lambda content: content.update(world_size=10**9))
     assert checkpoint.load(tmp_path, rank=1, world_size=2) is None  # the others' files are missing
+
+
+def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    """To open one waits for its other end, on one rank or on all."""
+    path = written(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    assert "dct_rank_00001.pt: not a readable state of dct-plugin: OSError: no regular file" in refused(
+        tmp_path
+    )
+    os.mkfifo(path.with_name("dct_rank_00001.pt.tmp"))
+    written(tmp_path)
+    assert checkpoint.load(tmp_path, rank=1, world_size=2) is not None
 
 
 def test_streams_of_a_part_are_compared_with_their_part(tmp_path: Path) -> None:
