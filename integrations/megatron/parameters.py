@@ -1,4 +1,4 @@
-"""Updated weights under the distributed optimizer: ``_ParamAndGradBucketGroup.start_param_sync``.
+"""Updates of weights under the distributed optimizer: ``_ParamAndGradBucketGroup.start_param_sync``.
 
 Megatron copies the masters that a rank owns into its part of the parameter buffers, and gathers these. Here
 the copy is left out, so that the buffers keep what all ranks know, and the gather is replaced; in the steps
@@ -24,9 +24,8 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DCTError
 
-from .data import NAME, is_expert
+from .buckets import NAME, groups_of, is_expert
 from .session import Hook, Session
-from .step_ahead import groups_of
 
 __all__ = ["ParameterHook"]
 
@@ -51,14 +50,14 @@ class _Owner:
     """Whether the last step's update is thresholded."""
 
     def range_of(self, parameter: torch.nn.Parameter) -> slice:
-        """Entries of a parameter that this rank owns."""
+        """Return the entries of a parameter that this rank owns."""
         optimizer = self.optimizer()
         assert optimizer is not None
         owned = optimizer._get_model_param_range_map(parameter)["param"]
         return slice(owned.start, owned.end)
 
     def read_fp32(self) -> None:
-        """The weights were set from outside: so are the masters that Megatron would not have apart."""
+        """Copy weights that were set from outside into the fp32 masters."""
         for parameter, master in self.fp32:
             master.data.copy_(parameter.data.view(-1)[self.range_of(parameter)])
 
@@ -237,7 +236,7 @@ class ParameterHook(Hook):
 
 
 def _start(parameter: torch.nn.Parameter, bucket: Any) -> int:
-    """First entry of a parameter in its bucket, which aligns them."""
+    """Return the first entry of a parameter in its bucket, which aligns them."""
     data = bucket.param_data
     start = (parameter.data_ptr() - data.data_ptr()) // data.element_size()
     if not 0 <= start <= data.numel() - parameter.numel():
@@ -246,7 +245,7 @@ def _start(parameter: torch.nn.Parameter, bucket: Any) -> int:
 
 
 def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:
-    """Settings under which weights are gathered in another form."""
+    """Yield the settings under which weights are gathered in another form."""
     config, ddp = optimizer.config, optimizer.ddp_config
     for holder, name in (
         (config, "use_precision_aware_optimizer"),

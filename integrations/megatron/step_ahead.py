@@ -1,4 +1,4 @@
-"""Step-ahead error feedback: Megatron's models, optimizers, and when which of them sees displaced weights.
+"""Step-ahead error feedback: Megatron's optimizers, and when which part sees displaced weights.
 
 Weights are displaced for the whole of a training iteration: all micro-batches and model chunks of a
 schedule, and recomputed activations, see the same ones. The optimizer, parameter gathers, forward-only
@@ -18,7 +18,7 @@ from dct_plugin.errors import ConfigError
 
 from ..host.patches import Patches
 
-__all__ = ["Optimizers", "finish_gathers", "groups_of", "refuse"]
+__all__ = ["Optimizers", "refuse"]
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
 _KEY = "dct.data_parallel.error_feedback = 'step_ahead'"
@@ -36,7 +36,7 @@ class Optimizers:
         patches.wrap(MegatronOptimizer, "__init__", self._make_init)
 
     def unit_of(self, parameter: torch.nn.Parameter) -> StepUnit | None:
-        """The settings of the parameter's group as they are now; None: no optimizer has it.
+        """Return the settings of the parameter's group as they are now; None: no optimizer has it.
 
         Raises:
             ConfigError: The unit of an optimizer's steps is not known.
@@ -51,7 +51,7 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[Any]:
-        """Those of all optimizers."""
+        """The parameter groups of all optimizers."""
         return [group for optimizer in self._alive() for group in optimizer.param_groups]
 
     def _alive(self) -> Iterator[Any]:
@@ -69,35 +69,16 @@ class Optimizers:
         return init
 
 
-def groups_of(model: Any) -> list[Any]:
-    """The bucket groups of a ``DistributedDataParallel``."""
-    return [*model.bucket_groups, *model.expert_parallel_bucket_groups]
-
-
-def finish_gathers(model: Any) -> None:
-    """Let a model's parameters arrive that ``overlap_param_gather`` would gather during the forward pass."""
-    # Without the hooks nothing is gathered there: Megatron-LM takes them off around evaluation and saving.
-    if not model.ddp_config.overlap_param_gather or not model.remove_forward_pre_hook_handles:
-        return
-    for group in groups_of(model):
-        if group.param_gather_handle is not None or not group.param_gather_dispatched:
-            group.start_param_sync(force_sync=True)
-
-
 def refuse(model: Any) -> None:
     """Stop at models whose weights are read where they cannot be exchanged.
 
     Raises:
         ConfigError: Names Megatron's setting.
     """
-    config = model.config
-    graphs = [key for key in ("enable_cuda_graph", "external_cuda_graph") if getattr(config, key, False)]
-    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        graphs.append("cuda_graph_impl")
-    if graphs:
+    if model.config.cuda_graph_impl not in (None, "none"):
         raise ConfigError(
-            f"{_KEY}: does not work with CUDA graphs (Megatron's {graphs[0]}), which keep the addresses of "
-            "weights; set error_feedback to 'local'"
+            f"{_KEY}: does not work with CUDA graphs (Megatron's cuda_graph_impl), which keep the addresses "
+            "of weights; set error_feedback to 'local'"
         )
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     for name, parameter in model.module.named_parameters():

@@ -369,7 +369,9 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     for name, case in {
         "torch fsdp": lambda: TorchFullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
         "megatron fsdp": lambda: FullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
-        "instances": lambda: hook._left_alone(SimpleNamespace(ddp_config=ddp, buckets=[]), two),
+        "instances": lambda: hook.is_left_alone(
+            SimpleNamespace(ddp_config=ddp, buckets=[], intra_distributed_optimizer_instance_group=two)
+        ),
     }.items():
         with pytest.raises(DCTError) as refusal:
             case()
@@ -474,7 +476,7 @@ def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
     """megatron-core 0.17 accumulates some gradients in fp32 beside a bf16 bucket."""
     from types import SimpleNamespace
 
-    from dct_plugin.integrations.megatron.data import DataParallelHook, _fill_buffers
+    from dct_plugin.integrations.megatron.buckets import NAME, fill_buffers, gradients_in
 
     data = torch.zeros(12, dtype=torch.bfloat16)
     beside = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
@@ -485,10 +487,11 @@ def test_gradients_outside_their_bucket_are_copied_there_first() -> None:
     bucket = SimpleNamespace(
         grad_data=data, params_list=[inside, beside], params_with_extra_main_grads=[beside]
     )
-    _fill_buffers(SimpleNamespace(buckets=[bucket]))
+    for parameter in bucket.params_list:
+        setattr(parameter, NAME, "weight")
+    fill_buffers(SimpleNamespace(buckets=[bucket]))
     assert data.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
-    views = DataParallelHook._views(SimpleNamespace(_unnamed=0), bucket)
-    assert [(start, view.numel()) for _, start, view in views] == [(0, 4), (4, 8)]
+    assert [(found.start, found.view.numel()) for found in gradients_in(bucket)] == [(0, 4), (4, 8)]
 
 
 def _monitored(rank: int, world_size: int, folder: str) -> str:

@@ -82,7 +82,7 @@ def look_ahead(rank: int, world_size: int, job: Job) -> tuple[float, float]:
         session = hooks.current()
         assert session is not None
         hook = next(hook for hook in session.hooks if isinstance(hook, DataParallelHook))
-        (ahead,) = [each.ahead for each in hook._reductions.values()]
+        (ahead,) = [each.ahead for each in hook.reductions]
         assert ahead is not None
         parameters = list(ahead._parameters.values())
         working = [parameter.data.clone() for parameter in parameters]

@@ -190,7 +190,7 @@ def _interrupted(rank: int, world_size: int) -> list[list[int]]:
         (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, DataParallelHook))
         for number, batch in enumerate(counting(job, rank)):
             if number in (0, 2 * job.micro_batches):
-                weights[:] = [parameter for model in hook._alive() for parameter in model.parameters()]
+                weights[:] = [parameter for model in hook.models for parameter in model.parameters()]
                 found.append([weight.data_ptr() for weight in weights])
             if number == 2 * job.micro_batches:
                 raise RuntimeError("no more data")

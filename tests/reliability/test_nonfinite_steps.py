@@ -127,3 +127,22 @@ def test_megatron_skips_on_all_ranks(kind: str) -> None:
             assert stream["threshold"] == after[name]["threshold"]
         skipped = [line for line in lines if "is skipped on all ranks: the gradient of 0." in line]
         assert len(skipped) == (2 if rank == 0 else 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_megatron_with_a_frozen_stage_skips_on_all_ranks(ranks: int) -> None:
+    """The ranks of the frozen stage have no gradients, and take part in the agreement."""
+    from support.megatron_gpt import Job
+
+    keys = {"sparsity": 0.9, "min_numel": 256, "nonfinite_action": "skip"}
+    off = {"enabled": False}
+    section = {"data_parallel": keys, "model_parallel": {"pipeline": off, "tensor": off}}
+    job = Job(layers=2, pp=2, steps=6, micro_batches=2, watch=True, tied_embeddings=False, frozen_stage=1)
+    outcomes = run(ranks, _megatron, job.with_dct(section))
+    for rank, (outcome, _) in enumerate(outcomes):
+        assert [success for success, *_ in outcome.history] == [True, False, True, True, False, True]
+        assert bool(outcome.history[-1][2]["reducers"]) == (ranks == 4 and rank < 2)
+        assert outcome.parameters == outcomes[rank - rank % (ranks // 2)][0].parameters
+    warnings = [line for _, lines in outcomes for line in lines if "is skipped on all ranks" in line]
+    assert len(warnings) == 2

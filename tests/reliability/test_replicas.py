@@ -78,15 +78,16 @@ def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> t
     from support.megatron_gpt import train
 
     from dct_plugin.integrations.megatron import hooks
-    from dct_plugin.integrations.megatron.data import _ranks_of
+    from dct_plugin.integrations.megatron.buckets import ranks_of
+    from dct_plugin.integrations.megatron.data import replicated
 
     def flip(step: int) -> None:
         if step == 2 and rank == 1:
             session = hooks.current()
             assert session is not None
             hook: Any = session.hooks[0]
-            (ranks,) = {_ranks_of(group) for group in hook._groups()}
-            weights = dict(hook._replicated(ranks))
+            (ranks,) = {ranks_of(group) for group in hook.models.groups()}
+            weights = dict(replicated(hook.models, ranks))
             name = "final_layernorm.weight (fp32 copy)" if master else "final_layernorm.weight"
             (weight,) = (weight for key, weight in weights.items() if key.endswith(name))
             weight.view(torch.int32 if weight.element_size() == 4 else torch.int16)[3] ^= 1

@@ -50,6 +50,8 @@ class Job:
     """20 steps of rising learning rate, then a cosine to a twentieth."""
     seed: int = 123
     tied_embeddings: bool = True
+    frozen_stage: int | None = None
+    """The pipeline stage whose parameters are not trained."""
     save: tuple[str, int] | None = None
     """Folder, and after how many steps a checkpoint goes there."""
     load: tuple[str, int] | None = None
@@ -173,6 +175,9 @@ def train(
             )  # fmt: skip
 
         chunks = [build(chunk) for chunk in range(job.vpp)] if job.vpp else [build(None)]
+        if ps.get_pipeline_model_parallel_rank() == job.frozen_stage:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
         if job.bf16 or job.fp16:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
         chunks = [chunk.to(job.device) for chunk in chunks]

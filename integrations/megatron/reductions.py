@@ -1,0 +1,204 @@
+"""The reducers of Megatron's gradients: one for each process group over which buckets are reduced.
+
+With ``overlap_grad_reduce`` a bucket's reduction starts where Megatron would start it, inside the backward
+pass; :mod:`~dct_plugin.integrations.host.overlap` says where it runs. Every rank has the buckets ready in
+the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dct_plugin import checkpoint
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.errors import ConfigError
+
+from ..host.overlap import Overlap, PendingReduction, overlap_of
+from . import step_ahead
+from .buckets import (
+    NAME,
+    Models,
+    fill_buffers,
+    gradients_in,
+    groups_of,
+    is_expert,
+    ranks_of,
+    unit_of_gradients,
+)
+from .session import Session
+
+__all__ = ["Reduction", "Reductions"]
+
+_STEP_AHEAD = "dct.data_parallel.error_feedback = 'step_ahead'"
+
+
+@dataclass
+class Reduction:
+    """The reducer of one process group.
+
+    Attributes:
+        name: ``dense`` or ``expert``; a second group of one kind is ``dense 1`` and so on.
+        unit: Factor on the gradients that reach the reducer.
+        scale_known: Whether the reducer has been given the loss scale of its gradients.
+    """
+
+    name: str
+    unit: float
+    reducer: GradientReducer
+    overlap: Overlap
+    scale_known: bool
+    ahead: StepAhead | None = None
+
+
+class Reductions:
+    """Makes a reducer at the first use of a process group, and reduces bucket groups.
+
+    Args:
+        session: What the hooks share.
+        models: The models whose gradients are reduced.
+        optimizers: With step-ahead, the optimizers of these models.
+        followed: With Accordion, the same.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        models: Models,
+        optimizers: step_ahead.Optimizers | None,
+        followed: step_ahead.Optimizers | None,
+    ) -> None:
+        self.session, self.models = session, models
+        self._optimizers, self._followed = optimizers, followed
+        # By the groups themselves: the id of one that was destroyed may be given to another.
+        self._by_ranks: dict[dist.ProcessGroup, Reduction] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Reduction]:
+        return iter(self._by_ranks.values())
+
+    def of(self, group: Any) -> Reduction:
+        """Return the reduction of a bucket group; all ranks of the group make it at the same time."""
+        ranks = ranks_of(group)
+        if ranks not in self._by_ranks:
+            self._by_ranks[ranks] = self._make(group, ranks)
+        return self._by_ranks[ranks]
+
+    def reduce(self, group: Any, *, sharded: bool) -> PendingReduction:
+        """Sum a bucket group over its ranks; with ``sharded`` every rank gets its shard only."""
+        reduction = self.of(group)
+        reducer, size = reduction.reducer, ranks_of(group).size()
+        scale = 1.0 / size if group.ddp_config.average_in_collective else 1.0
+        gradients = [
+            (gradient, bucket.grad_data.numel() // size)
+            for bucket in group.buckets
+            for gradient in gradients_in(bucket)
+        ]
+        if sharded:
+            parts = [(g.name, g.view, shards_in(g.start, g.view.numel(), each)) for g, each in gradients]
+            work = functools.partial(reducer.reduce_scatter, parts, scale=scale)
+        else:
+            whole = [(gradient.name, gradient.view) for gradient, _ in gradients]
+            work = functools.partial(reducer.all_reduce, whole, scale=scale)
+        return reduction.overlap.submit(work)
+
+    def show(self, group: Any) -> None:
+        """Show step-ahead the gradients of a warm-up step, which Megatron is about to reduce."""
+        fill_buffers(group)
+        reducer = self.of(group).reducer
+        for bucket in group.buckets:
+            factor = bucket.gradient_scaling_factor
+            for gradient in gradients_in(bucket):
+                view = gradient.view if factor == 1.0 else gradient.view * factor
+                reducer.look([(gradient.name, view)])
+
+    def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
+        """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
+        used, coming = scales or (None, None)
+        for each in self:
+            late = None if each.scale_known else used
+            each.overlap.record_hidden_time()
+            each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=late)
+            each.scale_known |= used is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the reducers, by name, with their units."""
+        own = {each.name: {"unit": each.unit, "state": each.reducer.state_dict()} for each in self}
+        return {**self._loaded, **own}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Keep the states for the reducers, which are made again when their units are known."""
+        self.close()
+        self._loaded = dict(states)
+
+    def close(self) -> None:
+        """End the threads and forget the reducers."""
+        for each in self:
+            each.overlap.close()
+        self._by_ranks.clear()
+
+    def _make(self, group: Any, ranks: dist.ProcessGroup) -> Reduction:
+        kind = "expert" if is_expert(group.buckets) else "dense"
+        same = sum(other.name.split()[0] == kind for other in self)
+        name = f"{kind} {same}" if same else kind
+        reducer = GradientReducer(
+            self.session.config.data_parallel,
+            ranks,
+            metrics=self.session.metrics,
+            device=group.buckets[0].grad_data.device,
+            kernels=self.session.config.kernels,
+            transactional=self.models.any_fp16,
+            step=self.session.step,
+        )
+        wanted = group.ddp_config.overlap_grad_reduce
+        overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")
+        if reducer.adaptive is not None and self._followed is not None:
+            reducer.adaptive.follow(self._followed)
+        unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
+        if saved is not None:
+            reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
+        made = Reduction(name, unit, reducer, overlap, scale_known=saved is not None)
+        if self._optimizers is not None:
+            made.ahead = self._step_ahead(reducer, group, self._optimizers)
+        return made
+
+    def _step_ahead(
+        self, reducer: GradientReducer, group: Any, optimizers: step_ahead.Optimizers
+    ) -> StepAhead:
+        """Return step-ahead for all parameters whose gradients the group's ranks reduce."""
+        ranks = ranks_of(group)
+        per_token, parameters = False, []
+        for model in self.models:
+            same = [other for other in groups_of(model) if ranks_of(other) == ranks]
+            if same:
+                step_ahead.refuse(model)
+                per_token |= bool(getattr(model.config, "calculate_per_token_loss", False))
+            parameters += [
+                (getattr(parameter, NAME), parameter)
+                for other in same
+                for bucket in other.buckets
+                for parameter in bucket.params_list
+                # Gradients of these are summed over the tensor-parallel ranks later on.
+                if not getattr(parameter, "sequence_parallel", False)
+            ]
+        units = [unit for _, parameter in parameters if (unit := optimizers.unit_of(parameter)) is not None]
+        if not units:
+            raise ConfigError(
+                f"{_STEP_AHEAD}: no optimizer of Megatron's holds the model's parameters; make model and "
+                "optimizer after the hooks were installed, or set it to 'local'"
+            )
+        if per_token and not all(unit.preconditioned for unit in units):
+            raise ConfigError(
+                f"{_STEP_AHEAD}: with calculate_per_token_loss the optimizer must be Adam: the unit of "
+                "gradients is known after the step only; set it to 'local'"
+            )
+        summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
+        return reducer.step_ahead(
+            parameters, optimizers.unit_of, unit=summed, pending_of=self.session.pending_of
+        )
