@@ -10,6 +10,7 @@ tensor, and recognises the gradient to send as that tensor's ``.grad``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,74 +78,26 @@ class PipelineHook(ActivationHook):
         return forward_step
 
     def _make_communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def communicate(
-            communicator: Any,
-            *,
-            tensor_send_next: Tensor | None,
-            tensor_send_prev: Tensor | None,
-            recv_prev: bool,
-            recv_next: bool,
-            tensor_shape: Any,
-            wait_on_reqs: bool = True,
-        ) -> Any:
-            size, rank = communicator.pp_group.size(), communicator.pp_group.rank()
-            behind, before = rank, (rank - 1) % size
-            sparse_next, sparse_prev = self._is_sparse(behind), self._is_sparse(before)
-            if not (sparse_next and (recv_next or tensor_send_next is not None)) and not (
-                sparse_prev and (recv_prev or tensor_send_prev is not None)
-            ):
-                return original(
-                    communicator,
-                    tensor_send_next=tensor_send_next,
-                    tensor_send_prev=tensor_send_prev,
-                    recv_prev=recv_prev,
-                    recv_next=recv_next,
-                    tensor_shape=tensor_shape,
-                    wait_on_reqs=wait_on_reqs,
-                )
+        def communicate(communicator: Any, *, wait_on_reqs: bool = True, **keywords: Any) -> Any:
+            transfer = _Transfer(communicator, **keywords)
+            if not self._compresses(transfer):
+                return original(communicator, wait_on_reqs=wait_on_reqs, **keywords)
             config = communicator.config
             if config is not self._checked:
                 _check(config)
                 self._checked = config
-            # Without interleaving gradients come back in the order of the activations, so that both ends know
-            # what is answered, and the message needs no room to spare.
-            ordered = not config.virtual_pipeline_model_parallel_size
-            send_next, send_prev = tensor_send_next, tensor_send_prev
-            if send_next is not None and sparse_next:
-                send_next = self._encode(send_next, behind)
-            if send_prev is not None and sparse_prev:
-                send_prev = self._encode_gradient(send_prev, exact=ordered)
-            from_prev = _empty(tensor_shape, config) if recv_prev else None
-            from_next = _empty(tensor_shape, config) if recv_next else None
-            into_prev, into_next = from_prev, from_next
-            finish: dict[str, Callable[[], None]] = {}  # by Megatron's name of the transfer
-            if from_prev is not None and sparse_prev:
-                into_prev = self._buffer(from_prev, before, gradient=False)
-                finish["recv_prev"] = partial(self._decode, into_prev, from_prev, before)
-            if from_next is not None and sparse_next:
-                awaited = next(iter(self._sent.values()), None) if ordered else None
-                into_next = self._buffer(from_next, behind, gradient=True, kept=awaited)
-                finish["recv_next"] = partial(self._decode_gradient, into_next, from_next, behind)
             if config.batch_p2p_comm and not wait_on_reqs:
                 raise DCTError("Megatron asked for batched communication that it does not wait for")
-            transfer = self._p2p._batched_p2p_ops if config.batch_p2p_comm else self._p2p._p2p_ops
-            requests = transfer(
-                tensor_send_prev=send_prev,
-                tensor_recv_prev=into_prev,
-                tensor_send_next=send_next,
-                tensor_recv_next=into_next,
-                group=communicator.pp_group,
-                prev_pipeline_rank=communicator.prev_rank,
-                next_pipeline_rank=communicator.next_rank,
-            )
+            self._encode_all(transfer)
+            finish = self._prepare_to_receive(transfer)
+            requests = transfer.start(self._p2p)
+            received = transfer.recv_prev, transfer.recv_next
             if not wait_on_reqs:
-                # Messages must live until they are sent, so the handles hold them.
-                kept = (send_next, send_prev)
-                return (
-                    from_prev,
-                    from_next,
-                    {key: _Handle(self, request, finish.get(key), kept) for key, request in requests.items()},
-                )
+                handles = {
+                    key: _Handle(self, request, finish.get(key), transfer.messages)
+                    for key, request in requests.items()
+                }
+                return *received, handles
             with self.crossings.timed("exchange"):
                 for request in requests if isinstance(requests, list) else requests.values():
                     request.wait()
@@ -152,9 +105,40 @@ class PipelineHook(ActivationHook):
                     torch.cuda.synchronize()
             for action in finish.values():
                 action()
-            return from_prev, from_next, None
+            return *received, None
 
         return communicate
+
+    def _compresses(self, transfer: _Transfer) -> bool:
+        """Return whether something crosses a boundary that has a compressor."""
+        to_next, to_prev = transfer.crosses_next, transfer.crosses_prev
+        return (to_next and self._is_sparse(transfer.boundary_next)) or (
+            to_prev and self._is_sparse(transfer.boundary_prev)
+        )
+
+    def _encode_all(self, transfer: _Transfer) -> None:
+        """Replace what is sent by messages."""
+        if transfer.send_next is not None and self._is_sparse(transfer.boundary_next):
+            transfer.messages["send_next"] = self._encode(transfer.send_next, transfer.boundary_next)
+        if transfer.send_prev is not None and self._is_sparse(transfer.boundary_prev):
+            exact = transfer.is_ordered
+            transfer.messages["send_prev"] = self._encode_gradient(transfer.send_prev, exact=exact)
+
+    def _prepare_to_receive(self, transfer: _Transfer) -> dict[str, Callable[[], None]]:
+        """Make buffers for messages; return what decodes them, by Megatron's names of the transfers."""
+        finish: dict[str, Callable[[], None]] = {}
+        into, boundary = transfer.recv_prev, transfer.boundary_prev
+        if into is not None and self._is_sparse(boundary):
+            message = self._buffer(into, boundary, gradient=False)
+            transfer.messages["recv_prev"] = message
+            finish["recv_prev"] = partial(self._decode, message, into, boundary)
+        into, boundary = transfer.recv_next, transfer.boundary_next
+        if into is not None and self._is_sparse(boundary):
+            awaited = next(iter(self._sent.values()), None) if transfer.is_ordered else None
+            message = self._buffer(into, boundary, gradient=True, kept=awaited)
+            transfer.messages["recv_next"] = message
+            finish["recv_next"] = partial(self._decode_gradient, message, into, boundary)
+        return finish
 
     def _is_sparse(self, boundary: int) -> bool:
         if not self.session.training and not self.config.evaluation:
@@ -164,13 +148,13 @@ class PipelineHook(ActivationHook):
         return self.config.at(boundary).compresses and self.session.step >= self.config.warmup_steps
 
     def _messages(self, boundary: int, number: int = 0) -> FixedMessages:
-        """Of a boundary and, in interleaved schedules, the sender's model chunk, which is in the number."""
+        """Return the messages of a boundary and, if interleaved, of the model chunk in a message's number."""
         chunk = number // _CHUNK_FACTOR
         name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
         return FixedMessages(self.stream(name, self.config.at(boundary)))
 
     def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, kept: Kept | None = None) -> Tensor:
-        """A buffer for the message about ``tensor``."""
+        """Return a buffer for the message about ``tensor``."""
         messages = self._messages(boundary, 0 if kept is None else kept.number)
         size = messages.nbytes(tensor.shape, tensor.dtype, gradient=gradient, kept=kept)
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
@@ -215,20 +199,85 @@ class PipelineHook(ActivationHook):
 
     @property
     def crossings(self) -> Crossings:
-        """Of the current pass."""
+        """The metrics of the current pass."""
         return Crossings(self.session.metrics, self.session.training)
 
 
-class _Handle:
-    """What Megatron waits on with ``overlap_p2p_comm``: the transfer, then decoding."""
+class _Transfer:
+    """The tensors that one call of ``_communicate`` moves, in both directions.
+
+    Attributes:
+        boundary_next: Number of the boundary to the next stage, which is this stage's rank.
+        is_ordered: Whether gradients come back in the order of the activations, as they do without
+            interleaving. Both ends then know what is answered, and the message needs no room to spare.
+        messages: Compressed messages in place of tensors, by the names of the transfers.
+    """
 
     def __init__(
-        self, hook: PipelineHook, request: Any, finish: Callable[[], None] | None, kept: tuple[Any, ...]
+        self,
+        communicator: Any,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+    ) -> None:
+        self._communicator, self._shape = communicator, tensor_shape
+        size, rank = communicator.pp_group.size(), communicator.pp_group.rank()
+        self.boundary_next, self.boundary_prev = rank, (rank - 1) % size
+        self.send_next, self.send_prev = tensor_send_next, tensor_send_prev
+        self.crosses_next = recv_next or tensor_send_next is not None
+        self.crosses_prev = recv_prev or tensor_send_prev is not None
+        self._receives_prev, self._receives_next = recv_prev, recv_next
+        self.messages: dict[str, Tensor] = {}
+
+    @functools.cached_property
+    def recv_prev(self) -> Tensor | None:
+        """The activation from the previous stage."""
+        return _empty(self._shape, self._communicator.config) if self._receives_prev else None
+
+    @functools.cached_property
+    def recv_next(self) -> Tensor | None:
+        """The gradient from the next stage."""
+        return _empty(self._shape, self._communicator.config) if self._receives_next else None
+
+    @property
+    def is_ordered(self) -> bool:
+        return not self._communicator.config.virtual_pipeline_model_parallel_size
+
+    def start(self, p2p: Any) -> Any:
+        """Start the transfers by Megatron's functions; return its requests."""
+        ends, messages = self._communicator, self.messages
+        transfer = p2p._batched_p2p_ops if ends.config.batch_p2p_comm else p2p._p2p_ops
+        return transfer(
+            tensor_send_prev=messages.get("send_prev", self.send_prev),
+            tensor_recv_prev=messages.get("recv_prev", self.recv_prev),
+            tensor_send_next=messages.get("send_next", self.send_next),
+            tensor_recv_next=messages.get("recv_next", self.recv_next),
+            group=ends.pp_group,
+            prev_pipeline_rank=ends.prev_rank,
+            next_pipeline_rank=ends.next_rank,
+        )
+
+
+class _Handle:
+    """The handle that Megatron waits for with ``overlap_p2p_comm``: the transfer, then decoding.
+
+    ``messages`` must live until they are sent, so the handle holds them.
+    """
+
+    def __init__(
+        self,
+        hook: PipelineHook,
+        request: Any,
+        finish: Callable[[], None] | None,
+        messages: dict[str, Tensor],
     ) -> None:
         self._hook = hook
         self._request: Any = request
         self._finish = finish
-        self._kept: Any = kept
+        self._messages = messages
 
     def wait(self, *arguments: Any) -> None:
         """Wait for the transfer and fill the tensor; further calls do nothing."""
@@ -238,11 +287,11 @@ class _Handle:
                 request.wait()
             if self._finish is not None:
                 self._finish()
-            self._kept = None
+            self._messages = {}
 
 
 def _empty(shape: Any, config: Any) -> Tensor:
-    """A tensor to receive into, as Megatron makes it."""
+    """Return a tensor to receive into, as Megatron makes it."""
     if config.pipeline_dtype is None or shape is None:
         raise RuntimeError("pipeline_dtype and tensor_shape must be given to receive")
     return torch.empty(
@@ -260,8 +309,9 @@ def _check(config: Any) -> None:
     for name, reason in refused.items():
         if getattr(config, name, False):
             raise DCTError(f"dct.model_parallel.pipeline does not work with Megatron's {name}: {reason}")
+    graphs = getattr(config, "cuda_graph_impl", "none")  # "full_iteration" is an item of its scope up to 0.17
     scope = [str(getattr(item, "name", item)) for item in getattr(config, "cuda_graph_scope", None) or []]
-    if getattr(config, "cuda_graph_impl", "none") != "none" and "full_iteration" in scope:
+    if graphs == "full_iteration" or (graphs != "none" and "full_iteration" in scope):
         raise DCTError(
             "dct.model_parallel.pipeline does not work with CUDA graphs of full iterations: the number of "
             "entries that cross depends on the data"

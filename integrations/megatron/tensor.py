@@ -104,7 +104,7 @@ class TensorHook(ActivationHook):
         return forward
 
     def _running(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
-        """Stream of the layer that is running, None where it is left to Megatron."""
+        """Return the stream of the layer that is running, None where it is left to Megatron."""
         site = self._current
         if site is None or site.dense or ranks.size() == 1:
             return None
@@ -173,13 +173,8 @@ def _check(layer: Any) -> None:
         "fp8": "fp8",
         "fp4": "fp4",
         "tp_comm_overlap": "overlapped tensor-parallel communication",
-        "enable_cuda_graph": "CUDA graphs (the number of entries that cross depends on the data)",
-        "external_cuda_graph": "CUDA graphs (the number of entries that cross depends on the data)",
+        "cuda_graph_impl": "CUDA graphs (the number of entries that cross depends on the data)",
     }
     for key, words in refused.items():
-        if getattr(config, key, None):
+        if getattr(config, key, None) not in (None, False, "none"):
             raise DCTError(f"{where}: does not work with {words} (Megatron's {key} = {getattr(config, key)})")
-    if getattr(config, "cuda_graph_impl", "none") != "none":
-        raise DCTError(
-            f"{where}: does not work with CUDA graphs (the number of entries that cross depends on the data)"
-        )

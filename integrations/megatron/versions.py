@@ -1,4 +1,4 @@
-"""Which megatron-core is supported, and what the hooks replace in it.
+"""The versions of megatron-core that are supported, and what the hooks replace in them.
 
 Two ways to look at an installation: :func:`inspect_files` reads the sources without importing them (``dct
 doctor``), :func:`require_supported` looks at the imported modules, before anything is patched.
@@ -32,90 +32,60 @@ __all__ = [
 
 SUPPORTED = VersionRange("0.16.0", "0.20.0")
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_P2P = "megatron.core.pipeline_parallel.p2p_communication"
-_P2P_OPS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group")
-_P2P_TENSORS = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")
-_MAPPINGS = "megatron.core.tensor_parallel.mappings"
-_LAYERS = "megatron.core.tensor_parallel.layers"
-_STEP = ("forward_step_func",)
-_REGION = ("ctx", "input_", "group")
-# Parts of the integration, by what they are called in messages.
-_PIPELINE, _TENSOR, _DATA = "hook pipeline", "hook tensor", "hook data_parallel"
+_TENSORS = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape"
+_OPS = "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group"
+_LINEAR = "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel"
 
-#: Equal in 0.16.1, 0.17.1, 0.18.2 and 0.19.0.
-TARGETS = (
-    Target(
-        _SCHEDULES,
-        "forward_backward_no_pipelining",
-        _STEP,
-        ("get_forward_backward_func",),
-        part="schedules",
-    ),
-    *(
-        Target(_SCHEDULES, f"forward_backward_pipelining_{kind}_interleaving", _STEP, part="schedules")
-        for kind in ("with", "without")
-    ),
-    Target(
-        _P2P,
-        "P2PCommunicator._communicate",
-        ("self", *_P2P_TENSORS, "wait_on_reqs"),
-        part=_PIPELINE,
-    ),
-    Target(_P2P, "_batched_p2p_ops", _P2P_OPS, part=_PIPELINE),
-    Target(_P2P, "_p2p_ops", _P2P_OPS, part=_PIPELINE),
-    Target(_SCHEDULES, "forward_step", (*_STEP, "data_iterator", "model"), part=_PIPELINE),
-    Target(_MAPPINGS, "_ReduceFromModelParallelRegion.forward", _REGION, part=_TENSOR),
-    Target(_MAPPINGS, "_ReduceScatterToSequenceParallelRegion.forward", _REGION, part=_TENSOR),
-    Target(_LAYERS, "RowParallelLinear.forward", ("self", "input_"), part=_TENSOR),
-    Target(_LAYERS, "ColumnParallelLinear.forward", ("self", "input_"), part=_TENSOR),
-    Target(
-        _LAYERS,
-        "linear_with_grad_accumulation_and_async_allreduce",
-        ("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
-        part=_TENSOR,
-    ),
-    Target(
-        "megatron.core.transformer.transformer_layer", "TransformerLayer.forward", ("self",), part=_TENSOR
-    ),
-    Target(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup.start_grad_sync",
-        ("self", "force_all_reduce"),
-        ("_ParamAndGradBucket",),
-        part=_DATA,
-    ),
-    Target(
-        "megatron.core.distributed.distributed_data_parallel",
-        "DistributedDataParallel.__init__",
-        ("self", "config", "ddp_config", "module"),
-        part=_DATA,
-    ),
-    Target(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup.start_param_sync",
-        ("self", "force_sync"),
-        part=_DATA,
-    ),
-    *(
-        Target(
-            "megatron.core.optimizer.distrib_optimizer",
-            f"DistributedOptimizer.{name}",
-            ("self", *parameters),
-            part=_DATA,
-        )
-        for name, parameters in (
-            ("__init__", ("optimizer", "config")),
-            ("_copy_main_params_to_model_params", ()),
-            ("_get_model_param_range_map", ("param",)),
-        )
-    ),
-    Target(
-        "megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer.prepare_grads", ("self",), part=_DATA
-    ),
-    Target(
-        "megatron.core.optimizer.optimizer", "MegatronOptimizer.__init__", ("self", "optimizer"), part=_DATA
-    ),
+# By part of the integration and module: functions with their first parameters. These are the same in 0.16.1,
+# 0.17.1, 0.18.2 and 0.19.0.
+_FUNCTIONS: dict[tuple[str, str], dict[str, str]] = {
+    ("schedules", "pipeline_parallel.schedules"): {
+        "get_forward_backward_func": "",
+        "forward_backward_no_pipelining": "forward_step_func",
+        "forward_backward_pipelining_with_interleaving": "forward_step_func",
+        "forward_backward_pipelining_without_interleaving": "forward_step_func",
+    },
+    ("hook pipeline", "pipeline_parallel.p2p_communication"): {
+        "P2PCommunicator._communicate": f"self {_TENSORS} wait_on_reqs",
+        "_batched_p2p_ops": _OPS,
+        "_p2p_ops": _OPS,
+    },
+    ("hook pipeline", "pipeline_parallel.schedules"): {
+        "forward_step": "forward_step_func data_iterator model",
+    },
+    ("hook tensor", "tensor_parallel.mappings"): {
+        "_ReduceFromModelParallelRegion.forward": "ctx input_ group",
+        "_ReduceScatterToSequenceParallelRegion.forward": "ctx input_ group",
+    },
+    ("hook tensor", "tensor_parallel.layers"): {
+        "RowParallelLinear.forward": "self input_",
+        "ColumnParallelLinear.forward": "self input_",
+        "linear_with_grad_accumulation_and_async_allreduce": _LINEAR,
+    },
+    ("hook tensor", "transformer.transformer_layer"): {"TransformerLayer.forward": "self"},
+    ("hook data_parallel", "distributed.param_and_grad_buffer"): {
+        "_ParamAndGradBucket.__init__": "self",
+        "_ParamAndGradBucketGroup.start_grad_sync": "self force_all_reduce",
+        "_ParamAndGradBucketGroup.start_param_sync": "self force_sync",
+    },
+    ("hook data_parallel", "distributed.distributed_data_parallel"): {
+        "DistributedDataParallel.__init__": "self config ddp_config module",
+    },
+    ("hook data_parallel", "optimizer.distrib_optimizer"): {
+        "DistributedOptimizer.__init__": "self optimizer config",
+        "DistributedOptimizer._copy_main_params_to_model_params": "self",
+        "DistributedOptimizer._get_model_param_range_map": "self param",
+    },
+    ("hook data_parallel", "optimizer.optimizer"): {
+        "MixedPrecisionOptimizer.prepare_grads": "self",
+        "MegatronOptimizer.__init__": "self optimizer",
+    },
+}
+
+TARGETS = tuple(
+    Target(f"megatron.core.{module}", name, tuple(parameters.split()), part=part)
+    for (part, module), functions in _FUNCTIONS.items()
+    for name, parameters in functions.items()
 )
 
 
@@ -127,7 +97,7 @@ class Installation(NamedTuple):
 
 
 def find_installation(checkout: str | os.PathLike[str] | None = None) -> Installation | None:
-    """The megatron-core that ``import`` would take, or the one of a checkout; nothing is imported.
+    """Return the megatron-core that ``import`` would take, or the one of a checkout; import nothing.
 
     Raises:
         VersionError: ``checkout`` holds no megatron-core, or its version cannot be read.
@@ -213,7 +183,7 @@ def _definition(body: Sequence[ast.stmt], name: str) -> ast.AST | None:
 
 
 def _version_of(folder: Path) -> str:
-    """The version from ``package_info.py``, by its ``MAJOR``, ``MINOR`` ... or its ``__version__``."""
+    """Return the version from ``package_info.py``, by its ``MAJOR``, ``MINOR`` ... or its ``__version__``."""
     file = folder / "package_info.py"
     try:
         text = file.read_text(encoding="utf-8")
