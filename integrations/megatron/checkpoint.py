@@ -41,7 +41,7 @@ _WRAPPED = ("save_checkpoint", "load_checkpoint", "get_checkpoint_name", "_load_
 
 
 class RankCoordinates(NamedTuple):
-    """Which part of the model a rank holds: sizes of what cuts the parameters, and its rank in each.
+    """The part of the model that a rank holds: sizes of what cuts the parameters, and its rank in each.
 
     ``data`` and ``replicas`` are rank and size among those that hold the same parameters.
     """
@@ -55,7 +55,7 @@ class RankCoordinates(NamedTuple):
 
     @classmethod
     def of_this_rank(cls) -> RankCoordinates:
-        """This process's; a plain process group counts as data-parallel ranks."""
+        """Return those of this process; a plain process group counts as data-parallel ranks."""
         from megatron.core import parallel_state as ps
 
         if not ps.model_parallel_is_initialized():
@@ -77,12 +77,12 @@ class RankCoordinates(NamedTuple):
         )
 
     def file(self, folder: str | os.PathLike[str], data: int | None = None) -> Path:
-        """State of this rank, or of the one with the same parameters and data-parallel rank ``data``."""
+        """Return the file of this rank, or of its replica with the data-parallel rank ``data``."""
         number = self.data if data is None else data
         return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{number:05d}.pt"
 
     def described(self, data: int | None = None) -> dict[str, int]:
-        """What its file says about the rank that wrote it."""
+        """Return what the rank's file says about the rank that wrote it."""
         number = self.data if data is None else data
         return {"tensor": self.tensor, "pipeline": self.pipeline, "data": number}
 
@@ -127,7 +127,7 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
 
 
 def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int]) -> Loaded:
-    """The state for a rank, and what it is of; ``sizes`` are those of the model's parameters by name.
+    """Return the state for a rank and its save; ``sizes`` are those of the model's parameters by name.
 
     Raises:
         NoState: There is none.
@@ -174,7 +174,7 @@ def _check_layout(content: State, rank: RankCoordinates) -> None:
 
 
 def _check(file: Path, content: State, rank: RankCoordinates, data: int, sizes: Mapping[str, int]) -> None:
-    """Whether a file is that of the rank at ``data``, and fits the model."""
+    """Refuse a file that is not that of the rank at ``data``, or does not fit the model."""
     expected = rank.described(data)
     if content["place"] != expected:
         raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {expected}")
@@ -183,7 +183,9 @@ def _check(file: Path, content: State, rank: RankCoordinates, data: int, sizes: 
 
 
 def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: RankCoordinates) -> State:
-    """For another number of replicas: the mean of the residuals; streams of activations are one replica's.
+    """Return the state for another number of replicas: the mean of their residuals.
+
+    Streams of activations are those of one replica.
 
     ``contents`` reads the files one by one; every kind of gradient takes its own pass over them.
     """

@@ -1,4 +1,4 @@
-"""The hooks in megatron-core: put in place, taken out, and their state for checkpoints of one's own.
+"""Functions for users: install the hooks in megatron-core, take them out, save and load their state.
 
 :func:`install` replaces a few functions and methods of megatron-core and nothing in a Megatron-LM checkout.
 Each hook has a module of its own: :mod:`.pipeline`, :mod:`.tensor` and :mod:`.data`; :mod:`.checkpoint` keeps
@@ -40,7 +40,7 @@ _session: Session | None = None
 
 
 def current() -> Session | None:
-    """The installed session."""
+    """Return the installed session."""
     return _session
 
 
@@ -85,7 +85,7 @@ def uninstall() -> None:
 
 
 def gather_parameters() -> None:
-    """With ``data_parallel.parameters``: bring all weights to the optimizers' masters, in full.
+    """Bring all weights to the optimizers' masters, in full, with ``data_parallel.parameters``.
 
     For trainings with megatron.core alone, before they save or export weights; ``megatron.training`` does it
     by itself when it saves. A collective over all ranks, between iterations. Does nothing without hooks.
@@ -126,7 +126,7 @@ def load_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 
 def state_dict() -> dict[str, Any]:
-    """This rank's residuals, thresholds and counters, for checkpoints of one's own; empty without hooks."""
+    """Return this rank's residuals, thresholds and counters; empty without hooks."""
     return _session.state_dict() if _session is not None and _session.hooks else {}
 
 

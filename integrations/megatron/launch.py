@@ -36,7 +36,7 @@ class _StartupError(DesyncError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (``sys.argv[1:]`` by default); the exit status, unless the script exits itself.
+    """Run the command line (``sys.argv[1:]`` by default); return the exit status if the script does not exit.
 
     A wrong configuration, an unsupported Megatron, or ranks that differ end with one message and without a
     traceback.
@@ -104,7 +104,7 @@ def _find_module(name: str) -> None:
 
 
 def _print(text: str) -> None:
-    """To standard output, which may be closed early, as by ``head``."""
+    """Print to standard output, which may be closed early, as by ``head``."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -112,7 +112,7 @@ def _print(text: str) -> None:
 
 
 def _patch(core: ModuleType, launch: Launch, state: dict[str, Any]) -> None:
-    """Called when ``megatron.core`` has been imported: check everything, then install the hooks."""
+    """Check everything and then install the hooks, when ``megatron.core`` has been imported."""
     from . import versions
 
     states = hook_states(launch.config)

@@ -46,7 +46,7 @@ _ELSEWHERE = "dct.embedding."
 
 
 class Launch(NamedTuple):
-    """What a command line asks for: ``target`` is a path or, when ``is_module``, a module's name.
+    """The request of a command line: ``target`` is a path or, when ``is_module``, a module's name.
 
     ``arguments`` are what the target is to see, without its own name; ``source`` says where ``config`` came
     from.
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for :func:`help_text`."""
+    """Return whether a command line asks for :func:`help_text`."""
     if "--dct-help" in arguments:
         return True
     # Before the script these are ours; behind it they are the script's.
@@ -81,7 +81,7 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def help_text() -> str:
-    """Usage, and every ``--dct-`` option with what it does, its default and what is allowed."""
+    """Return the usage, and every ``--dct-`` option with what it does, its default and what is allowed."""
     lines = [
         _USAGE,
         "The plugin's arguments may stand anywhere; the script does not see them. The configuration comes",
@@ -100,7 +100,7 @@ def help_text() -> str:
 
 
 def as_arguments(launch: Launch) -> dict[str, Any]:
-    """The configuration as attributes of Megatron's ``args``: ``dct_data_parallel_sparsity`` and the like."""
+    """Return the configuration as attributes of Megatron's ``args``: ``dct_data_parallel_sparsity`` etc."""
     values = {
         f"dct_{_name(option.path)}".replace("-", "_"): option.value for option in _options(launch.config)
     }
@@ -125,7 +125,7 @@ def _separate(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str
 
 
 def _find_target(arguments: list[str]) -> tuple[str, bool, list[str]]:
-    """Target, whether it is a module, and its arguments; a launcher's local rank is moved behind it."""
+    """Return the target, whether it is a module, and its arguments with a launcher's local rank."""
     moved: list[str] = []
     rest = list(arguments)
     while rest:
@@ -149,7 +149,7 @@ def _find_target(arguments: list[str]) -> tuple[str, bool, list[str]]:
 
 
 def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> tuple[DCTConfig, str]:
-    """The configuration, and where it came from."""
+    """Return the configuration, and where it came from."""
     from dct_plugin.config import DCTConfig
 
     paths = {_name(option.path): option.path for option in _options()}
@@ -190,19 +190,19 @@ def _set(changes: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _options(config: DCTConfig | None = None) -> list[OptionDoc]:
-    """Every option that means something to Megatron."""
+    """Return every option that means something to Megatron."""
     from dct_plugin.config import DCTConfig, options
 
     return [option for option in options(config or DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
 
 
 def _name(path: str) -> str:
-    """``dct.data_parallel.sparsity`` as ``data-parallel-sparsity``."""
+    """Return ``data-parallel-sparsity`` for ``dct.data_parallel.sparsity``."""
     return "-".join(path.split(".")[1:]).replace("_", "-")
 
 
 def _resolve(flag: str, names: Mapping[str, str]) -> str:
-    """The path of the option that a flag names: in full, or by its last parts if only one option ends so."""
+    """Return the path of the option that a flag names, in full or by unambiguous last parts."""
     wanted = flag.removeprefix(_PREFIX).replace("_", "-")
     if wanted.startswith("embedding-"):
         raise ConfigError(f"{flag} is for recommenders (DLRM) and does nothing with Megatron")
@@ -233,7 +233,7 @@ def _value(text: str) -> Any:
 
 
 def launcher_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """This process's rank by its launcher's variables: torchrun's, deepspeed's, srun's, mpirun's."""
+    """Return this process's rank by the variables of torchrun, deepspeed, srun or mpirun."""
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if environment.get(name, "").isdigit():
             return int(environment[name])
@@ -241,7 +241,7 @@ def launcher_rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, str]:
-    """Every hook by name, and why it is not active; an empty text means that it is.
+    """Return every hook by name, and why it is not active; an empty text means that it is.
 
     Args:
         config: The whole configuration.
@@ -269,7 +269,7 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
 
 
 def _nothing_compressed(section: ActivationConfig) -> str:
-    """The setting because of which a section leaves everything to Megatron; empty if it does not."""
+    """Return the setting because of which a section leaves everything to Megatron; empty if it does not."""
     if section.compresses:
         return ""
     return 'method = "none"' if section.method == "none" else "sparsity = 0"

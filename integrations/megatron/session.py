@@ -1,4 +1,4 @@
-"""What the hooks in megatron-core share: configuration, metrics, and the rhythm of iterations.
+"""The state that the hooks in megatron-core share: configuration, metrics, and the course of iterations.
 
 An iteration is one call of Megatron's forward-backward function. Thresholds and residuals move on at the
 start of the next training iteration, when it is known whether the optimizer took the step.
@@ -37,22 +37,22 @@ class Active(NamedTuple):
 
 
 class Hook:
-    """What the session asks of a hook; nothing by default."""
+    """The interface between the session and a hook; its methods do nothing by default."""
 
     def begin(self, training: bool) -> None:
-        """An iteration starts (``training``: with a backward pass)."""
+        """Prepare for an iteration (``training``: with a backward pass)."""
 
     def end_iteration(self) -> None:
-        """Megatron's forward-backward function returns or raises; the optimizer has not stepped yet."""
+        """Clean up behind Megatron's forward-backward function, before the optimizer's step."""
 
     def end_step(self) -> None:
-        """The last training iteration is over, its optimizer step taken or skipped."""
+        """Close the last training iteration, whose optimizer step was taken or skipped."""
 
     def before_save(self) -> None:
-        """The host is about to save its model and optimizer; a collective, between two iterations."""
+        """Prepare for a checkpoint of model and optimizer; a collective, between two iterations."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of :meth:`Session.state_dict`, by its keys."""
+        """Return a part of :meth:`Session.state_dict`, by its keys."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -63,11 +63,11 @@ class Hook:
         return None
 
     def sizes(self) -> dict[str, int]:
-        """Entries of the parameters whose residuals it keeps, by the names of their streams."""
+        """Return the numbers of entries of the parameters whose residuals the hook keeps, by name."""
         return {}
 
     def close(self) -> None:
-        """The hooks are taken out."""
+        """Release threads and state, when the hooks are taken out."""
 
 
 class Session:
@@ -96,7 +96,7 @@ class Session:
 
     @functools.cached_property
     def metrics(self) -> Metrics:
-        """Made at first use, when the process group exists."""
+        """The metrics, made at first use, when the process group exists."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         config = self.config.metrics
         interval = getattr(self.megatron_args, "log_interval", None)
@@ -121,22 +121,22 @@ class Session:
         self._awaited.append(when_imported(module, function))
 
     def begin(self, training: bool) -> None:
-        """An iteration starts."""
+        """Begin an iteration."""
         if training:
             self.end_step()
             self._open = True
         self.training = training
-        self._look_for_monitor()
+        self._find_monitor()
         for hook in self.hooks:
             hook.begin(training)
 
     def end_iteration(self) -> None:
-        """An iteration's forward-backward function returns or raises."""
+        """Tell the hooks that the forward-backward function of an iteration returned or raised."""
         for hook in self.hooks:
             hook.end_iteration()
 
     def before_save(self) -> None:
-        """The host is about to save its model and optimizer."""
+        """Tell the hooks that model and optimizer are about to be saved."""
         for hook in self.hooks:
             hook.before_save()
 
@@ -151,7 +151,7 @@ class Session:
         self.metrics.step(self.step)  # once for all hooks, and all reducers of one
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, thresholds and counters; call it between iterations.
+        """Return this rank's residuals, thresholds and counters; call it between iterations.
 
         Keys: ``step``, ``streams`` (activations' thresholds by layer or boundary), ``reducers``
         (gradients' residuals by kind, see :meth:`~dct_plugin.data_parallel.GradientReducer.state_dict`) and
@@ -172,11 +172,11 @@ class Session:
             hook.load_state_dict(state)
 
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
-        """What this rank has not sent yet of the updates of a parameter, and of which part."""
+        """Return what this rank has not sent yet of the updates of a parameter, and of which part."""
         return next((found for hook in self.hooks if (found := hook.pending_of(name)) is not None), None)
 
     def sizes(self) -> dict[str, int]:
-        """Entries of the parameters by the names of their streams, as far as the models are made."""
+        """Return the numbers of entries of the parameters by name, as far as the models are made."""
         return {name: numel for hook in self.hooks for name, numel in hook.sizes().items()}
 
     @property
@@ -194,8 +194,8 @@ class Session:
         for hook in self.hooks:
             hook.close()
 
-    def _look_for_monitor(self) -> None:
-        """Megatron-LM's TensorBoard writer as one more sink, once there is one (on its last rank)."""
+    def _find_monitor(self) -> None:
+        """Add Megatron-LM's TensorBoard writer to the sinks, once there is one (on its last rank)."""
         if self._monitor is None:
             self._monitor = _megatron_global("_GLOBAL_TENSORBOARD_WRITER")
             if self._monitor is not None:
@@ -203,7 +203,7 @@ class Session:
 
 
 def _print_line(events: list[Event]) -> None:
-    """One line beside Megatron-LM's own for every report."""
+    """Print one line beside Megatron-LM's own for every report."""
     values = {name.removeprefix("dct/"): value for name, value, _ in events}
     classes = dict.fromkeys(name.rpartition("/")[0] for name in values)
     parts = [
@@ -223,5 +223,5 @@ def _write_scalars(writer: Any, events: list[Event]) -> None:
 
 
 def _megatron_global(name: str) -> Any:
-    """One of Megatron-LM's global variables; None without Megatron-LM, or before it has set it."""
+    """Return a global variable of Megatron-LM; None without Megatron-LM, or before it has set it."""
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

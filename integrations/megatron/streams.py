@@ -1,4 +1,4 @@
-"""What the hooks for activations have in common: a stream per boundary or layer, with its compressors."""
+"""The base of the hooks for activations: a stream per boundary or layer, with its compressors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ActivationHook(Hook):
         self._streams = ActivationStreams(self._make, prefix)
 
     def stream(self, name: str, config: ActivationConfig | None = None) -> ActivationStream:
-        """The stream of a name (with the prefix); ``config`` is for its first use, None: the hook's."""
+        """Return the stream of a name with the prefix; ``config`` is for its first use (None: the hook's)."""
         return self._streams.stream(name, self._settings if config is None else config)
 
     def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
@@ -43,7 +43,7 @@ class ActivationHook(Hook):
         )
 
     def seed(self) -> int:
-        """What seeds the streams beside their names."""
+        """Return what seeds the streams beside their names."""
         return dist.get_rank()
 
     def begin(self, training: bool) -> None:
@@ -60,7 +60,7 @@ class ActivationHook(Hook):
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that hold the same parameters, context-parallel ones included; None before Megatron has
+    """Return the ranks with the same parameters, context-parallel ones included; None before Megatron has
     groups.
     """
     from megatron.core import parallel_state as ps

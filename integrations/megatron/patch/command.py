@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -27,68 +27,76 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 _OPTION_LEFT = re.compile(r"(?<!\S)--dct-[\w-]+")
 _WHAT, _WHERE = "What to change", "Where to (by default a unified diff is printed and nothing is changed)"
 
+_Script = Annotated[Path, typer.Argument(help="Shell script that launches a training.", show_default=False)]
+_Config = Annotated[
+    str | None,
+    typer.Option(
+        help="File for --dct-config, written as given. Without it the job has to bring DCT_CONFIG or "
+        "--dct- options.",
+        rich_help_panel=_WHAT,
+    ),
+]
+_Scripts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--script",
+        help="Further training scripts, by file name or pattern; repeatable.",
+        rich_help_panel=_WHAT,
+    ),
+]
+_Partial = Annotated[
+    bool,
+    typer.Option("--partial", help="Patch what is understood, and leave the rest.", rich_help_panel=_WHAT),
+]
+_Undo = Annotated[bool, typer.Option("--revert", help="Take the plugin out again.", rich_help_panel=_WHAT)]
+_InPlace = Annotated[
+    bool,
+    typer.Option(
+        "--in-place",
+        help=f"Change the file; the original stays as SCRIPT{files.BACKUP}.",
+        rich_help_panel=_WHERE,
+    ),
+]
+_Output = Annotated[
+    Path | None, typer.Option(help="Write the changed script to another file.", rich_help_panel=_WHERE)
+]
+_Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Write nothing; exit with 1 if there is something to change.",
+        rich_help_panel=_WHERE,
+    ),
+]
 
-_HELP = (
-    """\
+_HELP = """\
 Have a launch script start its training with the plugin, or take that back.
 
-The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. """
-    """\
+The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. \
 A launch that is not understood is an error that names its line, and nothing is changed."""
-)
+
+
+class _Change(NamedTuple):
+    """A script before and after, the launches in it, and remarks for the user."""
+
+    before: str
+    after: str
+    found: Plan
+    notes: list[str]
 
 
 @app.command(help=_HELP, epilog="Exit status: 0; 1 where --check finds something to change; 2 for an error.")
 def patch_launch(
-    script: Annotated[
-        Path, typer.Argument(help="Shell script that launches a training.", show_default=False)
-    ],
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help="File for --dct-config, written as given. Without it the job has to bring DCT_CONFIG or "
-            "--dct- options.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    scripts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--script",
-            help="Further training scripts, by file name or pattern; repeatable.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    partial: Annotated[
-        bool,
-        typer.Option(
-            "--partial", help="Patch what is understood, and leave the rest.", rich_help_panel=_WHAT
-        ),
-    ] = False,
-    undo: Annotated[
-        bool, typer.Option("--revert", help="Take the plugin out again.", rich_help_panel=_WHAT)
-    ] = False,
-    in_place: Annotated[
-        bool,
-        typer.Option(
-            "--in-place",
-            help=f"Change the file; the original stays as SCRIPT{files.BACKUP}.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the changed script to another file.", rich_help_panel=_WHERE)
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Write nothing; exit with 1 if there is something to change.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = False,
+    script: _Script,
+    config: _Config = None,
+    scripts: _Scripts = None,
+    partial: _Partial = False,
+    undo: _Undo = False,
+    in_place: _InPlace = False,
+    output: _Output = None,
+    check: _Check = False,
 ) -> None:
-    """The command; its help is ``_HELP``."""
+    """Run the command; its help is ``_HELP``."""
     try:
         if sum((in_place, output is not None, check)) > 1:
             raise LaunchError("only one of --in-place, --output and --check can be given")
@@ -99,37 +107,34 @@ def patch_launch(
         before = files.read(script)
         try:
             if undo:
-                after, found, notes = _reverted(script, before)
+                change = _reverted(script, before)
             else:
-                after, found = patch(
-                    before, config=config, scripts=(*TRAINING, *(scripts or ())), partial=partial
-                )
-                notes = [*found.notes, *(f"left as it is: {fault}" for fault in found.faults)]
-                if not check:
-                    notes += _about_config(config, after)
+                patterns = (*TRAINING, *(scripts or ()))
+                change = _patched(before, config, patterns, partial=partial, for_job=not check)
         except LaunchError as error:
             raise LaunchError(f"{script}: " + str(error).replace("\nline ", f"\n{script}: line ")) from error
-        said = _summary(found, undo, changed=before != after, done=in_place or output is not None)
+        changed = change.before != change.after
+        said = _summary(change, undo, done=in_place or output is not None)
         if output is not None:
-            files.write(output, after, like=script)
+            files.write(output, change.after, like=script)
             said += f"; written to {output}"
-        elif in_place and before != after:
-            said += _replace(script, before, after, undo=undo)
-        elif not check and before != after:
-            sys.stdout.write("".join(_diff(script, before, after)))
+        elif in_place and changed:
+            said += _replace(script, change, undo=undo)
+        elif changed and not check:
+            sys.stdout.write("".join(_diff(script, change)))
             sys.stdout.flush()
             said += "; shown only, --in-place or --output FILE writes it"
     except (LaunchError, ConfigError) as error:
         print_error(error)
         raise typer.Exit(2) from error
-    for line in (said, *notes):
+    for line in (said, *change.notes):
         typer.echo(f"{script}: {line}", err=True)
-    if check and before != after:
+    if check and changed:
         raise typer.Exit(1)
 
 
 def _check_config(config: str | None) -> None:
-    """Have a wrong configuration show up here, not in the job; paths with variables are not read."""
+    """Refuse a wrong configuration here, before the job; paths with variables are not read."""
     if config is None or "$" in config or config.startswith("~"):
         return
     from dct_plugin.config import DCTConfig
@@ -149,8 +154,17 @@ def _check_output(script: Path, output: Path | None) -> None:
         raise LaunchError(f"{output}: --output names the backup of {script}, which would be lost")
 
 
-def _reverted(script: Path, before: str) -> tuple[str, Plan, list[str]]:
-    """The original, what was found, and notes.
+def _patched(
+    before: str, config: str | None, patterns: Sequence[str], *, partial: bool, for_job: bool
+) -> _Change:
+    """Patch a script; ``for_job`` adds what the job still needs to the notes."""
+    after, found = patch(before, config=config, scripts=patterns, partial=partial)
+    notes = [*found.notes, *(f"left as it is: {fault}" for fault in found.faults)]
+    return _Change(before, after, found, [*notes, *(_about_config(config, after) if for_job else ())])
+
+
+def _reverted(script: Path, before: str) -> _Change:
+    """Take the plugin out of a script.
 
     The original is the backup where patching it gives this file, else the file without the insertions.
     """
@@ -163,39 +177,39 @@ def _reverted(script: Path, before: str) -> tuple[str, Plan, list[str]]:
         for config in (None, *(configs if len(configs) == 1 else ())):
             with contextlib.suppress(LaunchError):
                 if patch(original, config=config, partial=True)[0] == before:
-                    return original, found, notes
+                    return _Change(before, original, found, notes)
         notes.append(f"{backup} is the original of another state of this file; it was not used")
-    return after, found, notes
+    return _Change(before, after, found, notes)
 
 
-def _replace(script: Path, before: str, after: str, *, undo: bool) -> str:
-    """Change the script itself; what became of the backup."""
+def _replace(script: Path, change: _Change, *, undo: bool) -> str:
+    """Change the script itself; return what became of the backup."""
     backup = files.backup_of(script)
     if not undo:
         # Another configuration: the original is there already.
-        kept = backup.is_file() and files.read(backup) == revert(before)[0]
-        place = backup if kept else files.keep(script, before)
-        files.write(script, after, like=script)
+        kept = backup.is_file() and files.read(backup) == revert(change.before)[0]
+        place = backup if kept else files.keep(script, change.before)
+        files.write(script, change.after, like=script)
         return f"; the original is in {place}"
-    files.write(script, after, like=script)
-    if not backup.is_file() or files.read(backup) != after:
+    files.write(script, change.after, like=script)
+    if not backup.is_file() or files.read(backup) != change.after:
         return ""
     backup.unlink()
     return f"; the script is as it was, {backup} is removed"
 
 
-def _summary(found: Plan, undo: bool, *, changed: bool, done: bool) -> str:
-    """What was or would be changed, by number and lines."""
-    if not changed:
+def _summary(change: _Change, undo: bool, *, done: bool) -> str:
+    """Say what was or would be changed, by number and lines."""
+    if change.before == change.after:
         state = "no launch starts the plugin" if undo else "every training launch starts the plugin already"
         return f"nothing to change, {state}"
-    there = [launch for launch in found.training if launch.removal]
-    new = [launch for launch in found.training if not launch.removal]
+    patched = [launch for launch in change.found.training if launch.removal]
+    new = [launch for launch in change.found.training if not launch.removal]
     if undo:
-        return f"{_launches(there)} {'reverted' if done else 'to revert'}"
+        return f"{_launches(patched)} {'reverted' if done else 'to revert'}"
     if new:
         return f"{_launches(new)} {'patched' if done else 'to patch'}"
-    return f"{_launches(there)} {'with' if done else 'to have'} another --dct-config"
+    return f"{_launches(patched)} {'with' if done else 'to have'} another --dct-config"
 
 
 def _launches(launches: Sequence[Launch], most: int = 10) -> str:
@@ -206,7 +220,7 @@ def _launches(launches: Sequence[Launch], most: int = 10) -> str:
 
 
 def _about_config(config: str | None, after: str) -> Iterator[str]:
-    """What the job still needs."""
+    """Say what the job still needs."""
     if config is not None:
         if not config.startswith(("/", "~", "$")):
             yield f"{config} is looked up from the folder in which the job runs"
@@ -220,8 +234,8 @@ def _left_options(text: str) -> Iterator[str]:
             yield f"line {number}: {match[0]} was not put there by this command; Megatron does not know it"
 
 
-def _diff(script: Path, before: str, after: str) -> Iterator[str]:
-    old, new = (re.split(r"(?<=\n)", text) for text in (before, after))
+def _diff(script: Path, change: _Change) -> Iterator[str]:
+    old, new = (re.split(r"(?<=\n)", text) for text in (change.before, change.after))
     lines = difflib.unified_diff([x for x in old if x], [x for x in new if x], f"a/{script}", f"b/{script}")
     for line in lines:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

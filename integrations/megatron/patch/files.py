@@ -26,7 +26,7 @@ _KINDS = {
 
 
 def read(path: Path) -> str:
-    """The text of a regular file; bytes that are no UTF-8, and line ends of any kind, survive :func:`write`.
+    """Return the text of a regular file. Bytes that are no UTF-8, and all line ends, survive :func:`write`.
 
     Raises:
         LaunchError: it cannot be read, is no regular file, or too large for a script.
@@ -83,7 +83,7 @@ def require_regular(path: Path, what: str) -> None:
 
 
 def same_file(first: Path, second: Path) -> bool:
-    """Whether two paths lead to one file, by links or another spelling."""
+    """Return whether two paths lead to one file, by links or another spelling."""
     try:
         return first.samefile(second)
     except OSError:
@@ -91,7 +91,7 @@ def same_file(first: Path, second: Path) -> bool:
 
 
 def backup_of(path: Path) -> Path:
-    """Where the original of a script is kept."""
+    """Return where the original of a script is kept."""
     return path.with_name(path.name + BACKUP)
 
 

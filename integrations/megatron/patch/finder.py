@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What was found in a script.
+    """The launches of a script and remarks about it.
 
     ``notes`` are remarks for the user, ``faults`` forbid an edit, and ``hands_on`` are the shell scripts that
     it mentions.
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
     @property
     def training(self) -> list[Launch]:
-        """Launches of training scripts."""
+        """The launches of training scripts."""
         return [launch for launch in self.launches if launch.trains]
 
 
@@ -94,7 +94,7 @@ class _Found(NamedTuple):
 
 
 class _Search:
-    """Where the launchers in one command find their script."""
+    """The search for the scripts of the launchers in one command."""
 
     def __init__(self, words: Sequence[Word], variables: Variables) -> None:
         self.words = words
@@ -104,7 +104,7 @@ class _Search:
         self._pythons = [at for at, word in enumerate(words) if launchers.launcher(word.text) == "python"]
 
     def kind(self, position: int) -> Kind | None:
-        """What kind of launcher stands here, also behind a variable in the place of a command."""
+        """Return the launcher at a position, also one behind a variable in the place of a command."""
         text = self.words[position].text
         kind = launchers.launcher(text)
         if text == "-m" and position + 1 < len(self.words):
@@ -119,7 +119,7 @@ class _Search:
         return kind
 
     def target(self, kind: Kind, position: int) -> _Found | str:
-        """The script or module that a launcher starts, else what is wrong; "" if it is none of ours."""
+        """Return the script or module that a launcher starts, else an error; "" if it is none of ours."""
         place = position + 1
         if kind == "torchrun":
             module = position + 1 if self.words[position].text == "-m" else self._torchrun_at(position)
@@ -128,11 +128,11 @@ class _Search:
 
     def _walk(self, kind: Kind, place: int, spelled: str) -> _Found | str:
         seen: list[int] = []
-        outcome = self._look_from(kind, place, spelled, seen)
+        outcome = self._scan_options(kind, place, spelled, seen)
         self._outcomes.update(dict.fromkeys(((kind, at) for at in seen), outcome))
         return outcome
 
-    def _look_from(self, kind: Kind, place: int, spelled: str, seen: list[int]) -> _Found | str:
+    def _scan_options(self, kind: Kind, place: int, spelled: str, seen: list[int]) -> _Found | str:
         """Go through a launcher's options from ``place`` on; ``seen`` becomes the positions on the way."""
         skipped: dict[str, None] = {}  # the launcher's own arguments, in variables
         while place < len(self.words):
@@ -172,7 +172,7 @@ class _Search:
         return f"{spelled}: no script found" + (f" (is it in {' or '.join(skipped)}?)" if skipped else "")
 
     def _torchrun_at(self, position: int) -> int | None:
-        """Position of the module if the Python here runs torch's launcher."""
+        """Return the position of the module if the Python at a position runs torch's launcher."""
         for place in range(position + 1, len(self.words)):
             text = self.words[place].text
             if text in TORCHRUN_MODULES and _TORCHRUN_FLAG.fullmatch(self.words[place - 1].text):
@@ -205,7 +205,7 @@ class _Finder:
         for command in found:
             self.variables.remember(command)
         for command in found:
-            self._look_at(command)
+            self._find_launch(command)
         launches = [self.launches[place] for place in sorted(self.launches)]
         for launch in launches:
             if not launch.trains:
@@ -224,7 +224,7 @@ class _Finder:
                 if any(map(launchers.launcher, parts)) and any(map(self.variables.trains, parts)):
                     self._fault(error.offset, f"a quoted command that is not understood ({error})")
 
-    def _look_at(self, command: Command) -> None:
+    def _find_launch(self, command: Command) -> None:
         words = [word for word in command.words if not word.is_target]
         if not words or _is_harmless(command):
             return

@@ -1,4 +1,4 @@
-"""What starts Python on a training script: launchers, their options, and names that only look like it."""
+"""Launchers of training scripts, their options, and names that only look like launchers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "sounds_like_script",
     "takes_module",
     "without_python",
+    "word_set",
 ]
 
 #: ``variable``: set outside the script, which may be any of the others.
@@ -37,20 +38,21 @@ TRAINING = (
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
-def _set(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 #: Commands that may name a launcher or a training script without starting it.
-HARMLESS = _set(
+HARMLESS = word_set(
     ". [ [[ alias awk basename cat cd chmod command conda cp diff dirname echo file find git grep head kill "
     "ln ls mkdir module mv pgrep pip pip3 pkill popd printf ps pushd readlink realpath rm rsync sed "
     "sha256sum source spack stat tail test touch type unset vi vim wc which"
 )
 #: Words before a command.
-KEYWORDS = _set("time exec sudo")
+KEYWORDS = word_set("time exec sudo")
 #: Commands whose arguments are assignments.
-DECLARATIONS = _set("export local declare readonly typeset")
+DECLARATIONS = word_set("export local declare readonly typeset")
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
 _PYTHON_MODULE = re.compile(r"-[bBdEiIOPqsSuvx]*m")
@@ -61,56 +63,56 @@ _NO_SCRIPT_NAME = re.compile(r"DIR|PATH_TO|ARGS")
 
 # Options by launcher, with - for _.
 _WITH_VALUE: dict[Kind, frozenset[str]] = {
-    "torchrun": _set(
+    "torchrun": word_set(
         "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts "
         "--monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee "
         "--local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank "
         "--master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle"
     ),
-    "deepspeed": _set(
+    "deepspeed": word_set(
         "-H --hostfile -i --include -e --exclude --num-nodes --num-gpus --num-accelerators --master-port "
         "--master-addr --node-rank --launcher --launcher-args --enable-each-rank-log --autotuning "
         "--elastic-training --min-elastic-nodes --max-elastic-nodes --bind-core-list --ssh-port "
         "--venv-script --log-level"
     ),
-    "python": _set("-W -X --check-hash-based-pycs"),
+    "python": word_set("-W -X --check-hash-based-pycs"),
 }
 _FLAGS: dict[Kind, frozenset[str]] = {
-    "torchrun": _set("--standalone --use-env --virtual-local-rank --run-path --"),
-    "deepspeed": _set(
+    "torchrun": word_set("--standalone --use-env --virtual-local-rank --run-path --"),
+    "deepspeed": word_set(
         "--no-local-rank --no-ssh --no-ssh-check --force-multi --save-pid --bind-cores-to-rank -q --quiet"
     ),
 }
 
 
 def launcher(text: str) -> Kind | None:
-    """The launcher that a word names, by path or name."""
+    """Return the launcher that a word names, by path or name."""
     name = text.strip("\"'").rsplit("/", 1)[-1]
     return "python" if _PYTHON.match(name) else _KINDS.get(name)
 
 
 def sounds_like_launcher(variable: str) -> bool:
-    """Whether a variable that is set elsewhere holds a launcher, by its name."""
+    """Return whether a variable that is set elsewhere holds a launcher, by its name."""
     return bool(_LAUNCHER_NAME.search(variable))
 
 
 def sounds_like_script(variable: str) -> bool:
-    """Whether a variable that is set elsewhere holds a training script, by its name."""
+    """Return whether a variable that is set elsewhere holds a training script, by its name."""
     return bool(_SCRIPT_NAME.search(variable)) and not _NO_SCRIPT_NAME.search(variable)
 
 
 def takes_module(kind: Kind, text: str) -> bool:
-    """Whether the word after this option is a module to run."""
+    """Return whether the word after this option is a module to run."""
     return text in ("-m", "--module") or (kind == "python" and bool(_PYTHON_MODULE.fullmatch(text)))
 
 
 def without_python(kind: Kind, text: str) -> bool:
-    """Whether this option has the launcher start an executable instead of Python."""
+    """Return whether this option has the launcher start an executable instead of Python."""
     return kind in ("torchrun", "deepspeed") and text in ("--no-python", "--no_python")
 
 
 def option_width(kind: Kind, text: str) -> int | None:
-    """How many words an option takes, itself included; ``None`` if the launcher has no such option."""
+    """Return how many words an option takes, itself included; ``None`` if the launcher has no such option."""
     option = text.replace("_", "-") if text.startswith("--") else text
     if "=" in text or option in _FLAGS.get(kind, ()):
         return 1

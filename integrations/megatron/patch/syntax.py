@@ -15,6 +15,8 @@ from typing import NamedTuple
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from .launchers import word_set
+
 __all__ = ["ASSIGNMENT", "DEEPEST", "Command", "DepthError", "Script", "ShellError", "Word"]
 
 #: How deep ``$(...)``, ``${...}``, backticks and here-documents may nest.
@@ -37,32 +39,17 @@ _OPENER = re.compile(r"""["'`]|\$?\(+|\$\{""")
 _REST_OF_LINE = re.compile(r"\)|\r*(?:\n|$)")
 _EXPANSION_END = re.compile(r"[^'\"`\n}]*\}")
 
-_WORDS = frozenset(
-    {
-        "ansi_c_string",
-        "arithmetic_expansion",
-        "brace_expression",
-        "command_name",
-        "command_substitution",
-        "concatenation",
-        "expansion",
-        "number",
-        "process_substitution",
-        "raw_string",
-        "simple_expansion",
-        "string",
-        "translated_string",
-        "variable_assignment",
-        "variable_name",
-        "word",
-    }
+_WORDS = word_set(
+    "word number concatenation string raw_string ansi_c_string translated_string simple_expansion expansion "
+    "command_substitution process_substitution arithmetic_expansion brace_expression command_name "
+    "variable_name variable_assignment"
 )
-_REDIRECTIONS = frozenset(["file_redirect", "heredoc_redirect", "herestring_redirect"])
-_COMPOSED = frozenset(["concatenation", "command_name", "variable_assignment"])
-_DECLARATIONS = frozenset(["declaration_command", "unset_command"])
+_REDIRECTIONS = word_set("file_redirect heredoc_redirect herestring_redirect")
+_COMPOSED = word_set("concatenation command_name variable_assignment")
+_DECLARATIONS = word_set("declaration_command unset_command")
 # How many characters open and close each form of quotes.
 _QUOTES = {"string": (1, 1), "raw_string": (1, 1), "ansi_c_string": (2, 1), "translated_string": (2, 1)}
-_NESTING = frozenset(["command_substitution", "expansion"])
+_NESTING = word_set("command_substitution expansion")
 _CLOSERS = frozenset(['"', ")", "))", "}", "`"])
 
 

@@ -1,4 +1,4 @@
-"""What a script's variables hold, and what a word made of them may stand for."""
+"""The values of a script's variables, and what a word made of them may stand for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _INDIRECTIONS = 5
 
 
 def variable_name(text: str) -> str:
-    """The variable that is all of a word, else ""."""
+    """Return the variable that is all of a word, else ""."""
     match = _VARIABLE.match(text)
     return (match[1] or match[2]) if match else ""
 
 
 class _Meaning(NamedTuple):
-    """What a word may stand for."""
+    """The properties of what a word may stand for."""
 
     is_script: bool
     trains: bool
@@ -38,7 +38,7 @@ _NO_SCRIPT = _Meaning(False, False)
 
 
 class Variables:
-    """What the script assigns to its variables, and what a word made of them may stand for.
+    """The values that a script assigns to its variables, and what a word made of them may stand for.
 
     Nothing is asked before everything has been assigned: answers are kept by variable.
     """
@@ -67,26 +67,26 @@ class Variables:
             self.values.setdefault(match[1], []).append(value.strip("\"' \n"))
 
     def is_script(self, text: str) -> bool:
-        """Whether a word may stand for a Python script."""
+        """Return whether a word may stand for a Python script."""
         return self._meaning(text).is_script
 
     def trains(self, text: str) -> bool:
-        """Whether a word may stand for one of the wanted scripts."""
+        """Return whether a word may stand for one of the wanted scripts."""
         found = self._meaning(text)
         return found.trains or (found.is_script and self.wanted(text.strip("\"'")))
 
     def wanted(self, name: str) -> bool:
-        """Whether a file's name is one of the wanted ones."""
+        """Return whether a file's name is one of the wanted ones."""
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns)
 
     def launcher(self, name: str, depth: int = 0) -> Kind | None:
-        """The launcher in a variable without a script; others are dealt with where they are assigned."""
+        """Return the launcher in a variable without a script; others are found where they are assigned."""
         if (name, depth) not in self._launchers:
             self._launchers[name, depth] = self._find_launcher(name, depth)
         return self._launchers[name, depth]
 
     def is_complete(self, name: str) -> bool:
-        """Whether a variable holds a script."""
+        """Return whether a variable holds a script."""
         if name not in self._complete:
             self._complete[name] = any(
                 self.is_script(part) for value in self.values.get(name, []) for part in value.split()
