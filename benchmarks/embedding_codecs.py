@@ -26,7 +26,6 @@ from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
 from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import FloatArray, Outgoing
 
 try:
@@ -94,7 +93,7 @@ def timed(function: Callable[[], Any], repeats: int = 15) -> tuple[Any, float]:
 
 def stages(part: Outgoing) -> list[tuple[str, float, float, float]]:
     """(name, bytes, ms to encode, ms to decode) of each stage; ours quantises in that time, too."""
-    kernels = get_embedding_kernels(get_backend("cpu"))
+    kernels = get_backend("cpu").embedding_kernels()
     q = kernels.encode([part], 0, codes=True)[0].codes
     assert q is not None
     plain = q.astype(np.int8 if np.abs(q).max(initial=0) < 128 else "<i2").tobytes()

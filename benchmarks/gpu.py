@@ -38,7 +38,6 @@ from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload
 from dct_plugin.codecs.slots import slot_bytes
 from dct_plugin.codecs.stats import read_figures
 from dct_plugin.kernels import Job, get_backend
-from dct_plugin.kernels.embedding import get_device_codec, get_embedding_kernels
 from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -149,7 +148,7 @@ def bounded(repeats: int) -> list[Row]:
     """Error-bounded codes of 26 tables' vectors for 7 peers, on the device and by way of the host: whole
     calls, waits included.
     """
-    host, device = get_embedding_kernels(get_backend("cpu")), get_device_codec(get_backend("cuda"), "auto")
+    host, device = get_backend("cpu").embedding_kernels(), get_backend("cuda").code_kernels()
     lengths = np.full(26, 2048 * 16 // 8, dtype=np.int64)
     parts = [
         Outgoing(torch.randn(int(lengths.sum()), device="cuda"), lengths, np.full(26, 0.05)) for _ in range(7)
@@ -177,11 +176,11 @@ def bounded(repeats: int) -> list[Row]:
         size = sum(message.numel() for message in by_host(bit_cost))
         add(f"encode by the host, {name}", lambda cost=bit_cost: by_host(cost), size)
     if device is not None:
-        coded = device.encode(parts)
+        coded = device.encode(parts, 0)
         payloads = [each.message[:-1] for each in coded if each.message is not None]
         size = sum(payload.numel() for payload in payloads)
         outs = [torch.empty_like(part.x) for part in parts]
-        add("encode on the device, packed", lambda: device.encode(parts), size)
+        add("encode on the device, packed", lambda: device.encode(parts, 0), size)
         add("decode on the device", lambda: device.decode(payloads, [lengths] * 7, outs), size)
     return rows
 

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from ..codecs.copies import Mirror, to_device, to_host
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
-from ..kernels.embedding import get_embedding_kernels
 from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
 from ..stream import as_flat, backend_beside
 
@@ -101,7 +100,7 @@ class TableLimits(nn.Module):
     def host_kernels(self) -> EmbeddingKernels:
         """The codec's kernels, on the host."""
         if self._host is None:
-            self._host = get_embedding_kernels(self.backend(torch.device("cpu")))
+            self._host = self.backend(torch.device("cpu")).embedding_kernels()
         return self._host
 
     # -- optimizer steps ---

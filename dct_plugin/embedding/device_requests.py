@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +17,11 @@ from torch import Tensor
 from ..codecs.copies import to_device, to_host
 from ..codecs.slots import FAILED
 from ..codecs.stats import read_figures
-from ..kernels.embedding_format import IntArray, OutOfRange
+from ..kernels.embedding_format import IntArray, OutOfRange, RequestKernels
 from ..transport.fixed_size import FixedSizeExchange, MessageSize
 from .device_slots import arrived_messages, fill_slots
 from .request_message import MOST_BYTES, RowRequest
 from .requests import BatchLookup, RequestBuilder
-
-if TYPE_CHECKING:
-    from ..kernels.triton.requests import TritonRequests
 
 __all__ = ["REQUEST", "DeviceRequests", "DistinctRows"]
 
@@ -41,7 +38,7 @@ class DeviceRequests:
         device: Device of the tables and the ids.
     """
 
-    def __init__(self, builder: RequestBuilder, kernels: TritonRequests, device: torch.device) -> None:
+    def __init__(self, builder: RequestBuilder, kernels: RequestKernels, device: torch.device) -> None:
         self._builder, self._kernels = builder, kernels
         self._rank, self._placement = builder.rank, builder.placement
         self._peers = [r for r in range(len(builder.placement)) if r != builder.rank]
@@ -95,7 +92,7 @@ class DeviceRequests:
             self._distinct.check(ids, outside)
         except OutOfRange as error:
             raise self._builder.out_of_range(error.column, error.found) from None
-        messages = {r: written.framed(r, sent[r]) for r in self._peers}
+        messages = {r: written.head(r, sent[r]) for r in self._peers}
         late, received = slots.finish(transfer, messages, words, self._peers)
         requests, width = [], len(self._first_rows) + 2
         for at, source in enumerate(self._peers):

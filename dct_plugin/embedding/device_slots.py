@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device
 from ..codecs.slots import PREFIX, WORDS
+from ..kernels.embedding_format import DeviceMessages
 from ..transport.fixed_size import SlotTransfer
 
-__all__ = ["ArrivedMessages", "DeviceMessages", "arrived_messages", "fill_slots"]
-
-
-class DeviceMessages(Protocol):
-    """Messages on a device, whose sizes the host does not know."""
-
-    def framed(self, number: int, room: int) -> Tensor:
-        """Return the first bytes of a message, at most ``room`` of them; some more may follow."""
-        ...
+__all__ = ["ArrivedMessages", "arrived_messages", "fill_slots"]
 
 
 def fill_slots(
@@ -42,7 +35,7 @@ def fill_slots(
     heads[:, 1] = fingerprint
     for receiver, number in numbers.items():
         slot = transfer.slot_to(receiver)
-        body = messages.framed(number, len(slot) - PREFIX)
+        body = messages.head(number, len(slot) - PREFIX)
         slot.view(torch.int64)[:WORDS] = heads[number]
         slot[PREFIX : PREFIX + len(body)] = body
 

@@ -24,6 +24,7 @@ from ..kernels.embedding_format import FloatArray, IntArray, Outgoing
 from ..stream import as_flat, encode_all
 from ..transport.fixed_size import FixedSizeExchange, MessageSize, SlotTransfer
 from .device_slots import arrived_messages, fill_slots
+from .error_bounded import relative_parts
 from .vector_codec import BOUNDED, VectorCodec
 
 __all__ = ["DeviceVectors", "coded_size"]
@@ -104,10 +105,9 @@ class DeviceVectors:
                 )
                 for r in self._written
             ]
-            found = None
             if parts and bounds is None:
-                found = [relative * square.sqrt() for square in kernels.mean_squares(parts)]
-            coded = kernels.write(parts, bounds=found) if parts else None
+                parts = relative_parts(parts, relative, kernels)
+            coded = kernels.write(parts) if parts else None
             if coded is not None:
                 numbers = {r: at for at, r in enumerate(self._receivers)}
                 fill_slots(transfer, self._slots.fingerprint, numbers, coded, coded.sizes[:, 0] + 1)

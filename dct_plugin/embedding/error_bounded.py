@@ -26,6 +26,7 @@ from ..kernels.embedding_format import (
     MAX_CODE,
     RAW,
     ZERO,
+    CodeKernels,
     EmbeddingKernels,
     Encoded,
     IntArray,
@@ -70,6 +71,13 @@ def encode_bounded(
                 if entropy == "deflate" or len(deflated) < len(result.message):
                     result.message = deflated
     return results
+
+
+def relative_parts(parts: Sequence[Outgoing], relative: float, kernels: CodeKernels) -> list[Outgoing]:
+    """Return ``parts`` with bounds relative to the root mean square of each segment."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounds = [relative * square**0.5 for square in kernels.mean_squares(parts)]
+    return [part._replace(bounds=each) for part, each in zip(parts, bounds, strict=True)]
 
 
 def decode_bounded(

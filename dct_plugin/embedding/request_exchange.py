@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..codecs.copies import to_device
 from ..errors import PayloadError
-from ..kernels.embedding import get_device_requests
 from ..transport.exchange import Exchange
 from ..transport.fixed_size import FixedSizeExchange
 from .bounds import TableLimits
@@ -86,8 +85,7 @@ class RequestExchange:
         """Return what exchanges requests of a device's ids; None if the host writes and reads them."""
         if device not in self._device:
             builder = self._builder
-            kernels = get_device_requests(
-                self._limits.backend(device),
+            kernels = self._limits.backend(device).request_kernels(
                 [len(tables) for tables in builder.placement],
                 [first_rows[-1] for first_rows in builder.first_rows],
                 builder.rank,

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +18,10 @@ from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
-from ..kernels.embedding import get_device_codec, say_once
-from ..kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
+from ..kernels.embedding import device_code_kernels, say_once
+from ..kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
 from ..stream import encode_all
-from .error_bounded import decode_bounded, encode_bounded
-
-if TYPE_CHECKING:
-    from ..kernels.triton.embedding import TritonEmbeddingKernels
+from .error_bounded import decode_bounded, encode_bounded, relative_parts
 
 __all__ = ["BOUNDED", "VectorCodec"]
 
@@ -63,7 +58,7 @@ class VectorCodec:
         self.bit_cost = _SLOWEST
         self.backend = backend
         self._host = host
-        self._on_device: dict[torch.device, TritonEmbeddingKernels | None] = {}
+        self._on_device: dict[torch.device, DeviceCodeKernels | None] = {}
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Note how long an exchange took; the fastest of the last ones tells of the link."""
@@ -71,10 +66,10 @@ class VectorCodec:
             measured = int(1e12 * seconds / (8 * nbytes))
             self.bit_cost = min(measured, self.bit_cost + self.bit_cost // 16 + 1, _SLOWEST)
 
-    def on_device(self, device: torch.device) -> TritonEmbeddingKernels | None:
+    def on_device(self, device: torch.device) -> DeviceCodeKernels | None:
         """Return the kernels that code tensors on ``device``; None if the host does."""
         if device not in self._on_device:
-            self._on_device[device] = get_device_codec(self.backend(device), self.config.entropy)
+            self._on_device[device] = device_code_kernels(self.backend(device), self.config.entropy)
         return self._on_device[device]
 
     # -- error-bounded codes ---
@@ -98,15 +93,12 @@ class VectorCodec:
         outgoing = list(parts.values())
         kernels = self.on_device(outgoing[0].x.device)
         if kernels is not None:
-            bounds = None
             if relative is not None:
-                bounds = [relative * square.sqrt() for square in kernels.mean_squares(outgoing)]
-            return dict(zip(parts, kernels.encode(outgoing, bounds=bounds, decoded=decoded), strict=True))
+                outgoing = relative_parts(outgoing, relative, kernels)
+            return dict(zip(parts, kernels.encode(outgoing, 0, decoded=decoded), strict=True))
         host = self._host()
         if relative is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                found = [relative * np.sqrt(square) for square in host.mean_squares(outgoing)]
-            outgoing = [part._replace(bounds=each) for part, each in zip(outgoing, found, strict=True)]
+            outgoing = relative_parts(outgoing, relative, host)
         encoded = encode_bounded(
             outgoing,
             host,

@@ -22,6 +22,8 @@ from ..codecs.message import MessageWriter
 from ..codecs.payload import OVERFLOW_MAGNITUDE, Payload
 from ..codecs.stats import Stats
 from .checks import check_accumulate, check_difference
+from .embedding_cpu import host_embedding_kernels
+from .embedding_format import DeviceCodeKernels, EmbeddingKernels, RequestKernels
 from .job import Job, Tau
 
 if TYPE_CHECKING:
@@ -213,6 +215,29 @@ class Backend(ABC):
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
         return decode_indices(encoding, param, data, nnz, numel)
+
+    # -- embeddings ---
+
+    def embedding_kernels(self) -> EmbeddingKernels:
+        """Return the kernels of the embedding exchange that work on the host."""
+        return host_embedding_kernels()
+
+    def code_kernels(self) -> DeviceCodeKernels | None:
+        """Return the kernels that write and read error-bounded codes on this device; None: the host does."""
+        return None
+
+    def request_kernels(
+        self, tables: Sequence[int], limits: Sequence[int], rank: int, where: torch.device
+    ) -> RequestKernels | None:
+        """Return the kernels that write and read requests for rows on this device; None: the host does.
+
+        Args:
+            tables: Number of tables of each rank.
+            limits: Rows of each rank's tables.
+            rank: This rank, of which nothing is asked.
+            where: The device.
+        """
+        return None
 
     # -- messages in slots of fixed size (codecs.slots), where the backend ``writes_slots`` ---
 

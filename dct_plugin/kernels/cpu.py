@@ -30,6 +30,7 @@ from .checks import (
     scales_first,
     split_message,
 )
+from .embedding_cpu import CompiledEmbeddingKernels
 from .job import GRAD_DTYPES, Job, check_vector
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -340,6 +341,9 @@ class CpuBackend(Backend):
         numel, grouped = wide.numel(), exponents is not None
         call = (*pointers, numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel))
         _check(self._library.dct_pack(*call))
+
+    def embedding_kernels(self) -> CompiledEmbeddingKernels:
+        return CompiledEmbeddingKernels(self.threads)
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

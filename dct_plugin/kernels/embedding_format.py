@@ -1,4 +1,4 @@
-"""What the embedding exchange's hot loops work on, and the format of their payloads.
+"""The interface of the embedding exchange's kernels, and the format of their payloads.
 
 A payload of error-bounded codes (format 2, little endian) is a header of 20 bytes (magic 0xDC7B, version,
 flags, entries, segments, 2 zero bytes, body bytes, CRC-32); per segment one byte of method; per segment half
@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,9 @@ MAX_CODE = 1 << 15
 #: Picoseconds of writing and reading a Rice code beyond those of a packed one: what a bit less is weighed
 #: against. Measured on one core by benchmarks/embedding_codecs.py.
 RICE_COST = 2000
+
+#: Place in :attr:`CodedMessages.sizes` of what is wrong with a message; 0: nothing.
+STATUS = 2
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -68,12 +72,12 @@ _FAULTS = {
 
 
 def fault_text(status: int, found: int, numel: int, segments: int) -> str:
-    """What is wrong with a payload."""
+    """Return what is wrong with a payload."""
     return f"error-bounded payload {_FAULTS[status].format(found=found, numel=numel, segments=segments)}"
 
 
 def payload_bytes(flags: int, numel: int, segments: int, body: bytes) -> bytes:
-    """A payload with its header."""
+    """Return a payload with its header."""
     fields = (MAGIC, FORMAT_VERSION, flags, numel, segments, 0, len(body))
     check = zlib.crc32(body, zlib.crc32(HEADER.pack(*fields, 0)[:16]))
     return HEADER.pack(*fields, check) + body
@@ -85,21 +89,21 @@ class Outgoing(NamedTuple):
     Attributes:
         x: fp32 [numel] on the host, contiguous: segments one after the other.
         lengths: int64 [segments], entries of each.
-        bounds: Absolute error bounds, float64 [segments], >= 0.
+        bounds: Absolute error bounds, float64 [segments], >= 0; for a device's kernels there, too.
         send: Whether a message is wanted; what stays here is only rounded.
         kind: The byte that is put behind the payload.
     """
 
     x: Tensor
     lengths: IntArray
-    bounds: FloatArray
+    bounds: FloatArray | Tensor
     send: bool = True
     kind: int = 0
 
 
 @dataclass
 class Encoded:
-    """What became of an :class:`Outgoing`.
+    """The result of encoding an :class:`Outgoing`.
 
     Attributes:
         message: uint8, payload and kind; None: not wanted.
@@ -115,57 +119,78 @@ class Encoded:
     finite: bool
 
 
-class Opened(NamedTuple):
-    """What a payload turned out to be.
+class Decoding(NamedTuple):
+    """The result of decoding one payload.
 
     Attributes:
-        fault: What is wrong with it; None: nothing.
-        raw: Entries of its raw segments if its other codes are deflated, which the caller has to unpack.
+        fault: What is wrong with the payload; None: nothing.
+        raw: Entries of its raw segments if its other codes are deflated. The caller has to unpack these.
     """
 
     fault: str | None = None
     raw: int | None = None
 
 
-class EmbeddingKernels(Protocol):
-    """The hot loops. All arrays are on the host; the same bytes, values and positions from every
-    implementation."""
+class CodeKernels(ABC):
+    """Kernels that write and read error-bounded codes, on the host or on a device.
+
+    Every implementation gives the same bytes and values. Tensors of parts, messages and outputs lie where the
+    kernels work.
+    """
 
     name: str
 
-    def mean_squares(self, parts: Sequence[Outgoing]) -> list[FloatArray]:
-        """Mean of the squares of every segment, float64 [segments], summed in fp32 from first to last."""
-        ...
+    @abstractmethod
+    def mean_squares(self, parts: Sequence[Outgoing]) -> Sequence[FloatArray | Tensor]:
+        """Return the mean of the squares of every segment, float64 [segments] of each part.
 
+        The host's kernels sum in fp32 from first to last, those of a device in another order.
+        """
+
+    @abstractmethod
     def encode(
         self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False, codes: bool = False
     ) -> list[Encoded]:
         """Quantise, choose a method for every segment, and write the messages.
 
         Args:
-            parts: Of all ranks.
-            bit_cost: Picoseconds that a bit takes on the wire, against :data:`RICE_COST`; 0: always packed.
-            decoded: Whether ``decoded`` is wanted of parts that are sent, too.
-            codes: Whether ``codes`` are wanted.
+            parts: The parts for all ranks.
+            bit_cost: Picoseconds that a bit takes on the wire, against :data:`RICE_COST`. At 0, and on a
+                device, codes are packed.
+            decoded: Return ``decoded`` of parts that are sent, too.
+            codes: Return ``codes``, where the host writes them.
         """
-        ...
 
+    @abstractmethod
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Opened]:
-        """Inverse of :meth:`encode`.
+    ) -> Sequence[Decoding | None]:
+        """Do the inverse of :meth:`encode`.
 
         Args:
             payloads: uint8, without the kind; nothing in them is believed unchecked.
-            lengths: Of the segments of each.
+            lengths: The lengths of the segments of each.
             outs: fp32 [numel], contiguous, filled. Where there is a fault, anything may be in it.
-        """
-        ...
 
+        Returns:
+            A result for each payload; None for a payload that a device leaves to the host.
+        """
+
+
+class EmbeddingKernels(CodeKernels):
+    """The hot loops of the embedding exchange on the host: also ids and rows."""
+
+    @abstractmethod
+    def decode(
+        self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
+    ) -> list[Decoding]:
+        """Do the inverse of :meth:`encode`; nothing is left to others."""
+
+    @abstractmethod
     def distinct_rows(
         self, ids: Tensor, order: IntArray, limits: IntArray, base: IntArray
     ) -> tuple[Tensor, IntArray, Tensor]:
-        """Distinct ids of every column, ascending, and which one each sample has.
+        """Return the distinct ids of every column, ascending, and which one each sample has.
 
         Args:
             ids: int64 [samples, columns], contiguous.
@@ -178,13 +203,148 @@ class EmbeddingKernels(Protocol):
             every id the position of its row, int64 [samples, columns].
 
         Raises:
-            OutOfRange: an id is negative or not below its limit.
+            OutOfRange: An id is negative or not below its limit.
         """
-        ...
 
+    @abstractmethod
     def add_rows(self, out: Tensor, rows: Tensor, x: Tensor) -> None:
-        """``out[rows[i]] += x[i]`` for ascending i: fp32 [any, dim], int64 [n], fp32 [n, dim], contiguous."""
-        ...
+        """Set ``out[rows[i]] += x[i]`` for ascending i.
+
+        Args:
+            out, rows, x: fp32 [any, dim], int64 [n], fp32 [n, dim], contiguous.
+        """
+
+
+@dataclass(frozen=True)
+class DeviceMessages:
+    """Messages on a device, whose sizes the host does not know.
+
+    Attributes:
+        buffer: uint8, with all of them.
+        starts: First byte of each, and the one behind the last.
+    """
+
+    buffer: Tensor
+    starts: list[int]
+
+    def head(self, number: int, room: int) -> Tensor:
+        """Return the first bytes of a message, at most ``room`` of them; some more may follow."""
+        start, end = self.starts[number], self.starts[number + 1]
+        return self.buffer[start : min(end, start + room)]
+
+
+@dataclass(frozen=True)
+class CodedMessages(DeviceMessages):
+    """Messages of error-bounded codes.
+
+    Attributes:
+        sizes: int64 [messages, 4]: bytes of the payload, which the byte of its kind follows; the rest is for
+            :attr:`finite`.
+        values: fp32 [numel] of each, what a receiver gets; None if not wanted.
+    """
+
+    sizes: Tensor
+    values: list[Tensor] | None
+
+    @property
+    def finite(self) -> Tensor:
+        """bool [messages] on the device: whether all entries are finite, and ``values`` with them."""
+        return self.sizes[:, STATUS] == 0
+
+
+class DeviceCodeKernels(CodeKernels):
+    """Kernels of a device that also work without the host's knowing sizes."""
+
+    @abstractmethod
+    def write(self, parts: Sequence[Outgoing], *, decoded: bool = False) -> CodedMessages:
+        """Quantise, and write the messages, packed; do not wait for the device.
+
+        Args:
+            parts: The parts for all ranks, at least one; ``x`` on the device.
+            decoded: Return ``values`` of parts that are sent, too.
+        """
+
+    @abstractmethod
+    def open(
+        self,
+        buffer: Tensor,
+        starts: Sequence[int],
+        nbytes: Tensor,
+        most: int,
+        lengths: Sequence[IntArray],
+        outs: Sequence[Tensor],
+    ) -> Tensor:
+        """Read payloads; do not wait for the device.
+
+        Args:
+            buffer: uint8, a multiple of 4 bytes.
+            starts: First byte of each payload, a multiple of 4.
+            nbytes: int64 [payloads] on the device, their sizes: at least one byte of the buffer follows each.
+            most: Bytes that none exceeds.
+            lengths, outs: See :meth:`decode`.
+
+        Returns:
+            int64 [payloads, 4], for :meth:`opened`.
+        """
+
+    @abstractmethod
+    def opened(
+        self, figures: Sequence[int], lengths: Sequence[IntArray], outs: Sequence[Tensor]
+    ) -> list[Decoding | None]:
+        """Return the results of :meth:`open`, from its figures on the host; see :meth:`decode`."""
+
+
+@dataclass(frozen=True)
+class WrittenRequests(DeviceMessages):
+    """Requests for rows.
+
+    Attributes:
+        nbytes: int64 [owners] on the device.
+    """
+
+    nbytes: Tensor
+
+
+class OpenedRequests(NamedTuple):
+    """Requests that arrived, as they are on the device.
+
+    Attributes:
+        rows: int64 [requests, any]: rows of the shard's matrix that each names, ascending.
+        figures: int64 [requests, 3 + tables]: samples; 1 if the host has to read the request; rows, of all
+            tables and of each.
+    """
+
+    rows: Tensor
+    figures: Tensor
+
+
+class RequestKernels(ABC):
+    """Kernels of a device that write and read requests for distinct rows of all tables of every owner."""
+
+    @abstractmethod
+    def write(self, rows: Tensor, starts: Tensor, samples: int) -> WrittenRequests:
+        """Write the requests of a rank's samples; do not wait for the device.
+
+        Args:
+            rows: int64 [any], distinct rows, numbered through their owner's tables, ascending; one owner's
+                behind the other's.
+            starts: int64 [owners + 1] on the device: where each owner's begin, and the end.
+            samples: Samples of the rank.
+        """
+
+    @abstractmethod
+    def open(
+        self, buffer: Tensor, starts: Sequence[int], nbytes: Tensor, most: int, first_rows: Sequence[int]
+    ) -> OpenedRequests:
+        """Read requests to this rank; do not wait for the device.
+
+        Args:
+            buffer: uint8, a multiple of 8 bytes.
+            starts: First byte of each request, a multiple of 4.
+            nbytes: int64 [requests] on the device, their sizes.
+            most: Bytes that none exceeds.
+            first_rows: First rows of the own tables in the shard, and the one behind the last table.
+        """
 
 
 class OutOfRange(IndexError):

@@ -27,10 +27,11 @@ from .embedding_format import (
     RICE_COST,
     SPARSE,
     ZERO,
+    Decoding,
+    EmbeddingKernels,
     Encoded,
     FloatArray,
     IntArray,
-    Opened,
     Outgoing,
     OutOfRange,
     fault_text,
@@ -53,7 +54,7 @@ def half_steps(bounds: FloatArray) -> FloatArray:
     return np.where(half >= SMALLEST_STEP, half, 0.0)
 
 
-class ReferenceEmbeddingKernels:
+class ReferenceEmbeddingKernels(EmbeddingKernels):
     """See :class:`~dct_plugin.kernels.embedding_format.EmbeddingKernels`."""
 
     name = "reference"
@@ -73,14 +74,14 @@ class ReferenceEmbeddingKernels:
 
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Opened]:
+    ) -> list[Decoding]:
         found = []
         for payload, sizes, out in zip(payloads, lengths, outs, strict=True):
             try:
-                found.append(Opened(raw=_decode(payload.numpy(), sizes, out.numpy())))
+                found.append(Decoding(raw=_decode(payload.numpy(), sizes, out.numpy())))
             except _Fault as fault:
                 status, value = fault.args
-                found.append(Opened(fault_text(status, value, out.numel(), len(sizes))))
+                found.append(Decoding(fault_text(status, value, out.numel(), len(sizes))))
         return found
 
     def distinct_rows(

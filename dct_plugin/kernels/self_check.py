@@ -24,7 +24,6 @@ from ..codecs.stats import read_stats
 from ..codecs.values import ValueDtype
 from .backend import Backend
 from .checks import PACK_BLOCK
-from .embedding import get_device_codec, get_device_requests
 from .embedding_format import Outgoing
 from .embedding_reference import ReferenceEmbeddingKernels
 from .job import GRAD_DTYPES, Job
@@ -248,14 +247,14 @@ def _residuals(pair: _Pair) -> None:
 
 def _embedding_codes(pair: _Pair) -> None:
     """Compare error-bounded codes that the device writes and reads."""
-    codec = get_device_codec(pair.backend, "auto")
+    codec = pair.backend.code_kernels()
     if codec is None:
         return
     lengths = np.array([1500, 0, 40, 1461], dtype=np.int64)
     bounds = np.array([0.01, 1.0, 1e-9, 0.3])
     part = Outgoing(_random(6), lengths, bounds, kind=1)
     (expected,) = ReferenceEmbeddingKernels().encode([part], 0, decoded=True)
-    (found,) = codec.encode([part._replace(x=part.x.to(pair.device))], decoded=True)
+    (found,) = codec.encode([part._replace(x=part.x.to(pair.device))], 0, decoded=True)
     out = torch.zeros(_NUMEL, device=pair.device)
     assert expected.message is not None
     assert expected.decoded is not None
@@ -270,20 +269,20 @@ def _embedding_codes(pair: _Pair) -> None:
 def _embedding_requests(pair: _Pair) -> None:
     """Compare requests for rows, which the device writes and reads, with index sections of the reference."""
     first_rows, samples = [0, 300, 3000, 3005], 200
-    requests = get_device_requests(pair.backend, [3, 0], [first_rows[-1], 0], 1, pair.device)
+    requests = pair.backend.request_kernels([3, 0], [first_rows[-1], 0], 1, pair.device)
     if requests is None:
         return
     rows = torch.arange(0, first_rows[-1], 17)
     starts = torch.tensor([0, len(rows), len(rows)], device=pair.device)
     written = requests.write(rows.to(pair.device), starts, samples)
     nbytes = int(written.nbytes[0])
-    message = written.framed(0, nbytes).cpu()
+    message = written.head(0, nbytes).cpu()
     _, _, index = pair.reference.encode_indices(rows, first_rows[-1])
     body = message.numpy().tobytes()
     _compare("positions in a request", index, message[-index.numel() :])
     if int.from_bytes(body[28:32], "little") != zlib.crc32(body[32:], zlib.crc32(body[:28] + bytes(4))):
         raise _Difference("the checksum of a request is wrong")
-    mine = get_device_requests(pair.backend, [3], [first_rows[-1]], -1, pair.device)
+    mine = pair.backend.request_kernels([3], [first_rows[-1]], -1, pair.device)
     assert mine is not None
     named, figures = mine.open(written.buffer, [0], written.nbytes[:1], nbytes, first_rows)
     counts = torch.searchsorted(rows, torch.tensor(first_rows)).diff().tolist()

@@ -27,19 +27,19 @@ from dct_plugin.kernels import embedding, get_backend
 from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.embedding_reference import ReferenceEmbeddingKernels
 from dct_plugin.kernels.triton.backend import TritonBackend
-from dct_plugin.kernels.triton.embedding import TritonEmbeddingKernels
+from dct_plugin.kernels.triton.embedding import TritonCodeKernels
 from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
 )
-HOST, DEVICE = ReferenceEmbeddingKernels(), TritonEmbeddingKernels()
+HOST, DEVICE = ReferenceEmbeddingKernels(), TritonCodeKernels()
 
 
 def alike(parts: list[Outgoing]) -> list[Tensor]:
     """The messages, which are the host's, and decode to the same values."""
     with HostReads() as reads:
-        coded = DEVICE.encode(parts, decoded=True)
+        coded = DEVICE.encode(parts, 0, decoded=True)
     assert [read for read in reads.places if not read.endswith(":tolist")] == ["codecs/copies.py:cpu"]
     messages, lengths, outs, values = [], [], [], []
     for part, mine, other in zip(parts, coded, HOST.encode(parts, 0, decoded=True), strict=True):

@@ -16,7 +16,7 @@ from dct_plugin.embedding.device_requests import DistinctRows
 from dct_plugin.embedding.request_message import Bags, RowRequest, read_request, write_request
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN
-from dct_plugin.kernels.triton.requests import TritonRequests
+from dct_plugin.kernels.triton.requests import TritonRequestKernels
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -41,7 +41,7 @@ def asked(samples: int, seed: int) -> tuple[list[RowRequest], list[Tensor]]:
     counts = [len(tables) for tables in OWNERS]
     edges = torch.tensor(first_rows(counts))
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), found.counts.cumsum(0)])[edges]
-    codec = TritonRequests(counts, [sum(tables) for tables in OWNERS], RANK, CPU)
+    codec = TritonRequestKernels(counts, [sum(tables) for tables in OWNERS], RANK, CPU)
     with HostReads() as reads:
         written = codec.write(found.rows, starts, samples)
     assert reads.places == []
@@ -49,7 +49,7 @@ def asked(samples: int, seed: int) -> tuple[list[RowRequest], list[Tensor]]:
     for owner, (begin, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
         each = found.counts[edges[owner] : edges[owner + 1]].tolist()
         wanted.append(RowRequest(samples, [True] * len(each), each, found.rows[begin:end]))
-    return wanted, [written.framed(owner, int(size)) for owner, size in enumerate(written.nbytes)]
+    return wanted, [written.head(owner, int(size)) for owner, size in enumerate(written.nbytes)]
 
 
 def opened(messages: list[Tensor], tables: list[int]) -> tuple[Tensor, list[list[int]]]:
@@ -58,7 +58,7 @@ def opened(messages: list[Tensor], tables: list[int]) -> tuple[Tensor, list[list
     buffer = torch.full((room * len(messages),), 0xA5, dtype=torch.uint8)
     for at, message in enumerate(messages):
         buffer[room * at : room * at + len(message)] = message
-    codec = TritonRequests([len(tables)], [sum(tables)], -1, CPU)
+    codec = TritonRequestKernels([len(tables)], [sum(tables)], -1, CPU)
     begins, nbytes = [room * at for at in range(len(messages))], torch.tensor([len(m) for m in messages])
     with HostReads() as reads:
         rows, figures = codec.open(buffer, begins, nbytes, room, first_rows(tables))

@@ -20,12 +20,11 @@ from dct_plugin.embedding.lookup import take_rows
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import EmbeddingKernels, IntArray, Outgoing
 from dct_plugin.kernels.embedding_reference import half_steps
 
-KERNELS = get_embedding_kernels(get_backend("cpu"))
-REFERENCE = get_embedding_kernels(get_backend("cpu", "reference"))
+KERNELS = get_backend("cpu").embedding_kernels()
+REFERENCE = get_backend("cpu", "reference").embedding_kernels()
 BOTH = (KERNELS, REFERENCE)
 GIGABIT = 1000  # picoseconds of a bit
 

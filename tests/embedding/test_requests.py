@@ -21,14 +21,13 @@ from dct_plugin.embedding.request_message import RowRequest, read_request, write
 from dct_plugin.embedding.requests import BatchLookup, RequestBuilder
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import EmbeddingKernels, OutOfRange
 
 CARDINALITIES, PLACEMENT = (9, 300, 4), [[1], [0, 2]]
 CPU = torch.device("cpu")
 KERNELS = get_backend(CPU)
-HOST = get_embedding_kernels(KERNELS)
-REFERENCE = get_embedding_kernels(get_backend(CPU, "reference"))
+HOST = KERNELS.embedding_kernels()
+REFERENCE = get_backend(CPU, "reference").embedding_kernels()
 
 
 #: First rows of each owner's tables, and its rows.

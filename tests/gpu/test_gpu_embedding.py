@@ -16,11 +16,10 @@ from dct_plugin.embedding import ShardedTables
 from dct_plugin.embedding.messages import VectorBlock, VectorMessages
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding import get_embedding_kernels
 from dct_plugin.kernels.embedding_format import Outgoing
-from dct_plugin.kernels.triton.embedding import TritonEmbeddingKernels
+from dct_plugin.kernels.triton.embedding import TritonCodeKernels
 
-HOST, DEVICE = get_embedding_kernels(get_backend("cpu")), TritonEmbeddingKernels()
+HOST, DEVICE = get_backend("cpu").embedding_kernels(), TritonCodeKernels()
 
 
 def outgoing(lengths: list[int], bounds: list[float], seed: int) -> Outgoing:
@@ -36,7 +35,7 @@ def test_codes_of_all_ranks() -> None:
     ]
     parts[2].x[17] = float("inf")
     on_device = [part._replace(x=part.x.cuda()) for part in parts]
-    coded = DEVICE.encode(on_device, decoded=True)
+    coded = DEVICE.encode(on_device, 0, decoded=True)
     for mine, other in zip(coded, HOST.encode(parts, 0, decoded=True), strict=True):
         assert torch.equal(mine.message.cpu(), other.message)
         assert mine.finite == other.finite

@@ -18,8 +18,8 @@ from dct_plugin.cli import doctor
 from dct_plugin.codecs import Stats, ValueDtype
 from dct_plugin.kernels import Job, get_backend, problem_with, self_check
 from dct_plugin.kernels.triton.backend import TritonBackend
-from dct_plugin.kernels.triton.embedding import TritonEmbeddingKernels
-from dct_plugin.kernels.triton.requests import TritonRequests
+from dct_plugin.kernels.triton.embedding import TritonCodeKernels
+from dct_plugin.kernels.triton.requests import TritonRequestKernels
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -141,10 +141,10 @@ def test_kernels_with_a_wrong_bit_are_not_used(
 @pytest.mark.parametrize(
     ("check", "owner", "method"),
     [
-        ("embedding codes", TritonEmbeddingKernels, "encode"),
-        ("embedding codes", TritonEmbeddingKernels, "decode"),
-        ("embedding requests", TritonRequests, "write"),
-        ("embedding requests", TritonRequests, "open"),
+        ("embedding codes", TritonCodeKernels, "encode"),
+        ("embedding codes", TritonCodeKernels, "decode"),
+        ("embedding requests", TritonRequestKernels, "write"),
+        ("embedding requests", TritonRequestKernels, "open"),
     ],
 )
 def test_a_wrong_bit_of_embeddings_is_found(

@@ -56,7 +56,9 @@ try:
         tables,
         upload,
     )
+    from .embedding import TritonCodeKernels
     from .messages import OpenedMessages, open_all, open_payload_on_device, say_once, split_messages
+    from .requests import TritonRequestKernels
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -307,6 +309,16 @@ class TritonBackend(Backend):
         with self._batch(grad.device) as batch:
             batch.accumulate(grad, velocity, momentum, out, kept, clear)
         return out
+
+    # -- embeddings ---
+
+    def code_kernels(self) -> TritonCodeKernels:
+        return TritonCodeKernels()
+
+    def request_kernels(
+        self, tables: Sequence[int], limits: Sequence[int], rank: int, where: torch.device
+    ) -> TritonRequestKernels:
+        return TritonRequestKernels(tables, limits, rank, where)
 
     # -- inside ---
 

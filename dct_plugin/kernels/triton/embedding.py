@@ -9,14 +9,24 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...codecs.stats import read_figures
-from ..embedding_format import HEADER_SIZE, Encoded, FloatArray, IntArray, Opened, Outgoing, fault_text
+from ..embedding_format import (
+    HEADER_SIZE,
+    STATUS,
+    CodedMessages,
+    Decoding,
+    DeviceCodeKernels,
+    Encoded,
+    FloatArray,
+    IntArray,
+    Outgoing,
+    fault_text,
+)
 from ..embedding_reference import SLACK, SMALLEST_STEP
 
 try:
@@ -25,49 +35,21 @@ try:
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
-__all__ = ["Coded", "TritonEmbeddingKernels"]
+__all__ = ["TritonCodeKernels"]
 
 _CHUNK = 1024
-_STATUS = device.STATUS.value
 _POLYNOMIAL = device.POLYNOMIAL.value
 
 
-class Coded(NamedTuple):
-    """Messages as they are on the device.
+class TritonCodeKernels(DeviceCodeKernels):
+    """Error-bounded codes on CUDA; see :class:`~dct_plugin.kernels.embedding_format.DeviceCodeKernels`.
 
-    Attributes:
-        buffer: uint8, with all of them.
-        starts: First byte of each, and the one behind the last.
-        sizes: int64 [messages, 4]: bytes of the payload, which the byte of its kind follows; the rest is for
-            :attr:`finite`.
-        values: fp32 [numel] of each, what a receiver gets; None if not wanted.
-    """
-
-    buffer: Tensor
-    starts: list[int]
-    sizes: Tensor
-    values: list[Tensor] | None
-
-    @property
-    def finite(self) -> Tensor:
-        """bool [messages] on the device: whether all entries are finite, and ``values`` with them."""
-        return self.sizes[:, _STATUS] == 0
-
-    def framed(self, number: int, room: int) -> Tensor:
-        """The first bytes of a message, at most ``room`` of them; some more may follow."""
-        start, end = self.starts[number], self.starts[number + 1]
-        return self.buffer[start : min(end, start + room)]
-
-
-class TritonEmbeddingKernels:
-    """What :class:`~dct_plugin.kernels.embedding_format.EmbeddingKernels` does with codes, for tensors of one
-    device: ``x``, messages, outputs and decoded values live there.
+    Codes are packed, whatever a bit costs. A payload with other codes is left to the host.
     """
 
     name = "triton"
 
     def mean_squares(self, parts: Sequence[Outgoing]) -> list[Tensor]:
-        """As the host's kernels, but for the order of summation; float64 [segments] on the device."""
         found = []
         for part in parts:
             sizes = upload(part.lengths, part.x.device)
@@ -76,40 +58,22 @@ class TritonEmbeddingKernels:
         return found
 
     def encode(
-        self,
-        parts: Sequence[Outgoing],
-        *,
-        bounds: Sequence[FloatArray | Tensor] | None = None,
-        decoded: bool = False,
+        self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False, codes: bool = False
     ) -> list[Encoded]:
-        """:meth:`write`, and what the host needs to know of it."""
         if not parts:
             return []
-        coded = self.write(parts, bounds=bounds, decoded=decoded)
+        coded = self.write(parts, decoded=decoded)
         (figures,) = read_figures((), (coded.sizes,))
         results = []
         for at, (part, start) in enumerate(zip(parts, coded.starts, strict=False)):
-            nbytes, finite = figures[4 * at], figures[4 * at + _STATUS] == 0
+            nbytes, finite = figures[4 * at], figures[4 * at + STATUS] == 0
             message = coded.buffer[start : start + nbytes + 1] if part.send else None
             wanted = finite and (decoded or not part.send)
             value = coded.values[at] if wanted and coded.values is not None else None
             results.append(Encoded(message, value, None, finite))
         return results
 
-    def write(
-        self,
-        parts: Sequence[Outgoing],
-        *,
-        bounds: Sequence[FloatArray | Tensor] | None = None,
-        decoded: bool = False,
-    ) -> Coded:
-        """Quantise, and write the messages, packed.
-
-        Args:
-            parts: Of all ranks, at least one; ``x`` on the device.
-            bounds: float64 [segments] of each part, on the host or the device; None: those in the parts.
-            decoded: Whether ``decoded`` is wanted of parts that are sent, too.
-        """
+    def write(self, parts: Sequence[Outgoing], *, decoded: bool = False) -> CodedMessages:
         where = parts[0].x.device
         x = torch.cat([part.x for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
@@ -125,7 +89,7 @@ class TritonEmbeddingKernels:
             ],
             where,
         )
-        halves = torch.cat([_halves(each, where) for each in bounds or [part.bounds for part in parts]])
+        halves = torch.cat([_halves(part.bounds, where) for part in parts])
         count = len(lengths)
         buffer = torch.zeros(starts[-1], dtype=torch.uint8, device=where)
         words = buffer.view(torch.int32)
@@ -147,14 +111,11 @@ class TritonEmbeddingKernels:
             check(words, table, sizes, checks, chunks)
             device.seal_codes[(len(parts),)](table, sizes, checks, powers, buffer, words)
         numels = [part.x.numel() for part in parts]
-        return Coded(buffer, starts, sizes, None if values is None else list(values.split(numels)))
+        return CodedMessages(buffer, starts, sizes, None if values is None else list(values.split(numels)))
 
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Opened | None]:
-        """See :class:`~dct_plugin.kernels.embedding_format.EmbeddingKernels`; None for a payload that has
-        other codes than packed ones, which is left to the host.
-        """
+    ) -> list[Decoding | None]:
         if not payloads:
             return []
         room = [-(-payload.numel() // 4) * 4 + 8 for payload in payloads]
@@ -175,18 +136,6 @@ class TritonEmbeddingKernels:
         lengths: Sequence[IntArray],
         outs: Sequence[Tensor],
     ) -> Tensor:
-        """Read payloads, without a look at them.
-
-        Args:
-            buffer: uint8, a multiple of 4 bytes.
-            starts: First byte of each payload, a multiple of 4.
-            nbytes: int64 [payloads] on the device, their sizes: at least one byte of the buffer follows each.
-            most: Bytes that none exceeds.
-            lengths, outs: As of :meth:`decode`.
-
-        Returns:
-            For :meth:`opened`, int64 [payloads, 4].
-        """
         where, words = buffer.device, buffer.view(torch.int32)
         segments, units = _segments(lengths, where)
         count = sum(map(len, lengths))
@@ -219,18 +168,17 @@ class TritonEmbeddingKernels:
     @staticmethod
     def opened(
         figures: Sequence[int], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Opened | None]:
-        """What :meth:`open` found, from its figures on the host; as of :meth:`decode`."""
-        found = zip(figures[_STATUS::4], figures[device.SHOWN.value :: 4], outs, lengths, strict=True)
-        return [_opened(status, shown, out.numel(), len(each)) for status, shown, out, each in found]
+    ) -> list[Decoding | None]:
+        found = zip(figures[STATUS::4], figures[device.SHOWN.value :: 4], outs, lengths, strict=True)
+        return [_decoding(status, shown, out.numel(), len(each)) for status, shown, out, each in found]
 
 
-def _opened(status: int, shown: int, numel: int, segments: int) -> Opened | None:
+def _decoding(status: int, shown: int, numel: int, segments: int) -> Decoding | None:
     if status == device.FOR_THE_HOST.value:
         return None
     if status in (0, device.IS_NONFINITE.value):
-        return Opened()
-    return Opened(fault_text(status, shown, numel, segments))
+        return Decoding()
+    return Decoding(fault_text(status, shown, numel, segments))
 
 
 def _segments(lengths: Sequence[IntArray], where: torch.device) -> tuple[Tensor, int]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...codecs.index import IndexEncoding, index_bound
+from ..embedding_format import OpenedRequests, RequestKernels, WrittenRequests
 
 try:
     from . import message_kernels as reading
@@ -23,7 +23,7 @@ try:
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
-__all__ = ["Opened", "TritonRequests", "Written"]
+__all__ = ["TritonRequestKernels"]
 
 _ROW = payloads.ROW.value
 _HEADER, _CHECK = device.HEADER.value, device.CHECK.value
@@ -37,39 +37,7 @@ _UNITS = device.BLOCKS.value, device.CHUNKS.value, device.ENTRY_CHUNKS.value
 _NAMED_FOR_BITMAP = 9
 
 
-class Written(NamedTuple):
-    """Requests as they are on the device.
-
-    Attributes:
-        buffer: uint8, with all of them.
-        starts: First byte of each, and the one behind the last.
-        nbytes: int64 [owners] on the device.
-    """
-
-    buffer: Tensor
-    starts: list[int]
-    nbytes: Tensor
-
-    def framed(self, owner: int, room: int) -> Tensor:
-        """The first bytes of a request, at most ``room`` of them; some more may follow."""
-        start, end = self.starts[owner], self.starts[owner + 1]
-        return self.buffer[start : min(end, start + room)]
-
-
-class Opened(NamedTuple):
-    """Requests that arrived, as they are on the device.
-
-    Attributes:
-        rows: int64 [requests, any]: rows of the shard's matrix that each names, ascending.
-        figures: int64 [requests, 3 + tables]: samples; whether the host has to say what it is; rows, of all
-            tables and of each.
-    """
-
-    rows: Tensor
-    figures: Tensor
-
-
-class TritonRequests:
+class TritonRequestKernels(RequestKernels):
     """Writes requests for distinct rows of all tables of every owner, and reads them.
 
     Args:
@@ -85,14 +53,7 @@ class TritonRequests:
         self._tables = upload(self._counts, where)
         self._where = where
 
-    def write(self, rows: Tensor, starts: Tensor, samples: int) -> Written:
-        """The requests of a rank's samples, without a look at them.
-
-        Args:
-            rows: int64 [any], distinct rows, numbered through their owner's tables, ascending; one owner's
-                behind the other's.
-            starts: int64 [owners + 1] on the device: where each owner's begin, and the end.
-        """
+    def write(self, rows: Tensor, starts: Tensor, samples: int) -> WrittenRequests:
         where, owners = self._where, len(self._limits)
         table, begins, bits = self._laid_out(samples)
         blocks, chunks, entries = (table[-1][place] for place in _UNITS)
@@ -123,7 +84,7 @@ class TritonRequests:
             self._check(buffer, parts, sizes, checks, longest)
             _, powers = advances(where)
             device.seal_request[(owners,)](parts, sizes, checks, powers, buffer.view(torch.int32))
-        return Written(buffer, begins, sizes[:, 0])
+        return WrittenRequests(buffer, begins, sizes[:, 0])
 
     def _laid_out(self, samples: int) -> tuple[list[list[int]], list[int], int]:
         """The table of jobs, one for each owner, and the totals; first bytes of the requests; words of all
@@ -152,16 +113,7 @@ class TritonRequests:
 
     def open(
         self, buffer: Tensor, starts: Sequence[int], nbytes: Tensor, most: int, first_rows: Sequence[int]
-    ) -> Opened:
-        """Read requests to this rank, without a look at them.
-
-        Args:
-            buffer: uint8, a multiple of 8 bytes.
-            starts: First byte of each request, a multiple of 4.
-            nbytes: int64 [requests] on the device.
-            most: Bytes that none exceeds.
-            first_rows: Of the own tables in the shard, and behind the last one.
-        """
+    ) -> OpenedRequests:
         where, several, limit = self._where, len(starts), first_rows[-1]
         room = max(min(8 * most, limit), 1)  # a bitmap has a bit for each
         parts = upload([[0, 0, 0, start, 0] for start in starts], where)
@@ -191,7 +143,7 @@ class TritonRequests:
         each = torch.searchsorted(named, edges).diff(dim=1)
         wrong = (here[:, reading.WRONG.value] != 0) | (sizes[:, device.STATUS.value] != 0)
         columns = sizes[:, device.SAMPLES.value], wrong.to(torch.int64), sizes[:, device.ROWS.value]
-        return Opened(named, torch.cat([torch.stack(columns, dim=1), each], dim=1))
+        return OpenedRequests(named, torch.cat([torch.stack(columns, dim=1), each], dim=1))
 
     def _check(self, buffer: Tensor, parts: Tensor, sizes: Tensor, checks: Tensor, most: int) -> None:
         chunks = programs(most, 4 * CHUNK) + 1

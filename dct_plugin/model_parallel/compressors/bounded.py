@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from ...kernels.embedding import get_device_codec, get_embedding_kernels, say_once
-from ...kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
+from ...kernels.embedding import device_code_kernels, say_once
+from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
 from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
-
-if TYPE_CHECKING:
-    from ...kernels.triton.embedding import TritonEmbeddingKernels
 
 #: Entries that share a code, or a row's where that has more.
 _SEGMENT = 256
@@ -54,7 +50,8 @@ class Bounded(ActivationCompressor):
         encoded: list[Encoded] = []
         if codec is not None:
             everywhere = [bound.expand(len(o.lengths)) for o, bound in zip(outgoing, bounds, strict=True)]
-            encoded = codec.encode(outgoing, bounds=everywhere)
+            bounded = [o._replace(bounds=b) for o, b in zip(outgoing, everywhere, strict=True)]
+            encoded = codec.encode(bounded, 0)
         elif outgoing:
             absolute = [np.full(len(o.lengths), float(b)) for o, b in zip(outgoing, bounds, strict=True)]
             bounded = [o._replace(bounds=b) for o, b in zip(outgoing, absolute, strict=True)]
@@ -76,11 +73,11 @@ class Bounded(ActivationCompressor):
             raise PayloadError(opened.fault)
         add(out, values.to(out.device))
 
-    def _device_codec(self, device: torch.device) -> TritonEmbeddingKernels | None:
-        return get_device_codec(backend_beside(self.site.kernels, device), "auto")
+    def _device_codec(self, device: torch.device) -> DeviceCodeKernels | None:
+        return device_code_kernels(backend_beside(self.site.kernels, device), "auto")
 
     def _kernels(self) -> EmbeddingKernels:
-        return get_embedding_kernels(backend_beside(self.site.kernels, torch.device("cpu")))
+        return backend_beside(self.site.kernels, torch.device("cpu")).embedding_kernels()
 
 
 def _message(encoded: Encoded) -> Tensor:
