@@ -275,10 +275,10 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     """The state of every new rank (they are all the same), from the files of all old ranks.
 
     A model update averages the ranks, so it is the mean of the residuals that is owed. The residuals of
-    owners (two-phase exchange) are parts of the *sum* over the ranks; they are
-    shared out to the ranks, since the new owners own other parts. Thresholds are measured anew, and momentum
-    that is kept at the workers starts over. Local weights (``update: "local"``) are the anchor and what is
-    owed, so they are averaged alike, and so are their optimizers' states.
+    owners (two-phase exchange) are parts of the *sum* over the ranks; they are shared out to the ranks, since
+    the new owners own other parts. Thresholds are measured anew, and momentum that is kept at the workers
+    starts over. Local weights (feedback ``local_updates``) are the anchor and what is owed, so they are
+    averaged alike, and so are their optimizers' states.
 
     Args:
         contents: Of the file of every old rank, in any order; only one is held in memory at a time.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import ActivationConfig, DataParallelConfig
+    from .config import DataParallelConfig
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class SparsitySchedule:
     ramp_steps: int = 0
 
     @classmethod
-    def of(cls, config: DataParallelConfig | ActivationConfig) -> SparsitySchedule:
+    def of(cls, config: DataParallelConfig) -> SparsitySchedule:
         """The schedule of a section."""
-        return cls(config.sparsity, config.warmup_steps, getattr(config, "sparsity_warmup_steps", 0))
+        return cls(config.sparsity, config.warmup_steps, config.sparsity_warmup_steps)
 
     def density(self, step: int) -> float:
         """Share of entries to keep at ``step`` (from 0); 1.0 means dense."""

@@ -20,7 +20,7 @@ from .codecs.index import IndexEncoding
 from .codecs.message import MessageWriter
 from .codecs.payload import Header, Payload, header_bytes, payload_bound
 from .codecs.values import ValueDtype
-from .config import ActivationConfig, DataParallelConfig, KernelConfig
+from .config import DataParallelConfig, KernelConfig
 from .errors import ConfigError
 from .feedback import PackedResidual, Residual, Rooms, Velocity
 from .kernels import (
@@ -39,7 +39,9 @@ from .metrics import Record
 from .schedules import SparsitySchedule
 from .thresholds import Threshold, wanted
 
-#: Room beside the configured capacity, so that tiny parts are not cut by counting noise.
+#: Most entries of one message, as a multiple of the target density; what overflows stays in the residual.
+_CAPACITY = 2.0
+#: Room beside this capacity, so that tiny parts are not cut by counting noise.
 _CAPACITY_SLACK = 64
 #: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
 #: spread.
@@ -113,22 +115,20 @@ class Stream:
     """What the streams of gradients and of activations have in common.
 
     Args:
-        config: Section that says how tau is found.
-        name: In messages, and as the seed of the threshold's sample.
-        rank: In the group; seeds the sample, too.
+        threshold: How tau is found.
+        name: In messages.
         kernels: Which kernels run; the defaults when None.
     """
 
     def __init__(
         self,
-        config: DataParallelConfig | ActivationConfig,
+        threshold: Threshold,
         *,
         name: str,
-        rank: int,
         kernels: KernelConfig | None,
     ) -> None:
         self.name = name
-        self.threshold = Threshold.for_stream(name, rank, config)
+        self.threshold = threshold
         self._kernels = kernels
         self._backend: Backend | None = None
 
@@ -217,7 +217,8 @@ class Compressor(Stream):
     ) -> None:
         if overrides or config is None:
             config = DataParallelConfig.of(None if config is None else config.model_dump(), **overrides)
-        super().__init__(config, name=name, rank=rank, kernels=kernels)
+        threshold = Threshold.of_gradients(name, rank, config.expert)
+        super().__init__(threshold, name=name, kernels=kernels)
         self.config = config
         self.schedule = SparsitySchedule.of(config)
         self.residual: Residual | PackedResidual | None = None
@@ -430,18 +431,19 @@ class Compressor(Stream):
     # -- inside ---
 
     def _capacity(self, density: float, length: int) -> int:
-        return min(length, math.ceil(self.config.capacity * wanted(density, length)) + _CAPACITY_SLACK)
+        return min(length, math.ceil(_CAPACITY * wanted(density, length)) + _CAPACITY_SLACK)
 
     def _residual_buffers(self, numel: int, device: torch.device) -> Sequence[Tensor | None]:
-        if self.config.error_feedback == "none":
+        if not self.config.feedback.keeps_residual:
             return None, None
         if self.residual is None:
             self.residual = self._new_residual(numel, device)
-            if self.config.momentum_correction > 0.0:
+            momentum = self.config.feedback.worker_momentum
+            if momentum > 0.0:
                 self.velocity = Velocity(
                     numel,
                     device,
-                    self.config.momentum_correction,
+                    momentum,
                     self.backend(device),
                     transactional=self._transactional,
                 )
@@ -500,7 +502,7 @@ def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
     if kernels.backend not in backend_names():
         registered = ", ".join(f'"{name}"' for name in backend_names())
         raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": must be one of {registered}')
-    return get_backend(device, kernels.backend, threads=kernels.threads)
+    return get_backend(device, kernels.backend)
 
 
 def backend_beside(kernels: KernelConfig | None, device: torch.device) -> Backend:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .config import ActivationConfig, DataParallelConfig
+    from .config import ExpertSettings
     from .kernels import Backend, Tau
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 MIN_SAMPLES = 65_536
 #: Samples that tau follows between measurements: off by about 11 % (1 sigma) in a step, right on average.
 TRACKING_SAMPLES = 8_192
+
+#: Realised density, as multiples of the target, outside which tau is measured at the next step.
+_GRADIENT_BAND = (0.5, 2.0)
+_ACTIVATION_BAND = (0.8, 1.25)
+_ANY_DENSITY = (0.0, math.inf)
+#: Steps after which the threshold of activations is measured again at the latest.
+_ACTIVATION_LIFESPAN = 100
 
 
 def sample_size(density: float, *, tracking: bool = False) -> int:
@@ -50,17 +57,16 @@ class Threshold:
     trace: the threshold of a tensor that turned out to be non-finite stays bitwise what it was.
 
     Args:
-        mode: ``"sample"`` (random positions) or ``"exact"`` (k-th largest magnitude).
+        mode: ``"sample"`` (random positions, and a small sample between measurements), ``"exact"`` (k-th
+            largest magnitude) or ``"fixed"`` (random positions; unchanged until the next measurement).
         lifespan: Steps after which the threshold is measured again at the latest (paper: L).
         band: ``(low, high)`` multiples of the wanted density; outside, it is measured again at the next step.
-        tracking: Between measurements, take tau from a small sample at every step.
         seed: Seed of the random positions; differs per stream and rank.
     """
 
     mode: str = "sample"
     lifespan: int = 1000
-    band: tuple[float, float] = (0.5, 2.0)
-    tracking: bool = True
+    band: tuple[float, float] = _GRADIENT_BAND
     seed: int = 0
 
     tau: float = 0.0
@@ -77,15 +83,19 @@ class Threshold:
     _proposed: _Proposal | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def for_stream(cls, name: str, rank: int, config: DataParallelConfig | ActivationConfig) -> Threshold:
-        """Threshold whose random positions depend on the stream's name and the rank only (reproducible)."""
+    def of_gradients(cls, name: str, rank: int, settings: ExpertSettings) -> Threshold:
+        """The threshold of a stream of gradients; its random positions depend on name and rank only."""
         return cls(
-            mode=config.threshold,
-            lifespan=config.threshold_lifespan,
-            band=config.density_band,
-            tracking=config.threshold_tracking,
-            seed=zlib.crc32(f"{name}/{rank}".encode()),
+            mode=settings.threshold,
+            lifespan=settings.threshold_lifespan,
+            band=_ANY_DENSITY if settings.threshold == "fixed" else _GRADIENT_BAND,
+            seed=_seed_of(name, rank),
         )
+
+    @classmethod
+    def of_activations(cls, name: str, rank: int) -> Threshold:
+        """The threshold of a stream of activations; its random positions depend on name and rank only."""
+        return cls(lifespan=_ACTIVATION_LIFESPAN, band=_ACTIVATION_BAND, seed=_seed_of(name, rank))
 
     def due(self, density: float) -> bool:
         """Whether the threshold has to be measured before a step that keeps a share of ``density``."""
@@ -111,7 +121,7 @@ class Threshold:
         measured = self.due(density)
         if measured and self.mode == "exact":
             tau = kernels.exact_threshold(grad, residual, wanted(density, grad.numel()))
-        elif measured or (self.tracking and self.mode == "sample"):
+        elif measured or self.mode == "sample":
             seed = (self.seed + 0x9E3779B9 * (self.step + 1)) & 0x7FFFFFFF
             samples = sample_size(density, tracking=not measured)
             tau = kernels.sample_threshold(grad, residual, density, samples, seed)
@@ -165,6 +175,10 @@ class Threshold:
         self._proposed = None
 
     _STATE = ("tau", "step", "age", "refreshes", "density", "out_of_band")
+
+
+def _seed_of(name: str, rank: int) -> int:
+    return zlib.crc32(f"{name}/{rank}".encode())
 
 
 def wanted(density: float, numel: int) -> int:

@@ -29,42 +29,41 @@ PP, TP = "PP 2", "TP 2"
 
 def classes() -> dict[str, dict[str, Any]]:
     """Options of ``dct.model_parallel.pipeline`` by the name of their row."""
-    int4 = {"value_dtype": "int4", "gradient_value_dtype": "int4"}
-    low = {"method": "lowrank", "rank": 20, "bits": 4, "group_size": 256}
-    transform = {"method": "transform", "rate": 1.42}
-    few = {"method": "threshold", "sparsity": 0.9, **int4}
-    coarse = {"method": "quantise", "bits": 2, "rotate": True}
-    int8 = {"value_dtype": "int8", "gradient_value_dtype": "int8"}
-    taught = {"learning_rate": 4e-3}
+
+    def entries(method: str, sparsity: float, kind: str = "auto") -> dict[str, Any]:
+        forward = {"method": method, "sparsity": sparsity, "value_dtype": kind}
+        return {"forward": forward, "backward": {"method": "answer", "value_dtype": kind}}
+
+    def both_ways(method: str, **settings: Any) -> dict[str, Any]:
+        return {"forward": {"method": method, **settings}}
+
+    def apart(name: str, section: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """A method both ways, forward alone and backward alone."""
+        forward = {"forward": section["forward"], "backward": "none"}
+        backward = {"forward": "none", "backward": section["forward"]}
+        return {name: section, f"{name}, forward": forward, f"{name}, backward": backward}
+
     return {
-        "threshold 0.9": {"method": "threshold", "sparsity": 0.9},
-        "threshold 0.9, int4": few,
-        "threshold 0.9, int4, forward": {**few, "gradient_method": "none"},
-        "threshold 0.9, int4, backward": {**few, "method": "none", "gradient_method": "threshold"},
-        "threshold 0.65, int8": {"method": "threshold", "sparsity": 0.65, **int8},
-        "topk 0.65, int8": {"method": "topk", "sparsity": 0.65, **int8},
-        "topk 0.88, int4": {"method": "topk", "sparsity": 0.88, **int4},
-        "randomk 0.5, 8 bits": {"method": "randomk", "sparsity": 0.5, "bits": 8},
-        "randomk 0.82, 8 bits": {"method": "randomk", "sparsity": 0.82, "bits": 8},
-        "quantise 4 bits": {"method": "quantise", "bits": 4},
-        "quantise 2 bits, rotated": coarse,
-        "quantise 2 bits, rotated, forward": {**coarse, "gradient_method": "none"},
-        "quantise 2 bits, rotated, backward": {**coarse, "method": "none", "gradient_method": "quantise"},
-        "quantise 1 bit, rotated": {"method": "quantise", "bits": 1, "rotate": True},
-        "lowrank 16, 4 bits": {"method": "lowrank", "rank": 16, "bits": 4},
-        "lowrank 20, 4 bits": low,
-        "lowrank 20, 4 bits, forward": {**low, "gradient_method": "none"},
-        "lowrank 20, 4 bits, backward": {**low, "method": "none", "gradient_method": "lowrank"},
-        "lowrank 28, 8 bits": {"method": "lowrank", "rank": 28, "bits": 8},
-        "lowrank 26, 3 bits": {"method": "lowrank", "rank": 26, "bits": 3, "group_size": 256},
-        "transform 1.42 bits": transform,
-        "transform 4 bits": {"method": "transform", "rate": 4.0},
-        "transform 1.42 bits, forward": {**transform, "gradient_method": "none"},
-        "transform 1.42 bits, backward": {**transform, "method": "none", "gradient_method": "transform"},
-        "learned 22, 4 bits": {"method": "learned", "rank": 22, "bits": 4, "group_size": 256, **taught},
-        "learned 32, 8 bits": {"method": "learned", "rank": 32, "bits": 8, **taught},
-        "learned 28, 3 bits": {"method": "learned", "rank": 28, "bits": 3, "group_size": 256, **taught},
-    }  # fmt: skip
+        "threshold 0.9": entries("threshold", 0.9),
+        **apart("threshold 0.9, int4", entries("threshold", 0.9, "int4")),
+        "threshold 0.65, int8": entries("threshold", 0.65, "int8"),
+        "topk 0.65, int8": entries("topk", 0.65, "int8"),
+        "topk 0.88, int4": entries("topk", 0.88, "int4"),
+        "randomk 0.5, 8 bits": both_ways("randomk", sparsity=0.5, bits=8),
+        "randomk 0.82, 8 bits": both_ways("randomk", sparsity=0.82, bits=8),
+        "quantise 4 bits": both_ways("quantise", bits=4),
+        **apart("quantise 2 bits, rotated", both_ways("quantise", bits=2, rotate=True)),
+        "quantise 1 bit, rotated": both_ways("quantise", bits=1, rotate=True),
+        "lowrank 16, 4 bits": both_ways("lowrank", rank=16, bits=4),
+        **apart("lowrank 20, 4 bits", both_ways("lowrank", rank=20, bits=4)),
+        "lowrank 28, 8 bits": both_ways("lowrank", rank=28, bits=8),
+        "lowrank 26, 3 bits": both_ways("lowrank", rank=26, bits=3),
+        **apart("transform 1.42 bits", both_ways("transform", rate=1.42)),
+        "transform 4 bits": both_ways("transform", rate=4.0),
+        "learned 22, 4 bits": both_ways("learned", rank=22, bits=4, learning_rate=4e-3),
+        "learned 32, 8 bits": both_ways("learned", rank=32, bits=8, learning_rate=4e-3),
+        "learned 28, 3 bits": both_ways("learned", rank=28, bits=3, learning_rate=4e-3),
+    }
 
 
 def job_of(arguments: argparse.Namespace, name: str, seed: int) -> Job:
@@ -75,9 +74,9 @@ def job_of(arguments: argparse.Namespace, name: str, seed: int) -> Job:
     if row != "dense":
         section = {**classes()[row], "warmup_steps": arguments.warmup}
         if layout == PP:
-            parts = {"pipeline": section, "tensor": OFF}
+            parts = {"pipeline": section}
         else:
-            parts = {"pipeline": OFF, "tensor": {**section, "gather": True}}
+            parts = {"tensor": {**section, "gather": True}}
         dct = {"data_parallel": OFF, "model_parallel": parts}
     return Job(
         layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq, lr=arguments.lr, cosine=True,

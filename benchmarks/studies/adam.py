@@ -48,16 +48,16 @@ Configure = Callable[[argparse.Namespace, str], dict[str, Any]]
 #: From a model and what Configure made, what DeepSpeed calls an engine.
 Initialize = Callable[[Any, dict[str, Any]], Any]
 
-LOCAL, AHEAD = {"error_feedback": "local"}, {"error_feedback": "step_ahead"}
+LOCAL, AHEAD = {"feedback": "local"}, {"feedback": "step_ahead"}
 #: Dense steps and the rise of sparsity after them, for all settings but those that name others.
 START = {"warmup_steps": 60, "sparsity_warmup_steps": 60}
 SLOWER = {**START, "sparsity_warmup_steps": 180}
-ACCORDION = {"adaptive": "accordion", "adaptive_sparsity": 0.9, "adaptive_interval": 100}
+ACCORDION = {"adaptive": {"kind": "accordion", "sparsity": 0.9, "interval": 100}}
 
 
 def _updates(sparsity: float, **more: Any) -> dict[str, Any]:
     """Thresholded updates of the weights besides; for ZeRO-1 and 2 (``--stage``)."""
-    return {"parameters": {"enabled": True, "sparsity": sparsity, **more}}
+    return {"parameters": {"sparsity": sparsity, **more}}
 
 
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
             **AHEAD,
             **SLOWER,
             "exchange": "two_phase",
-            "server_density": float(factor),
+            "expert": {"server_density": float(factor)},
         }
         for factor in (1, 2, 3)
     },
@@ -87,7 +87,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         for kind in ("int8", "int4", "int2")
     },
     **{
-        f"{name}-averaging{every}": {"sparsity": 0.99, **feedback, "error_averaging_interval": every}
+        f"{name}-averaging{every}": {"sparsity": 0.99, **feedback, "expert": {"error_averaging": every}}
         for name, feedback in (
             ("local-0.99", {**LOCAL, **START}),
             ("ahead-0.99-ramp180", {**AHEAD, **SLOWER}),
@@ -123,20 +123,24 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     },
     **{
         f"local-update-{share}-every{every}": {
-            "update": "local",
+            "feedback": {"kind": "local_updates", "every": every},
             "sparsity": share,
-            "exchange_every": every,
             **(SLOWER if share == 0.99 else START),
         }
         for share in (0.9, 0.99)
         for every in (1, 4, 8)
     },
-    "local-update-0.99-every1-start60": {"update": "local", "sparsity": 0.99, **START},
+    "local-update-0.99-every1-start60": {"feedback": "local_updates", "sparsity": 0.99, **START},
     **{
         f"ahead-0.99-ramp180-residuals-{kind}": {"sparsity": 0.99, **AHEAD, **SLOWER, "residual_dtype": kind}
         for kind in ("bf16", "int8")
     },
-    "ahead-0.99-coefficient1": {"sparsity": 0.99, **AHEAD, **START, "step_ahead_coefficient": 1.0},
+    "ahead-0.99-coefficient1": {
+        "sparsity": 0.99,
+        **AHEAD,
+        **START,
+        "expert": {"step_ahead_coefficient": 1.0},
+    },
 }
 
 

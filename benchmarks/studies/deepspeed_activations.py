@@ -30,24 +30,23 @@ CONTEXT, WIDTH, BLOCKS, BATCH, MICRO = 32, 64, 4, 8, 4
 #: Name -> section of ``dct.model_parallel``; None: without the plugin.
 PIPELINE: dict[str, dict[str, Any] | None] = {
     "dense": None,
-    "sparsity 0.9": {"sparsity": 0.9},
+    "sparsity 0.9": {"forward": {"method": "threshold", "sparsity": 0.9}},
     "sparsity 0.9, int8 values": {
-        "sparsity": 0.9,
-        "value_dtype": "int8",
-        "gradient_value_dtype": "int8",
+        "forward": {"method": "threshold", "sparsity": 0.9, "value_dtype": "int8"},
+        "backward": {"method": "answer", "value_dtype": "int8"},
     },
-    "sparsity 0.99": {"sparsity": 0.99},
-    "quantise, 4 bits": {"method": "quantise", "bits": 4, "gradient_bits": 4},
-    "transform, 1.42 bits": {"method": "transform"},
+    "sparsity 0.99": {"forward": {"method": "threshold", "sparsity": 0.99}},
+    "quantise, 4 bits": {"forward": {"method": "quantise", "bits": 4}},
+    "transform, 1.42 bits": {"forward": "transform"},
 }
 EXPERTS: dict[str, dict[str, Any] | None] = {
     "dense": None,
-    "quantise, 8 bits": {"method": "quantise", "bits": 8},
-    "quantise, 4 bits": {"method": "quantise", "bits": 4},
-    "bound 0.05": {"method": "bound", "error_bound": 0.05},
-    "bound 0.3": {"method": "bound", "error_bound": 0.3},
-    "sparsity 0.9": {"sparsity": 0.9},
-    "sparsity 0.99": {"sparsity": 0.99},
+    "quantise, 8 bits": {"forward": {"method": "quantise", "bits": 8}},
+    "quantise, 4 bits": {"forward": {"method": "quantise", "bits": 4}},
+    "bound 0.05": {"forward": {"method": "bound", "error_bound": 0.05}},
+    "bound 0.3": {"forward": {"method": "bound", "error_bound": 0.3}},
+    "sparsity 0.9": {"forward": {"method": "threshold", "sparsity": 0.9}},
+    "sparsity 0.99": {"forward": {"method": "threshold", "sparsity": 0.99}},
 }
 
 

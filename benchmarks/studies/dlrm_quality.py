@@ -32,7 +32,7 @@ def settings() -> dict[str, dict[str, Any]]:
         section = {"sparsity": sparsity, **feedback}
         return {"dim": 16, "dct": {"embedding": options, "data_parallel": section}}
 
-    ahead = {"error_feedback": "step_ahead"}
+    ahead = {"feedback": "step_ahead"}
     # An epoch of Criteo's sample is 125 steps: the start is as short as that asks for.
     start = {"warmup_steps": 10, "sparsity_warmup_steps": 20}
     longer = {"warmup_steps": 20, "sparsity_warmup_steps": 40}
@@ -67,12 +67,12 @@ def settings() -> dict[str, dict[str, Any]]:
         },
         **{
             f"Accordion, {every} steps": data_parallel(
-                0.99, adaptive="accordion", adaptive_sparsity=0.9, adaptive_interval=every
+                0.99, adaptive={"kind": "accordion", "sparsity": 0.9, "interval": every}
             )
             for every in (10, 25, 50)
         },
         "Accordion, 25 steps, step-ahead, 10 + 20 steps": data_parallel(
-            0.99, adaptive="accordion", adaptive_sparsity=0.9, adaptive_interval=25, **ahead, **start
+            0.99, adaptive={"kind": "accordion", "sparsity": 0.9, "interval": 25}, **ahead, **start
         ),
         "hybrid": data_parallel(0.9, best),
         "hybrid 0.99, step-ahead, 10 + 20 steps": data_parallel(0.99, best, **ahead, **start),

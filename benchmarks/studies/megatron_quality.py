@@ -49,10 +49,14 @@ ADDRESSES = ("10.78.0.1", "10.78.0.2")
 def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | None, dict[str, Any]]]:
     """Name -> (``dct`` section, changes of the topology)."""
     result: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {"PP 2, dense": (None, {"pp": 2})}
-    pipelines = {f"{sparsity:g}": {"sparsity": sparsity} for sparsity in arguments.pipeline}
+    pipelines: dict[str, dict[str, Any]] = {}
+    for sparsity in arguments.pipeline:
+        pipelines[f"{sparsity:g}"] = {"forward": {"method": "threshold", "sparsity": sparsity}}
     for sparsity in arguments.pipeline_int8:
-        int8 = {"value_dtype": "int8", "gradient_value_dtype": "int8"}
-        pipelines[f"{sparsity:g}, int8 values"] = {"sparsity": sparsity, **int8}
+        pipelines[f"{sparsity:g}, int8 values"] = {
+            "forward": {"method": "threshold", "sparsity": sparsity, "value_dtype": "int8"},
+            "backward": {"method": "answer", "value_dtype": "int8"},
+        }
     for text, options in pipelines.items():
         pipeline = {**options, "warmup_steps": arguments.warmup}
         dct = {"data_parallel": OFF, "model_parallel": {"pipeline": pipeline}}
@@ -72,13 +76,13 @@ def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | 
     for where, topology in (("DP 2", {}), ("DP 2 with the distributed optimizer", sharded)):
         for sparsity in arguments.data_ahead:
             for ramp in arguments.ahead_ramp:
-                ahead = {"sparsity": sparsity, "error_feedback": "step_ahead"}
+                ahead = {"sparsity": sparsity, "feedback": "step_ahead"}
                 ahead |= {"warmup_steps": arguments.ahead_warmup, "sparsity_warmup_steps": ramp}
                 start = f"{arguments.ahead_warmup} dense + ramp {ramp}"
                 name = f"{where}, sparsity {sparsity:g}, step-ahead, {start}"
                 result[name] = ({"data_parallel": ahead}, topology)
                 for updates in arguments.updates if topology else ():
-                    both = {**ahead, "parameters": {"enabled": True, "sparsity": updates}}
+                    both = {**ahead, "parameters": {"sparsity": updates}}
                     result[f"{name}, updates {updates:g}"] = ({"data_parallel": both}, topology)
     if arguments.settings:
         result = {name: found for name, found in result.items() if name in arguments.settings}

@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "dct-0.99": ("dct", {"sparsity": 0.99}),
     "dct-0.97-int8": ("dct", {"sparsity": 0.97, "value_dtype": "int8"}),
     "dct-0.9-int4": ("dct", {"sparsity": 0.9, "value_dtype": "int4"}),
-    "section-0.99": ("section", {"sparsity": 0.99, "error_feedback": "step_ahead"}),
+    "section-0.99": ("section", {"sparsity": 0.99, "feedback": "step_ahead"}),
 }
 
 

@@ -43,33 +43,33 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.9, int8 values": {"sparsity": 0.9, "value_dtype": "int8"},
     "0.97": {"sparsity": 0.97},
     "0.99": {"sparsity": 0.99},
-    "0.99, no feedback": {"sparsity": 0.99, "error_feedback": "none"},
+    "0.99, no feedback": {"sparsity": 0.99, "feedback": "none"},
     "0.99, 10 % warm-up + 10 % ramp": {"sparsity": 0.99, "ramp": True},
-    "0.99, momentum correction": {"sparsity": 0.99, "momentum_correction": 0.9},
+    "0.99, momentum correction": {"sparsity": 0.99, "feedback": {"kind": "local", "momentum": 0.9}},
     "0.999": {"sparsity": 0.999},
-    "0.9, step-ahead": {"sparsity": 0.9, "error_feedback": "step_ahead"},
-    "0.99, step-ahead": {"sparsity": 0.99, "error_feedback": "step_ahead"},
+    "0.9, step-ahead": {"sparsity": 0.9, "feedback": "step_ahead"},
+    "0.99, step-ahead": {"sparsity": 0.99, "feedback": "step_ahead"},
     "0.99, averaging every 20": {"sparsity": 0.99, "average_every": 20},
     "0.99, averaging every 100": {"sparsity": 0.99, "average_every": 100},
     "0.99, step-ahead, averaging every 20": {
         "sparsity": 0.99,
-        "error_feedback": "step_ahead",
+        "feedback": "step_ahead",
         "average_every": 20,
     },
     "0.99, step-ahead, averaging every 100": {
         "sparsity": 0.99,
-        "error_feedback": "step_ahead",
+        "feedback": "step_ahead",
         "average_every": 100,
     },
     "0.99, step-ahead, 10 + 20 steps": {
         "sparsity": 0.99,
-        "error_feedback": "step_ahead",
+        "feedback": "step_ahead",
         "warmup_steps": 10,
         "sparsity_warmup_steps": 20,
     },
     "0.99, step-ahead, 20 + 60 steps": {
         "sparsity": 0.99,
-        "error_feedback": "step_ahead",
+        "feedback": "step_ahead",
         "warmup_steps": 20,
         "sparsity_warmup_steps": 60,
     },
@@ -112,7 +112,7 @@ def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> N
 
 
 def average_residuals(streams: list[dict[str, Compressor]], aheads: list[StepAhead]) -> None:
-    """What the reducer does every ``error_averaging_interval`` steps, without rounding to a type."""
+    """What the reducer does every ``expert.error_averaging`` steps, without rounding to a type."""
     names = [name for name, stream in streams[0].items() if stream.residual is not None]
     for name in names:
         residuals = [worker[name].residual.current for worker in streams]  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
             }
             for w in range(args.workers)
         ]
-    looks = settings is not None and settings.get("error_feedback") == "step_ahead"
+    looks = settings is not None and settings.get("feedback") == "step_ahead"
     aheads = [look_ahead(model, step_with, stream, args.workers) for stream in streams] if looks else []
     kept = total = 0
     dense, sparse, label = (torch.as_tensor(t) for t in rows)

@@ -94,7 +94,8 @@ CASES = {
     ),
 }
 
-_FP32 = {"sparsity": 0, "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+_FP32 = {"forward": {"method": "threshold", "sparsity": 0, "value_dtype": "fp32"}}
+_SPARSE = {"forward": {"method": "threshold", "sparsity": 0.9}}
 _ZERO = {
     "data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 0},
     "model_parallel": {"pipeline": _FP32, "tensor": _FP32},
@@ -104,7 +105,7 @@ SECTIONS = {
     "codec": _ZERO,
     "sparse": {
         "data_parallel": {"sparsity": 0.99},
-        "model_parallel": {"pipeline": {"sparsity": 0.9}, "tensor": {"sparsity": 0.9}},
+        "model_parallel": {"pipeline": _SPARSE, "tensor": _SPARSE},
     },
 }
 THROUGH_CODEC = {"DCT_TEST_THROUGH_CODEC": "1"}

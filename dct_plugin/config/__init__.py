@@ -1,41 +1,76 @@
-"""The ``dct`` section: one model per concern, each fault is named with key, value and what is allowed.
+"""The ``dct`` section: one model per concern, and errors that name the key, its value and what is allowed.
 
-``sections`` holds the models, ``options`` what may be written for each key, ``faults`` the error texts. A new
-concern is one more model and one more field of :class:`DCTConfig`; the error texts, ``dct config`` and the
-documentation's tables follow from the fields.
+A new concern is one more model and one more field of :class:`DCTConfig`. Error messages, ``dct config`` and
+the tables of ``docs/configuration.md`` follow from the models' fields and the texts below them.
 """
 
 from __future__ import annotations
 
-from .options import OptionDoc, options
-from .sections import (
+from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig, VerifyConfig
+from .dct import DCTConfig, KernelConfig, MetricsConfig
+from .embedding import EmbeddingChannelConfig
+from .feedback import FeedbackConfig, LocalFeedback, LocalUpdatesFeedback, NoFeedback, StepAheadFeedback
+from .methods import (
+    AnswerMethod,
+    BoundMethod,
+    EntriesMethod,
+    FewBitsMethod,
+    LearnedMethod,
+    LowRankMethod,
+    Method,
+    NoMethod,
+    QuantiseMethod,
+    RandomKMethod,
+    SparseMethod,
+    ThresholdMethod,
+    TopKMethod,
+    TransformMethod,
+)
+from .model_parallel import (
     ActivationConfig,
-    DataParallelConfig,
-    DCTConfig,
-    EmbeddingChannelConfig,
     ExpertsConfig,
-    KernelConfig,
-    MetricsConfig,
     ModelParallelConfig,
-    ParametersConfig,
     PipelineConfig,
-    Section,
     TensorConfig,
 )
+from .options import OptionDoc, options
+from .section import Section
 
 __all__ = [
+    "AccordionConfig",
     "ActivationConfig",
+    "AnswerMethod",
+    "BoundMethod",
     "DCTConfig",
     "DataParallelConfig",
     "EmbeddingChannelConfig",
+    "EntriesMethod",
+    "ExpertSettings",
     "ExpertsConfig",
+    "FeedbackConfig",
+    "FewBitsMethod",
     "KernelConfig",
+    "LearnedMethod",
+    "LocalFeedback",
+    "LocalUpdatesFeedback",
+    "LowRankMethod",
+    "Method",
     "MetricsConfig",
     "ModelParallelConfig",
+    "NoFeedback",
+    "NoMethod",
     "OptionDoc",
     "ParametersConfig",
     "PipelineConfig",
+    "QuantiseMethod",
+    "RandomKMethod",
     "Section",
+    "SparseMethod",
+    "StepAheadFeedback",
     "TensorConfig",
+    "ThresholdMethod",
+    "TopKMethod",
+    "TransformMethod",
+    "VerifyConfig",
     "options",
 ]

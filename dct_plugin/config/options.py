@@ -1,57 +1,91 @@
-"""The options of a section: where each stands, what it is set to, and what may be written there."""
+"""The options of a section: where each stands, its value, and what may be written there."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import json
-import types
+import textwrap
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 
 class OptionDoc(NamedTuple):
-    """One option of the section: where it stands, what it is set to, and what may be written there."""
+    """One option of the configuration."""
 
     path: str
+    """Where it stands, as in ``dct.data_parallel.sparsity``."""
     value: Any
+    """What it is set to, as JSON."""
     default: Any
     allowed: str
-    description: str
+    """What may be written there, in words."""
+    model: type[BaseModel]
+    """The section that has it."""
+
+    @property
+    def description(self) -> str:
+        """What the option does, in words."""
+        return documentation(self.model, self.path.rpartition(".")[2])[0]
 
 
 def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
-    """Every leaf option of a section in order; ``prefix`` is the path at which the section stands."""
+    """Yield every option of a section in order; ``prefix`` is the path of the section.
+
+    An object that a key such as ``"kind"`` selects, and a section that is absent, are one option.
+    """
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         path = f"{prefix}.{name}"
-        if isinstance(value, BaseModel):
+        if isinstance(value, BaseModel) and not hasattr(value, "short"):
             yield from options(value, path)
         else:
-            default = field.get_default(call_default_factory=True)
-            yield OptionDoc(path, value, default, allowed(field), field.description or "")
+            default = as_json(field.get_default(call_default_factory=True))
+            yield OptionDoc(path, as_json(value), default, allowed(field), type(section))
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as it stands in JSON, in its shortest form."""
+    if isinstance(value, BaseModel):
+        return (
+            value.short() if hasattr(value, "short") else value.model_dump(mode="json", exclude_defaults=True)
+        )
+    return list(value) if isinstance(value, tuple) else value
+
+
+def members(annotation: Any) -> list[Any]:
+    """Return the types of an annotation: those of a union, or the one that it is."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (None, Literal, tuple):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in members(part)]
+
+
+def models(field: FieldInfo) -> list[Any]:
+    """Return the section models that a field may hold."""
+    kinds = members(field.annotation)
+    return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)]
 
 
 def allowed(field: FieldInfo) -> str:
-    """What may be written for a field, in words: type, range or choices."""
+    """Return what may be written for a field, in words: type, range or choices."""
     if isinstance(field.json_schema_extra, dict) and "allowed" in field.json_schema_extra:
         return str(field.json_schema_extra["allowed"])
-    kind = field.annotation
-    optional = ""
-    if get_origin(kind) in (Union, types.UnionType):
-        optional = " or null" if type(None) in get_args(kind) else ""
-        kind = next(k for k in get_args(kind) if k is not type(None))
-    if get_origin(kind) is Literal:
-        choices = [show(choice) for choice in get_args(kind)]
-        return "one of " + ", ".join(choices) + optional
-    if kind is bool:
-        return "true or false" + optional
-    if kind is int or kind is float:
-        return ("an integer" if kind is int else "a number") + _range(field) + optional
-    if kind is str:
-        return "a non-empty string" + optional
-    return "a JSON object" + optional
+    kinds = [kind for kind in members(field.annotation) if kind is not type(None)]
+    optional = " or null" if type(None) in members(field.annotation) else ""
+    labels = [show(model.label()) for model in models(field) if hasattr(model, "label")]
+    if labels:
+        selector = models(field)[0].selector
+        return f'one of {", ".join(labels)}, or an object with "{selector}" and settings{optional}'
+    if get_origin(kinds[0]) is Literal:
+        return "one of " + ", ".join(show(choice) for choice in get_args(kinds[0])) + optional
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a non-empty string"}
+    return words.get(kinds[0], "a JSON object") + _range(field) + optional
 
 
 def _range(field: FieldInfo) -> str:
@@ -73,9 +107,35 @@ def _range(field: FieldInfo) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it stands in JSON, shortened."""
+    """Return a value as it stands in JSON, shortened."""
     try:
-        text = json.dumps(value)
+        text = json.dumps(as_json(value))
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def documentation(model: type[BaseModel], name: str) -> tuple[str, str]:
+    """Return what an option does, and when to change it: the paragraphs of the text below its field."""
+    for cls in model.__mro__:
+        if issubclass(cls, BaseModel) and name in (texts := _texts(cls)):
+            what, _, when = texts[name].partition("\n\n")
+            return " ".join(what.split()), " ".join(when.split())
+    return "", ""
+
+
+@functools.cache
+def _texts(model: type[BaseModel]) -> dict[str, str]:
+    """Return the texts below the fields of a class, by field; empty where its source is not installed."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            texts[field.target.id] = str(text.value.value)
+    return texts

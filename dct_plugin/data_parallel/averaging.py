@@ -41,7 +41,7 @@ class ErrorAveraging:
         value_dtype: Of residuals on the wire.
     """
 
-    def __init__(self, member: Member, interval: int, value_dtype: str) -> None:
+    def __init__(self, member: Member, interval: int, value_dtype: str = "int8") -> None:
         self._member, self._interval = member, interval
         self._value_dtype = ValueDtype.parse(value_dtype)
         self._done: set[str] = set()  # in this step, which may have several micro-batches

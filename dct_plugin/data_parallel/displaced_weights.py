@@ -33,7 +33,7 @@ _MODULES: WeakKeyDictionary[torch.nn.Module, Callable[[], AbstractContextManager
 def weights(model: torch.nn.Module) -> Iterator[None]:
     """Let the parameters of ``model`` hold its weights within the block, to be read or written there.
 
-    Needed with ``error_feedback: "step_ahead"`` between a training forward pass and the optimizer's step; see
+    Needed with ``"feedback": "step_ahead"`` between a training forward pass and the optimizer's step; see
     :mod:`dct_plugin.data_parallel.displaced_weights`.
     """
     with ExitStack() as stack:
@@ -118,10 +118,10 @@ class DisplacedWeights:
             raise DCTError(
                 f"the weights of {', '.join(written[:3])}{', ...' if len(written) > 3 else ''} were written "
                 "or replaced between a training forward pass and the end of its backward pass, or after a "
-                "forward pass that had none. With dct.data_parallel.error_feedback = 'step_ahead' parameters "
+                "forward pass that had none. With dct.data_parallel.feedback = 'step_ahead' parameters "
                 "hold displaced weights there, which differ from rank to rank; the write was undone. Read "
                 "and write weights within `with dct_plugin.data_parallel.weights(model):`, or set "
-                "error_feedback to 'local'"
+                "feedback to 'local'"
             )
 
     def check(self) -> None:

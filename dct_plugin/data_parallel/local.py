@@ -266,7 +266,8 @@ def _check(weight: Weight) -> None:
         problem = "its memory has gaps or overlaps"
     if problem:
         raise ConfigError(
-            f"dct.data_parallel.update = 'local': parameter {weight.name}: {problem}; set update to 'shared'"
+            f"dct.data_parallel.feedback = 'local_updates': parameter {weight.name}: {problem}; set it to "
+            "'local'"
         )
 
 

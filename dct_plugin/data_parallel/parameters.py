@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
-from ..config import DataParallelConfig, KernelConfig
+from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
 from ..errors import ConfigError
 from ..kernels import GRAD_DTYPES
 from ..kernels.checks import split_message
@@ -36,14 +36,14 @@ from .stream_group import Member, Written
 logger = logging.getLogger("dct_plugin")
 
 #: The option that switches it on, as errors name it.
-KEY = "dct.data_parallel.parameters.enabled"
+KEY = "dct.data_parallel.parameters"
 
 
 def refuse(
     host: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
 ) -> ConfigError:
     """The error for a host whose weights are not gathered, or not where they could be thresholded."""
-    return ConfigError(f"{KEY} = true: {host}: {why}; set it to false")
+    return ConfigError(f"{KEY}: {host}: {why}; leave it out")
 
 
 class ParameterUpdates(Member):
@@ -68,24 +68,23 @@ class ParameterUpdates(Member):
         kernels: KernelConfig | None = None,
         step: int = 0,
     ) -> None:
-        self.config = config.parameters
+        self.config = config.parameters or ParametersConfig()
         settings = config.model_copy(
             update={
                 "sparsity": self.config.sparsity,
                 "value_dtype": self.config.value_dtype,
-                "error_feedback": "none",
-                "momentum_correction": 0.0,
+                "feedback": NoFeedback(),
             }
         )
         super().__init__(
             settings, group, metrics=metrics, device=device, kernels=kernels, transactional=False, step=step
         )
-        if self.rank == 0 and self.config.sparsity and config.error_feedback != "step_ahead":
+        if self.rank == 0 and self.config.sparsity and not config.feedback.looks_ahead:
             logger.warning(
-                "dct: %s = true with error_feedback = '%s': passes run at weights that lag behind, which "
+                "dct: %s with feedback = '%s': passes run at weights that lag behind, which "
                 "cost quality under Adam; 'step_ahead' makes up for it",
                 KEY,
-                config.error_feedback,
+                config.feedback.label(),
             )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._writer = MessageWriter(self.device)

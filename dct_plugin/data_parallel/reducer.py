@@ -16,7 +16,7 @@ from .. import checkpoint
 from ..codecs.copies import to_host
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
-from ..config import DataParallelConfig, KernelConfig
+from ..config import DataParallelConfig, KernelConfig, LocalUpdatesFeedback
 from ..errors import ConfigError
 from ..feedback import unpacked
 from ..kernels import GRAD_DTYPES
@@ -80,11 +80,13 @@ class GradientReducer(Member):
             step=step,
         )
         self.config = config
-        self._gentle = replace(self.schedule, sparsity=config.adaptive_sparsity)
-        self.adaptive = Accordion(config.adaptive_interval) if config.adaptive == "accordion" else None
-        """Decides which tensors take ``adaptive_sparsity``; hosts tell it their learning rate."""
-        every = config.error_averaging_interval
-        self._averaging = None if every is None else ErrorAveraging(self, every, config.error_averaging_dtype)
+        adaptive = config.adaptive
+        gentle = config.sparsity if adaptive is None else adaptive.sparsity
+        self._gentle = replace(self.schedule, sparsity=gentle)
+        self.adaptive = None if adaptive is None else Accordion(adaptive.interval)
+        """Decides which tensors take the lower sparsity; hosts tell it their learning rate."""
+        every = config.expert.error_averaging
+        self._averaging = None if every is None else ErrorAveraging(self, every)
         self.loss_scale = loss_scale
         self.spare_writers: list[list[MessageWriter]] = []
         """To every rank, for pieces of plans."""
@@ -112,7 +114,7 @@ class GradientReducer(Member):
         unit: float = 1.0,
         pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
     ) -> StepAhead:
-        """What ``error_feedback: "step_ahead"`` needs to know of the host; to be called before the first
+        """What ``"feedback": "step_ahead"`` needs to know of the host; to be called before the first
         reduction.
 
         Args:
@@ -133,7 +135,7 @@ class GradientReducer(Member):
             self._held_back_of,
             pending_of,
             world_size=self.world_size,
-            coefficient=self.config.step_ahead_coefficient,
+            coefficient=self.config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * self.loss_scale),
         )
         self._ahead.load_state_dict(self._loaded_ahead, step=self.step)
@@ -142,7 +144,7 @@ class GradientReducer(Member):
     def local_updates(
         self, weights: Callable[[], Iterable[Weight]], optimizer: torch.optim.Optimizer
     ) -> LocalUpdates:
-        """What ``update: "local"`` needs to know of the host; to be called before the first reduction.
+        """What the feedback ``local_updates`` needs to know of the host; call it before the first reduction.
 
         Args:
             weights: What the optimizer has now.
@@ -154,15 +156,18 @@ class GradientReducer(Member):
         Raises:
             ConfigError: The configuration does not ask for it, or the weights cannot be exchanged.
         """
-        if self.config.update != "local":
-            raise ConfigError("local updates need dct.data_parallel.update = 'local', it is 'shared'")
+        feedback = self.config.feedback
+        if not isinstance(feedback, LocalUpdatesFeedback):
+            raise ConfigError(
+                f"local updates need dct.data_parallel.feedback = 'local_updates', it is '{feedback.label()}'"
+            )
         self._local = LocalUpdates(
             weights,
             optimizer,
             self.exchange_changes,
             lambda: self.step,
             first=self.config.warmup_steps,
-            every=self.config.exchange_every,
+            every=feedback.every,
             alone=self.world_size == 1,
         )
         self._local.load_state_dict(self._loaded_local)
@@ -206,8 +211,9 @@ class GradientReducer(Member):
             self._framed.moved(name, tensor)
 
     def exchange_changes(self, changes: Sequence[Change]) -> None:
-        """Average what the ranks send of the changes of their weights (``update: "local"``), bitwise the
-        same on all; the rest is left to each rank.
+        """Average what the ranks send of the changes of their weights, bitwise the same on all.
+
+        The feedback is ``local_updates``; the rest is left to each rank.
 
         Raises:
             DesyncError, PayloadError: See :meth:`all_reduce`.
@@ -325,7 +331,7 @@ class GradientReducer(Member):
         state = {"step": self.step, "loss_scale": self.loss_scale, "streams": streams, "ahead": ahead}
         if self.adaptive is not None:
             state["adaptive"] = self.adaptive.state_dict()
-        if self.config.update == "local":
+        if self.config.feedback.steps_locally:
             state["local"] = self._loaded_local if self._local is None else self._local.state_dict()
         return state
 
@@ -344,7 +350,7 @@ class GradientReducer(Member):
         self.streams.clear()
         state = checkpoint.in_unit(state, scale / state["loss_scale"])
         # Streams of gradients know nothing of changes of weights, nor the other way round.
-        same = ("local" in state) == (self.config.update == "local")
+        same = ("local" in state) == (self.config.feedback.steps_locally)
         self._loaded = dict(state["streams"]) if same else {}
         self._loaded_ahead = state.get("ahead")
         if self._ahead is not None:
@@ -385,15 +391,15 @@ class GradientReducer(Member):
             ConfigError: The configuration asks for step-ahead, and :meth:`step_ahead` was not called; or for
                 local updates, and :meth:`local_updates` was not.
         """
-        if self._local is None and self.config.update == "local":
+        if self._local is None and self.config.feedback.steps_locally:
             raise ConfigError(
-                "dct.data_parallel.update = 'local': this host has not said which weights and "
-                "which optimizer are meant (GradientReducer.local_updates); set it to 'shared'"
+                "dct.data_parallel.feedback = 'local_updates': this host has not said which weights and "
+                "which optimizer are meant (GradientReducer.local_updates); set it to 'local'"
             )
         if self._ahead is None:
-            if self.config.error_feedback == "step_ahead":
+            if self.config.feedback.looks_ahead:
                 raise ConfigError(
-                    "dct.data_parallel.error_feedback = 'step_ahead': this host has not said which "
+                    "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
                     "parameters and which optimizer are meant (GradientReducer.step_ahead); set it to 'local'"
                 )
         elif self.world_size > 1:
@@ -421,7 +427,7 @@ class GradientReducer(Member):
         if self.config.exchange == "auto":
             # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
             # round fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
-            return self.world_size <= (4 if self.config.error_feedback == "step_ahead" else 2)
+            return self.world_size <= (4 if self.config.feedback.looks_ahead else 2)
         return self.config.exchange == "direct"
 
     def _small(self, numel: int) -> bool:
@@ -460,7 +466,7 @@ class GradientReducer(Member):
     def _tell(self, adaptive: Accordion, turned: Sequence[str]) -> None:
         """One line for the tensors that entered a critical regime, one for those that left it."""
         for critical, what, sparsity in (
-            (True, "in", self.config.adaptive_sparsity),
+            (True, "in", self._gentle.sparsity),
             (False, "out of", self.config.sparsity),
         ):
             if names := [name for name in turned if adaptive.critical(name) == critical]:
@@ -598,7 +604,7 @@ class GradientReducer(Member):
             ]
 
     def _write_answer(self, item: Item, shard: Shard, total: Tensor, answer: MessageWriter) -> Written:
-        density, stream = min(1.0, self.density(item) * self.config.answer_density), None
+        density, stream = min(1.0, self.density(item) * self.config.server_density), None
         if item.small:
             encoded = encode_all(self.backend, total, answer, ValueDtype.FP32, clear=True)
         else:

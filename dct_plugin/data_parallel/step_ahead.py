@@ -180,8 +180,8 @@ class StepUnit:
         rule = _RULES.get(name.lower())
         if rule is None:
             raise ConfigError(
-                f"dct.data_parallel.error_feedback = 'step_ahead': the step of {name} is not known; known "
-                f"are {', '.join(KNOWN)}; give it a method step_unit(group), or set error_feedback to 'local'"
+                f"dct.data_parallel.feedback = 'step_ahead': the step of {name} is not known; known "
+                f"are {', '.join(KNOWN)}; give it a method step_unit(group), or set feedback to 'local'"
             )
         unit = rule(group)
         return replace(unit, lr=-unit.lr) if group.get("maximize") else unit

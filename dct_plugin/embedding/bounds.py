@@ -29,6 +29,8 @@ _CLASS_INTERVAL = 100
 #: A table is of the small class when quantising merges at least this share of its rows, of the large class
 #: below the second.
 _HOMOGENISED = (0.5, 0.1)
+#: Weight of the old threshold at a measurement.
+_SMOOTHING = 0.9
 _DECAY_STAGES = 10
 #: Training forward passes without an optimizer step after which somebody has forgotten to count them: more
 #: than gradient accumulation and recomputation take together.
@@ -106,7 +108,7 @@ class TableLimits(nn.Module):
     # -- optimizer steps ---
 
     def end_step(self) -> None:
-        """An optimizer step is over: warm-up, decay and life-span count it, thresholds may change."""
+        """An optimizer step is over: decay counts it, thresholds may change."""
         steps = torch.tensor(int(self.known("steps")) + 1)
         self.steps += 1
         self._mirrors["steps"].keep(self.steps, lambda: steps)
@@ -150,11 +152,11 @@ class TableLimits(nn.Module):
     def _count_pass(self) -> None:
         self._passes += 1
         config = self.config
-        dynamic = config.warmup_steps or config.bound_decay_steps or config.sparsity > 0
+        dynamic = config.bound_decay_steps or config.sparsity > 0
         if self._passes == _FORGOTTEN and config.enabled and dynamic:
             logger.warning(
-                "dct: %s: %d forward passes in training without an optimizer step; warmup_steps, "
-                "bound_decay_steps and threshold_lifespan stand still. Call follow(optimizer) once, or "
+                "dct: %s: %d forward passes in training without an optimizer step; bound_decay_steps "
+                "and thresholds stand still. Call follow(optimizer) once, or "
                 "end_step() after every step.",
                 self.name,
                 self._passes,
@@ -169,20 +171,19 @@ class TableLimits(nn.Module):
     def limits(self) -> Limits:
         """What applies to the coming forward pass."""
         config, step = self.config, int(self.known("steps"))
-        warm = config.enabled and step >= config.warmup_steps
-        applied = warm and (self.training or config.evaluation)
+        applied = config.enabled and (self.training or config.evaluation)
         return Limits(
             threshold=applied and config.sparsity > 0,
             bound=self._bound_at(step) if applied else None,
-            gradients=warm and config.gradient_bound is not None,
+            gradients=config.enabled and config.gradient_bound is not None,
         )
 
     def _bound_at(self, step: int) -> float | None:
         config = self.config
         if config.error_bound is None or not config.bound_decay_steps:
             return config.error_bound
-        progress = (step - config.warmup_steps) / config.bound_decay_steps
-        stage = min(math.floor(max(progress, 0.0) * _DECAY_STAGES), _DECAY_STAGES)
+        progress = step / config.bound_decay_steps
+        stage = min(math.floor(progress * _DECAY_STAGES), _DECAY_STAGES)
         return config.error_bound * config.bound_start ** (1.0 - stage / _DECAY_STAGES)
 
     def bounds(self, limits: Limits) -> FloatArray:
@@ -252,7 +253,6 @@ class TableLimits(nn.Module):
         self._measured = True
         step = int(self.known("steps"))
         due = self.config.sparsity > 0 and self.tau.numel() > 0
-        due = due and (step % self.config.threshold_lifespan == 0 or not self.known("tau").all())
         classes = len(set(self.config.bound_classes)) > 1 and step % _CLASS_INTERVAL == 0
         classes = classes and limits.bound is not None
         if not (due or classes):
@@ -294,7 +294,7 @@ class TableLimits(nn.Module):
         taus = self.known("tau").tolist()
         for number, tau in zip(flats, found, strict=True):
             if math.isfinite(tau):
-                weight = self.config.threshold_smoothing if taus[number] > 0 else 0.0
+                weight = _SMOOTHING if taus[number] > 0 else 0.0
                 taus[number] = max(weight * taus[number] + (1.0 - weight) * tau, SMALLEST_TAU)
         self.tau.copy_(to_device(torch.tensor(taus), self.tau.device))
 

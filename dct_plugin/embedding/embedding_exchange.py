@@ -210,7 +210,7 @@ class _RoundTrip:
         if device is not None and way.bounded:
             received = device.bounded(None, config.gradient_bound or 0.0)
         elif device is not None:
-            received = device.values(wire_dtype(gradient.dtype, config.gradient_value_dtype, dense=True))
+            received = device.values(wire_dtype(gradient.dtype, config.value_dtype, dense=True))
         else:
             with self._transport.preparing():
                 sent = owner.messages.encode_gradients(

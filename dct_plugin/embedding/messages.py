@@ -146,7 +146,7 @@ class VectorMessages:
             if not part.numel():
                 continue
             flat = as_flat(part)
-            code = wire_dtype(flat.dtype, self.config.gradient_value_dtype, dense=mask is None)
+            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
             if r != own and not quantised and mask is not None and mask.payload is not None:
                 payload, stats = encode_at(self.codec.backend(flat.device), flat, mask.payload, code)
                 data[r] = torch.cat([payload[: stats.nbytes], payload.new_zeros(1)])

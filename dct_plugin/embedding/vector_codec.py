@@ -41,8 +41,10 @@ class VectorCodec:
         host: Gives the kernels of error-bounded codes on the host.
 
     Attributes:
-        bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`). ``entropy = auto`` weighs its
-            work against it.
+        bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`). ``auto`` weighs its work against
+            it.
+        entropy: How quantised entries are coded: ``rice`` is small, ``packed`` is fast, ``auto`` weighs them
+            for each table by what the link is worth.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class VectorCodec:
         self.config = config
         self.name = name
         self.bit_cost = _SLOWEST
+        self.entropy = "auto"
         self.backend = backend
         self._host = host
         self._on_device: dict[torch.device, DeviceCodeKernels | None] = {}
@@ -69,7 +72,7 @@ class VectorCodec:
     def on_device(self, device: torch.device) -> DeviceCodeKernels | None:
         """Return the kernels that code tensors on ``device``; None if the host does."""
         if device not in self._on_device:
-            self._on_device[device] = device_code_kernels(self.backend(device), self.config.entropy)
+            self._on_device[device] = device_code_kernels(self.backend(device), self.entropy)
         return self._on_device[device]
 
     # -- error-bounded codes ---
@@ -102,7 +105,7 @@ class VectorCodec:
         encoded = encode_bounded(
             outgoing,
             host,
-            entropy=self.config.entropy,
+            entropy=self.entropy,
             # Plain Python reads packed codes all at once, and Rice codes one by one.
             bit_cost=0 if host.name == "reference" else self.bit_cost,
             decoded=decoded,

@@ -18,11 +18,11 @@ def device_code_kernels(backend: Backend, entropy: str) -> DeviceCodeKernels | N
 
     Args:
         backend: The backend of the device.
-        entropy: That of the configuration; ``auto`` is packed on a device. Rice codes and deflate are serial.
+        entropy: The kind of code; ``auto`` is packed on a device. Rice codes and deflate are serial.
     """
     kernels = backend.code_kernels()
     if kernels is not None and entropy in ("rice", "deflate"):
-        say_once(f"dct.embedding.entropy = '{entropy}': a serial code, which the host writes and reads")
+        say_once(f"error-bounded codes of kind '{entropy}': a serial code, which the host writes and reads")
         return None
     return kernels
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import ActivationConfig, KernelConfig
+from ..config import ActivationConfig, KernelConfig, NoMethod
 from ..stream import Encoded
-from .compressors import COMPRESSORS, ActivationCompressor, AnsweringCompressor, Site, Written, create
+from .compressors import ActivationCompressor, AnsweringCompressor, Site, Written, create
+from .compressors.compressor import GROUP_SIZE
 
 
 class ActivationStream:
@@ -25,7 +26,7 @@ class ActivationStream:
         name: Name of the point, in messages and as a seed.
         rank: Rank in the group, seeds what is random, too.
         kernels: Which kernels run; the defaults when None.
-        average: With method learned: averages tensors over the model's replicas, in place.
+        average: With the method learned: averages tensors over the model's replicas, in place.
     """
 
     def __init__(
@@ -38,16 +39,17 @@ class ActivationStream:
         average: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
         self.config = config
-        self.site = Site(name, rank, kernels, average=average)
-        self._gradient_site = Site(f"{name} gradient", rank, kernels)
-        self._whole = COMPRESSORS["none"](config, self.site)
-        self._forward = create(config, self.site)
+        fixed_size = config.fixed_size
+        self.site = Site(name, rank, kernels, average=average, fixed_size=fixed_size, answer=config.answer)
+        self._gradient_site = Site(f"{name} gradient", rank, kernels, fixed_size=fixed_size)
+        self._whole = create(NoMethod(), self.site)
+        self._forward = create(config.forward, self.site)
         self._answers: AnsweringCompressor | None = None
         self._gradient = self._whole
-        if config.gradient_method == "same" and isinstance(self._forward, AnsweringCompressor):
+        if config.own_backward is None and isinstance(self._forward, AnsweringCompressor):
             self._answers = self._forward
         else:
-            self._gradient = create(config.for_gradients(), self._gradient_site)
+            self._gradient = create(config.own_backward or config.forward, self._gradient_site)
 
     @property
     def name(self) -> str:
@@ -61,6 +63,11 @@ class ActivationStream:
     @step.setter
     def step(self, step: int) -> None:
         self.site.step = self._gradient_site.step = step
+
+    def fit_groups(self, width: int) -> None:
+        """Let groups of values that share a scale lie within rows of ``width`` values."""
+        within = max(8, min(GROUP_SIZE, width & -width))  # a power of two that divides the width
+        self.site.group_size = self._gradient_site.group_size = within
 
     @property
     def training(self) -> bool:

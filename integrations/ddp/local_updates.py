@@ -1,4 +1,4 @@
-"""Local updates (``update: "local"``) of a model that DDP wraps."""
+"""Local updates (feedback ``local_updates``) of a model that DDP wraps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(
     else:
         return
     raise ConfigError(
-        f"rank {dist.get_rank()}: dct.data_parallel.update = 'local': {problem}; set update to 'shared'"
+        f"rank {dist.get_rank()}: dct.data_parallel.feedback = 'local_updates': {problem}; set it to 'local'"
     )
 
 

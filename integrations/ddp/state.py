@@ -77,7 +77,7 @@ class DCTState:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
         self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
-        if self.config.data_parallel.parameters.enabled:
+        if self.config.data_parallel.parameters is not None:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.time_limit = process_group, time_limit
         self.parameters = ParameterNames(named_parameters)
@@ -130,7 +130,7 @@ class DCTState:
         self._early.unwatch()
 
     def step_ahead(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train ``model`` (which DDP wraps) at displaced weights, as ``error_feedback: "step_ahead"`` needs.
+        """Train ``model`` (which DDP wraps) at displaced weights, as ``"feedback": "step_ahead"`` needs.
 
         Raises:
             ConfigError: The step of this ``optimizer`` is not known.
@@ -142,8 +142,9 @@ class DCTState:
         model.register_forward_pre_hook(_EndOfStep(self), prepend=True)
 
     def local(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Step each rank's own weights of ``model`` (which DDP wraps), as ``update: "local"`` needs. Their
-        changes are exchanged in ``optimizer.step``, which every rank must call equally often.
+        """Step each rank's own weights of ``model`` (which DDP wraps), for the feedback ``local_updates``.
+
+        The changes are exchanged in ``optimizer.step``, which every rank must call equally often.
 
         Raises:
             ConfigError: The configuration does not ask for it, there is a gradient scaler, or ``optimizer``
@@ -209,7 +210,7 @@ class DCTState:
                 _after_backward(self._end_backward)
 
     def _averages(self) -> bool:
-        """Return whether gradients are averaged: with ``update: "local"`` only in warm-up."""
+        """Return whether gradients are averaged: with the feedback ``local_updates`` only in warm-up."""
         return self._local is None or not self._local.active
 
     def _begin_step(self, device: torch.device) -> Overlap:
@@ -245,10 +246,10 @@ class DCTState:
             problem = "a GradScaler: this rank does not see how the others change their loss scale"
         elif self._nonfinite.skips:
             problem = "nonfinite_action = 'skip': this rank does not see which steps the others skip"
-        elif settings.verify_every:
-            problem = "verify_every: this rank's weights stay behind until all ranks have joined"
-        elif settings.error_feedback == "step_ahead":
-            problem = "error_feedback = 'step_ahead': this rank makes no optimizer steps"
+        elif settings.verify is not None:
+            problem = "verify: this rank's weights stay behind until all ranks have joined"
+        elif settings.feedback.looks_ahead:
+            problem = "feedback = 'step_ahead': this rank makes no optimizer steps"
         else:
             return
         overlap.reducer.exchange.abort()

@@ -59,9 +59,9 @@ class Attachment:
         experts: The same for experts, by the name of their group; none unless they are thresholded.
         metrics: Bytes, densities and times so far.
         steps: Optimizer steps so far.
-        ahead: Displaces the weights in training passes; None without ``error_feedback: "step_ahead"``.
-        gathers: Sends updated weights; None without ``parameters.enabled``.
-        local: Local weights and their anchor; None without ``update: "local"``.
+        ahead: Displaces the weights in training passes; None without ``"feedback": "step_ahead"``.
+        gathers: Sends updated weights; None without ``parameters``.
+        local: Local weights and their anchor; None without ``"feedback": "local_updates"``.
         activations: What compresses activations, by section of ``dct.model_parallel``: ``pipeline``,
             ``experts``.
         description: The hooks that were chosen, in words.
@@ -121,13 +121,13 @@ class Attachment:
         self.description = _describe(engine, kind, config, self.activations)
         if not config.data_parallel.enabled:
             return
-        if config.data_parallel.parameters.enabled:
+        if config.data_parallel.parameters is not None:
             self.gathers = self._gathers(engine, kind)
-        if config.data_parallel.error_feedback == "step_ahead":
+        if config.data_parallel.feedback.looks_ahead:
             unit = 1.0 / (self._hooks.scale * self.reducer.world_size)
             updates = None if self.gathers is None else self.gathers.updates
             self.ahead = step_ahead.prepared(engine, self.reducer, self._hooks.name_of, unit, updates)
-        if config.data_parallel.update == "local":
+        if config.data_parallel.feedback.steps_locally:
             assert isinstance(self._hooks, BoundaryHooks)
             self.local = self._hooks.update_locally()
 
@@ -319,7 +319,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
             check_momentum(config, rank)
         elif reduces and kind == "zero3":
             config = settings_for_zero3(engine, config)
-        if reduces and kind not in ("momentum", "none") and config.data_parallel.update == "local":
+        if reduces and kind not in ("momentum", "none") and config.data_parallel.feedback.steps_locally:
             check_local(engine, kind)
         check_experts(engine, config, deepspeed.__version__)
         wanted = kind != "none" and (reduces or activations_of(engine, config))

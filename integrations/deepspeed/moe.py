@@ -54,7 +54,7 @@ class ExpertHooks:
     def wanted(engine: Any, config: DCTConfig) -> bool:
         """Whether anything is to be compressed between this engine's tokens and experts."""
         section = config.model_parallel.experts
-        return section.enabled and section.compresses and any(map(_crosses, engine.module.modules()))
+        return section.compresses and any(map(_crosses, engine.module.modules()))
 
     @property
     def summary(self) -> str:
@@ -126,7 +126,8 @@ class _Slots:
     def _exchanged(
         self, comm: CompressedCollectives, tensor: Tensor, way: str, leaving: Tensor, arriving: Tensor
     ) -> Tensor:
-        stream = self._hooks.streams.stream(f"{_PREFIX}{self._name} {way}", self._config(tensor.shape[-1]))
+        stream = self._hooks.streams.stream(f"{_PREFIX}{self._name} {way}", self._hooks.config)
+        stream.fit_groups(tensor.shape[-1])
         rows = tensor.reshape(-1, tensor.shape[-1])
         there, here = (slots.view(comm.world_size, -1).sum(dim=1).tolist() for slots in (leaving, arriving))
         self._record_empty(comm, rows, leaving, there)
@@ -155,12 +156,6 @@ class _Slots:
         dense = empty * rows.shape[1] * rows.element_size()
         for cls in (comm.cls, f"{comm.cls}_gradient")[: 1 + self._hooks.streams.training]:
             self._hooks.metrics.record(Record(cls, dense_bytes=dense, tensors=0))
-
-    def _config(self, hidden: int) -> ActivationConfig:
-        """The section, with groups that lie within a token."""
-        largest = hidden & -hidden  # power of two that divides it
-        section = self._hooks.config
-        return section.model_copy(update={"group_size": max(8, min(section.group_size, largest))})
 
 
 def _crosses(layer: Any) -> bool:

@@ -57,7 +57,7 @@ class PipelineHooks:
     @staticmethod
     def wanted(engine: Any, config: DCTConfig) -> bool:
         """Whether anything is to be compressed between this engine's stages."""
-        if not is_pipeline(engine) or not config.model_parallel.pipeline.enabled:
+        if not is_pipeline(engine):
             return False
         return any(section.compresses for section in _sections(engine, config.model_parallel.pipeline))
 

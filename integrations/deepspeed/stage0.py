@@ -89,7 +89,7 @@ class BoundaryHooks:
         patches.replace(engine, "allreduce_and_copy", allreduce_and_copy)
 
     def update_locally(self) -> LocalUpdates:
-        """For ``update: "local"``: gradients stay as they are, and weights are exchanged."""
+        """For ``"feedback": "local_updates"``: gradients stay as they are, and weights are exchanged."""
         optimizer = self.engine.optimizer
         self.local = self.reducer.local_updates(self._weights, getattr(optimizer, "optimizer", optimizer))
         return self.local

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import DCTConfig, LocalFeedback
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError, VersionError
 
@@ -209,7 +209,7 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def check_local(engine: Any, kind: str) -> None:
-    """Whether the engine's optimizer can step each rank's own weights (``update: "local"``).
+    """Whether the engine's optimizer can step each rank's own weights (``"feedback": "local_updates"``).
 
     Raises:
         ConfigError: Says why not.
@@ -224,22 +224,22 @@ def check_local(engine: Any, kind: str) -> None:
         reason = "under fp16 a rank that skips a step changes its loss scale, and the others do not"
     if reason:
         raise ConfigError(
-            f"rank {engine.global_rank}: dct.data_parallel.update = 'local': {reason}. Supported is ZeRO "
-            "stage 0 in fp32 or bf16; set update to 'shared'"
+            f"rank {engine.global_rank}: dct.data_parallel.feedback = 'local_updates': {reason}. "
+            "Supported is ZeRO stage 0 in fp32 or bf16; set feedback to 'local'"
         )
 
 
 def check_parameters(engine: Any) -> None:
-    """Whether updates of the engine's weights can be thresholded (``parameters.enabled``).
+    """Whether updates of the engine's weights can be thresholded (``parameters``).
 
     Raises:
         ConfigError: Says why not.
     """
     if is_pipeline(engine) and engine.module.get_tied_weights_and_groups():
         raise ConfigError(
-            f"rank {engine.global_rank}: dct.data_parallel.parameters.enabled = true: stages of the pipeline "
+            f"rank {engine.global_rank}: dct.data_parallel.parameters: stages of the pipeline "
             "have weights in common (TiedLayerSpec), which their optimizers cut in different places: the "
-            "copies would drift apart. Set it to false"
+            "copies would drift apart. Leave it out"
         )
 
 
@@ -253,12 +253,10 @@ def check_momentum(config: DCTConfig, rank: int) -> None:
     given_and_allowed = {
         "enabled": (config.enabled, True),
         "data_parallel.enabled": (settings.enabled, True),
-        "data_parallel.error_feedback": (settings.error_feedback, "local"),
-        "data_parallel.update": (settings.update, "shared"),
-        "data_parallel.adaptive": (settings.adaptive, "off"),
+        "data_parallel.feedback": (settings.feedback, LocalFeedback()),
+        "data_parallel.adaptive": (settings.adaptive, None),
         "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
-        "data_parallel.momentum_correction": (settings.momentum_correction, 0.0),
-        "data_parallel.error_averaging_interval": (settings.error_averaging_interval, None),
+        "data_parallel.expert.error_averaging": (settings.expert.error_averaging, None),
     }
     for key, (given, value) in given_and_allowed.items():
         if given != value:
@@ -278,15 +276,17 @@ def check_experts(engine: Any, config: DCTConfig, version: str) -> None:
         VersionError: This DeepSpeed's layer is another one.
     """
     tokens, settings = config.model_parallel.experts, config.data_parallel
-    if engine.has_moe_layers and tokens.enabled and tokens.compresses:
+    if engine.has_moe_layers and tokens.compresses:
         signatures.require(EXPERT_TARGETS, f"DeepSpeed {version}", _supported(), _REMEDY)
     if not (config.model_parallel.expert_gradients and settings.enabled and engine.has_moe_layers):
         return
     reason = ""
-    if settings.error_feedback == "step_ahead":
-        reason = "error_feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
-    elif settings.update == "local":
-        reason = "update = 'local' exchanges weights, and keeps DeepSpeed's own exchange for experts"
+    if settings.feedback.looks_ahead:
+        reason = "feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
+    elif settings.feedback.steps_locally:
+        reason = (
+            "feedback = 'local_updates' exchanges weights, and keeps DeepSpeed's own exchange for experts"
+        )
     if reason:
         raise ConfigError(
             f"rank {engine.global_rank}: dct.model_parallel.expert_gradients = true: {reason}; set it to "

@@ -99,35 +99,32 @@ def settings_for_zero3(engine: Any, config: DCTConfig) -> DCTConfig:
         ConfigError: It asks for what ZeRO-3 cannot give; says why.
     """
     settings = config.data_parallel
-    automatic = settings.residual_dtype == "auto" and settings.error_feedback != "none"
+    automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
     in_place = (
         "residuals are in int8 here unless residual_dtype says otherwise, and it needs them in fp32; leave "
         "it out, or set residual_dtype to 'fp32' (4 bytes per parameter and rank)"
     )
     refused = {
-        "error_feedback": (
-            settings.error_feedback == "step_ahead",
-            "no rank has the whole weights that passes would have to be displaced from; set it to 'local'",
+        "feedback": (
+            settings.feedback.looks_ahead or settings.feedback.steps_locally,
+            "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
+            "set it to 'local'",
         ),
-        "parameters.enabled": (
-            settings.parameters.enabled,
+        "parameters": (
+            settings.parameters is not None,
             "modules gather their parameters when they need them, there is no update that all ranks take "
-            "over; set it to false (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
+            "over; leave it out (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
         ),
-        "verify_every": (
-            settings.verify_every > 0,
-            "every rank has a part of its own of the parameters, there is nothing to compare; set it to 0",
-        ),
-        "update": (
-            settings.update == "local",
-            "a rank's optimizer has a part of the weights, and needs all; set it to 'shared'",
+        "verify": (
+            settings.verify is not None,
+            "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",
         ),
         "nonfinite_action": (
             settings.nonfinite_action == "skip" and not engine.fp16_enabled(),
             "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'",
         ),
-        "momentum_correction": (automatic and settings.momentum_correction > 0, in_place),
-        "error_averaging_interval": (automatic and settings.error_averaging_interval is not None, in_place),
+        "feedback.momentum": (automatic and settings.feedback.worker_momentum > 0, in_place),
+        "expert.error_averaging": (automatic and settings.expert.error_averaging is not None, in_place),
     }
     for key, (asked, reason) in refused.items():
         if asked:

@@ -29,7 +29,7 @@ _CHUNK = 2**20
 
 
 class Replicas:
-    """Compares parameters as ``dct.data_parallel.verify_every`` says.
+    """Compares parameters as ``dct.data_parallel.verify`` says.
 
     Args:
         config: The ``data_parallel`` settings.
@@ -43,7 +43,8 @@ class Replicas:
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.every, self.action = config.verify_every, config.verify_action
+        self.every = 0 if config.verify is None else config.verify.every
+        self.action = "stop" if config.verify is None else config.verify.action
         self._weights, self._group = weights, group
 
     def check(self, step: int) -> None:

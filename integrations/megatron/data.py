@@ -5,7 +5,7 @@ the sum of the shard it owns (:class:`~dct_plugin.data_parallel.GradientReducer`
 and the order of calls are those of Megatron. Without ``overlap_grad_reduce`` the host waits when all bucket
 groups of a model have been reduced, not for each of them.
 
-With ``error_feedback: "step_ahead"`` reducers exist from the first iteration on, since the gradients of
+With ``"feedback": "step_ahead"`` reducers exist from the first iteration on, since the gradients of
 warm-up steps, which Megatron reduces, are shown to them. A bucket's thread and the main thread never work on
 a reducer at the same time, for Megatron waits for all reductions before the iteration ends.
 """
@@ -49,14 +49,14 @@ class DataParallelHook(Hook):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.config = session.config.data_parallel
-        if self.config.update == "local":
+        if self.config.feedback.steps_locally:
             raise ConfigError(
-                "dct.data_parallel.update = 'local' does not work with Megatron, whose optimizer clips and "
-                "steps as one over all ranks (the distributed one has a part of the weights on each); set it "
-                "to 'shared'"
+                "dct.data_parallel.feedback = 'local_updates' does not work with Megatron, whose optimizer "
+                "clips and steps as one over all ranks (the distributed one has a part of the weights on "
+                "each); set it to 'local'"
             )
         self.experts = session.config.model_parallel.expert_gradients
-        ahead, adaptive = self.config.error_feedback == "step_ahead", self.config.adaptive != "off"
+        ahead, adaptive = self.config.feedback.looks_ahead, self.config.adaptive is not None
         noted = step_ahead.Optimizers(session.patches) if ahead or adaptive else None
         self._ahead = ahead
         self.models = Models()
@@ -142,7 +142,8 @@ class DataParallelHook(Hook):
         if step == self._verified:
             return
         self._verified = step
-        if not self.config.verify_every or step % self.config.verify_every:
+        verify = self.config.verify
+        if verify is None or step % verify.every:
             return
         for model in self.models:
             finish_gathers(model)

@@ -155,13 +155,13 @@ def _add_hooks(session: Session) -> None:
     if not off["data_parallel"]:
         from .data import DataParallelHook
 
-        if data.momentum_correction:
+        if data.feedback.worker_momentum:
             raise ConfigError(
-                f"dct.data_parallel.momentum_correction = {data.momentum_correction:g}: must be 0 with "
+                f"dct.data_parallel.feedback.momentum = {data.feedback.worker_momentum:g}: must be 0 with "
                 "Megatron, whose optimizers keep a momentum of their own"
             )
         session.add(DataParallelHook(session), Active("data_parallel", f"sparsity {data.sparsity:g}"))
-        if data.parameters.enabled:
+        if data.parameters is not None:
             from .parameters import ParameterHook
 
             detail = f"sparsity {data.parameters.sparsity:g}"

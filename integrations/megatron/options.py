@@ -44,6 +44,9 @@ _LOCAL_RANK = ("--local-rank", "--local_rank")
 # A section of the configuration for recommenders, which has no options here.
 _ELSEWHERE = "dct.embedding."
 
+#: The key that chooses what an option is, where that is not ``"kind"``.
+_SELECTORS = {"forward": "method", "backward": "method"}
+
 
 class Launch(NamedTuple):
     """The request of a command line: ``target`` is a path or, when ``is_module``, a module's name.
@@ -87,7 +90,9 @@ def help_text() -> str:
         "The plugin's arguments may stand anywhere; the script does not see them. The configuration comes",
         f"from --dct-config, else from the file that {CONFIG_VARIABLE} names; single options override it.",
         "Without a file, only the parts that an option names are switched on. An option may be shortened",
-        "to its end (--dct-pipeline-sparsity) where that is unambiguous.",
+        "to its end (--dct-pipeline-warmup-steps) where that is unambiguous. A value is JSON or a name.",
+        "Settings of an object are options, too:",
+        "--dct-pipeline-forward threshold --dct-pipeline-forward-sparsity 0.9",
         "",
         "  --dct-config FILE    JSON file with a dct section, or the bare section",
         "  --dct-help           this text",
@@ -152,16 +157,18 @@ def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str])
     """Return the configuration, and where it came from."""
     from dct_plugin.config import DCTConfig
 
-    paths = {_name(option.path): option.path for option in _options()}
+    paths = {_name(path): path for path in _paths()}
     file: str | None = None
-    changes: dict[str, Any] = {}
-    named: list[str] = []
+    given: dict[str, Any] = {}
     for flag, value in own:
         if flag == "--dct-config":
             file = value
         else:
-            named.append(_resolve(flag, paths))
-            _set(changes, named[-1], _value(value))
+            given[_resolve(flag, paths)] = _value(value)
+    named = sorted(given, key=lambda path: path.count("."))  # a name comes before its settings
+    changes: dict[str, Any] = {}
+    for path in named:
+        _set(changes, path, given[path])
     count = f"{len(named)} option(s)"
     source = file
     if file is None and (file := environment.get(CONFIG_VARIABLE)):
@@ -185,7 +192,10 @@ def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str])
 def _set(changes: dict[str, Any], path: str, value: Any) -> None:
     *sections, key = path.split(".")[1:]
     for section in sections:
-        changes = changes.setdefault(section, {})
+        inner = changes.setdefault(section, {})
+        if not isinstance(inner, dict):  # a name, and a setting of what it names
+            inner = changes[section] = {_SELECTORS.get(section, "kind"): inner}
+        changes = inner
     changes[key] = value
 
 
@@ -194,6 +204,17 @@ def _options(config: DCTConfig | None = None) -> list[OptionDoc]:
     from dct_plugin.config import DCTConfig, options
 
     return [option for option in options(config or DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
+
+
+def _paths() -> Iterator[str]:
+    """Every option, and every setting of the objects that an option may be."""
+    from dct_plugin.config.options import models
+
+    for option in _options():
+        yield option.path
+        field = option.model.model_fields[option.path.rpartition(".")[2]]
+        settings = (name for model in models(field) for name in model.model_fields)
+        yield from dict.fromkeys(f"{option.path}.{name}" for name in settings)
 
 
 def _name(path: str) -> str:
@@ -256,12 +277,12 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
         "data_parallel": (
             "dct.data_parallel",
             data,
-            "" if data.sparsity or data.parameters.enabled else "sparsity = 0",
+            "" if data.sparsity or data.parameters is not None else "sparsity = 0",
         ),
     }
     states = {}
     for name, (path, section, nothing) in sections.items():
-        if not section.enabled:
+        if not getattr(section, "enabled", True):
             states[name] = f"{path}.enabled = false"
         else:
             states[name] = f"{path}.{nothing}" if nothing and pass_through else ""
@@ -272,4 +293,4 @@ def _nothing_compressed(section: ActivationConfig) -> str:
     """Return the setting because of which a section leaves everything to Megatron; empty if it does not."""
     if section.compresses:
         return ""
-    return 'method = "none"' if section.method == "none" else "sparsity = 0"
+    return 'forward = "none"' if section.forward.label() == "none" else "forward.sparsity = 0"

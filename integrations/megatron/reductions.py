@@ -36,7 +36,7 @@ from .session import Session
 
 __all__ = ["Reduction", "Reductions"]
 
-_STEP_AHEAD = "dct.data_parallel.error_feedback = 'step_ahead'"
+_STEP_AHEAD = "dct.data_parallel.feedback = 'step_ahead'"
 
 
 @dataclass

@@ -21,7 +21,7 @@ from ..host.patches import Patches
 __all__ = ["Optimizers", "refuse"]
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
-_KEY = "dct.data_parallel.error_feedback = 'step_ahead'"
+_KEY = "dct.data_parallel.feedback = 'step_ahead'"
 
 
 class Optimizers:
@@ -78,7 +78,7 @@ def refuse(model: Any) -> None:
     if model.config.cuda_graph_impl not in (None, "none"):
         raise ConfigError(
             f"{_KEY}: does not work with CUDA graphs (Megatron's cuda_graph_impl), which keep the addresses "
-            "of weights; set error_feedback to 'local'"
+            "of weights; set feedback to 'local'"
         )
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     for name, parameter in model.module.named_parameters():
@@ -87,5 +87,5 @@ def refuse(model: Any) -> None:
         ):
             raise ConfigError(
                 f"{_KEY}: {name} is a {type(parameter.data).__name__} of {parameter.dtype}; weights must be "
-                "fp32, bf16 or fp16 (no fp8_param_gather); set error_feedback to 'local'"
+                "fp32, bf16 or fp16 (no fp8_param_gather); set feedback to 'local'"
             )

@@ -108,6 +108,8 @@ class TensorHook(ActivationHook):
         site = self._current
         if site is None or site.dense or ranks.size() == 1:
             return None
+        if not self.session.training and not self.config.evaluation:
+            return None
         if self.session.pass_through and (
             not self.config.compresses or self.session.step < self.config.warmup_steps
         ):

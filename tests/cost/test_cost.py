@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from dct_plugin import Compressor
-from dct_plugin.config import PipelineConfig
+from dct_plugin.config import TensorConfig
+from dct_plugin.config.options import models
 from dct_plugin.cost import (
     ACTIVATIONS,
     COEFFICIENTS,
@@ -61,7 +62,7 @@ def test_parameters_are_those_of_the_model() -> None:
 def test_bytes_of_an_entry_are_those_of_a_payload(name: str) -> None:
     method, values = GRADIENTS[name], name.split()[-1]
     numel = 1 << 20
-    stream = Compressor(sparsity=1.0 - method.density, value_dtype=values, threshold="exact")
+    stream = Compressor(sparsity=1.0 - method.density, value_dtype=values, expert={"threshold": "exact"})
     payload = stream.compress(torch.randn(numel, generator=torch.Generator().manual_seed(0)))
     one_layer = Transformer(1, round(math.sqrt(numel / 12)), 1, 1)
     _, sent, _ = reduction(one_layer, method, 2)
@@ -73,15 +74,11 @@ def test_bytes_of_an_entry_are_those_of_a_payload(name: str) -> None:
 def test_bytes_of_an_activation_are_those_of_its_compressor(name: str) -> None:
     way, model = ACTIVATIONS[name], Transformer(1, 512, 4, 128)
     values = {"value_dtype": "int8"} if way.method == "threshold" and way.bits == 8 else {}
-    config = PipelineConfig.of(
-        method=way.method,
-        sparsity=1.0 - way.density,
-        bits=way.bits,
-        rank=max(1, way.rank),
-        rate=way.rate or 1.0,
-        **values,
-    )
-    compressor = COMPRESSORS[way.method](config, Site("point"))
+    known = {"sparsity": 1.0 - way.density, "bits": way.bits, "rank": max(1, way.rank), "rate": way.rate}
+    methods = {method.label(): method for method in models(TensorConfig.model_fields["forward"])}
+    own = methods[way.method]
+    settings = {key: known[key] for key in known if key in own.model_fields}
+    compressor = COMPRESSORS[way.method](own.of({**settings, **values}), Site("point", fixed_size=True))
     shape = torch.Size((model.tokens, model.hidden))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     sizes = []

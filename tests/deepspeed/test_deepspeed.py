@@ -136,7 +136,7 @@ def compared(names: list[str], dct: dict[str, Any], steps: int) -> list[Run]:
 def checkpointed(name: str, folder: Path) -> list[Run]:
     """Six steps at a stretch, and in two halves with a checkpoint between them."""
     kept_in = {"zero1-fp32-scatter-contiguous": "int8", "zero1-bf16-fp32accumulation": "bf16"}
-    adaptive = {"adaptive": "accordion", "adaptive_sparsity": 0.5, "adaptive_interval": 2}
+    adaptive = {"adaptive": {"kind": "accordion", "sparsity": 0.5, "interval": 2}}
     section = {"sparsity": 0.95, "value_dtype": "fp32", "min_numel": 100, "warmup_steps": 1, **adaptive}
     section["residual_dtype"] = kept_in.get(name, "auto")
     dct = {"data_parallel": section}

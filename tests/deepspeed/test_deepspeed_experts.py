@@ -16,11 +16,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DENSE = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100}}
 READY = CONFIGS / "deepspeed_experts_dct.json"
 METHODS: dict[str, dict[str, Any]] = {
-    "8-bit": {"method": "quantise", "bits": 8},
-    "4-bit": {"method": "quantise", "bits": 4, "gradient_bits": 8, "stochastic": True},
-    "bound": {"method": "bound", "error_bound": 0.02},
-    "threshold": {"sparsity": 0.5, "value_dtype": "int8", "gradient_value_dtype": "int8"},
-    "topk": {"method": "topk", "sparsity": 0.5},
+    "8-bit": {"forward": {"method": "quantise", "bits": 8}},
+    "4-bit": {
+        "forward": {"method": "quantise", "bits": 4, "stochastic": True},
+        "backward": {"method": "quantise", "bits": 8, "stochastic": True},
+    },
+    "bound": {"forward": {"method": "bound", "error_bound": 0.02}},
+    "threshold": {
+        "forward": {"method": "threshold", "sparsity": 0.5, "value_dtype": "int8"},
+        "backward": {"method": "answer", "value_dtype": "int8"},
+    },
+    "topk": {"forward": {"method": "topk", "sparsity": 0.5}},
 }
 
 
@@ -33,7 +39,7 @@ def run(prefix: str, experts: dict[str, Any] | None, steps: int, stage: int = 0,
 
 
 def resumed(folder: Path) -> list[Run]:
-    section = {"sparsity": 0.5, "warmup_steps": 1}
+    section = {"forward": {"method": "threshold", "sparsity": 0.5}, "warmup_steps": 1}
     save = str(folder / "saved")
     return [
         run("whole", section, 6, 1),
@@ -45,17 +51,18 @@ def resumed(folder: Path) -> list[Run]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("experts")
-    lossless = {"method": "quantise", "bits": 16}
+    lossless = {"forward": {"method": "quantise", "bits": 16}}
     plan = []
     for stage in (0, 1, 2):
         plan += [
             run("plain", None, 3, stage, precision="bf16"),
             run("lossless", lossless, 3, stage, precision="bf16"),
         ]
-    plan += [run("plain", None, 10), run("none", {"method": "none"}, 10), run("off", {"sparsity": 0}, 3)]
+    plan += [run("plain", None, 10), run("none", {"forward": "none"}, 10)]
+    plan += [run("off", {"forward": {"method": "threshold", "sparsity": 0}}, 3)]
     plan += [run(name, section, 10) for name, section in METHODS.items()]
     plan += [run("recomputed", METHODS["threshold"], 10, model="experts-recomputed")]
-    plan += [run("tight", {"method": "bound", "error_bound": 1e-5}, 3)]
+    plan += [run("tight", {"forward": {"method": "bound", "error_bound": 1e-5}}, 3)]
     plan += [run("dense-evaluation", {**METHODS["8-bit"], "evaluation": False}, 1)]
     plan += resumed(folder)
     ready = json.loads(READY.read_text())
@@ -75,7 +82,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             dct = {"data_parallel": section, "model_parallel": {"expert_gradients": True}}
             plan.append(run(name, None, 3 if name == "exact" else 6, stage))
             plan[-1]["config"]["dct"] = dct
-    ahead = {"data_parallel": {"error_feedback": "step_ahead"}, "model_parallel": {"expert_gradients": True}}
+    ahead = {"data_parallel": {"feedback": "step_ahead"}, "model_parallel": {"expert_gradients": True}}
     plan.append({**run("refused", None, 1), "expect_error": True})
     plan[-1]["config"]["dct"] = ahead
     return launch(4, plan, folder)
@@ -98,7 +105,7 @@ def test_gradients_of_experts_by_option(four: Results, stage: int) -> None:
 
 def test_gradients_of_experts_are_refused_with_step_ahead(four: Results) -> None:
     error = four[0]["refused/zero0-fp32"]["error"]
-    assert "dct.model_parallel.expert_gradients = true: error_feedback = 'step_ahead'" in error
+    assert "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead'" in error
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

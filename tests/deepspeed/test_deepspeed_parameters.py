@@ -33,7 +33,7 @@ RESUMED = ["zero1-fp32", "zero1-bf16-fp32accumulation", "zero1-fp16", "zero2-bf1
 
 
 def section(gradients: dict[str, Any], **parameters: Any) -> dict[str, Any]:
-    return {"data_parallel": {**gradients, "parameters": {"enabled": True, **parameters}}}
+    return {"data_parallel": {**gradients, "parameters": parameters}}
 
 
 def run(kind: str, name: str, steps: int, dct: dict[str, Any] | None, **more: Any) -> Run:
@@ -52,14 +52,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("exact", name, 4, section(EXACT, sparsity=0, value_dtype="fp32")),
             run("sparse", name, 24, sparse, gather=True),
         ]
-    ahead = section({**SPARSE, "error_feedback": "step_ahead", "warmup_steps": 1}, sparsity=0.9)
+    ahead = section({**SPARSE, "feedback": "step_ahead", "warmup_steps": 1}, sparsity=0.9)
     for name in RESUMED:
         save = str(folder / name)
         plan += [
             run("whole", name, 16, ahead, save=save, save_after=12),
             run("rest", name, 16, ahead, load=save, seed=2),
         ]
-    dense = section({**EXACT, "error_feedback": "step_ahead"}, sparsity=0.97, value_dtype="fp32")
+    dense = section({**EXACT, "feedback": "step_ahead"}, sparsity=0.97, value_dtype="fp32")
     plan.append(run("look", "zero1-fp32", 6, dense, look=True))
     saved = str(folder / "zero1-fp32")
     plan += [
@@ -141,4 +141,4 @@ def test_expert_groups_stay_dense(two: Results) -> None:
 
 def test_stage_0_is_refused(two: Results) -> None:
     for rank in two:
-        assert "dct.data_parallel.parameters.enabled = true: ZeRO stage 0" in rank["stage0"]["error"]
+        assert "dct.data_parallel.parameters: ZeRO stage 0" in rank["stage0"]["error"]

@@ -14,19 +14,20 @@ pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORKER = Path(__file__).parents[1] / "support" / "deepspeed_pipeline_worker.py"
+THRESHOLD = {"method": "threshold", "sparsity": 0.8}
 EXACT = {
     "data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100},
-    "model_parallel": {"pipeline": {"sparsity": 0}},
+    "model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0}}},
 }
 SPARSE = {
     "data_parallel": {"sparsity": 0.9, "min_numel": 100},
-    "model_parallel": {"pipeline": {"sparsity": 0.8}},
+    "model_parallel": {"pipeline": {"forward": THRESHOLD}},
 }
 CLASSES: dict[str, dict[str, Any]] = {
-    "quantise": {"method": "quantise", "bits": 4},
-    "lowrank": {"method": "lowrank", "rank": 4},
-    "learned": {"method": "learned", "rank": 4},
-    "transform": {"method": "transform"},
+    "quantise": {"forward": {"method": "quantise", "bits": 4}},
+    "lowrank": {"forward": {"method": "lowrank", "rank": 4}},
+    "learned": {"forward": {"method": "learned", "rank": 4}},
+    "transform": {"forward": "transform"},
 }
 READY = CONFIGS / "deepspeed_pipeline_dct.json"
 
@@ -69,24 +70,19 @@ def run(name: str, dct: dict[str, Any] | None, steps: int, prefix: str, **more: 
 def thresholded() -> list[Run]:
     """The plugin, and plain DeepSpeed around a model that thresholds by itself."""
     pipeline = {
-        "sparsity": 0.75,
-        "threshold": "exact",
-        "threshold_lifespan": 1,
-        "threshold_tracking": False,
-        "capacity": 2.0,
-        "value_dtype": "fp32",
-        "gradient_value_dtype": "fp32",
+        "forward": {"method": "threshold", "sparsity": 0.75, "value_dtype": "fp32"},
+        "backward": {"method": "answer", "value_dtype": "fp32"},
     }
     dct = {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": pipeline}}
     reference = run("zero0-fp32", None, 4, "reference/", model="thresholded", threshold=[0.25, 3])
-    return [reference, run("zero0-fp32", dct, 4, "thresholded/", model="identity")]
+    return [reference, run("zero0-fp32", dct, 4, "thresholded/", model="identity", capacity=2.0)]
 
 
 def resumed(name: str, folder: Path) -> list[Run]:
     """Six steps at a stretch, and in two halves with a checkpoint between them; with step-ahead."""
     dct = {
-        "data_parallel": {"sparsity": 0.9, "min_numel": 100, "error_feedback": "step_ahead"},
-        "model_parallel": {"pipeline": {"sparsity": 0.8, "warmup_steps": 1}},
+        "data_parallel": {"sparsity": 0.9, "min_numel": 100, "feedback": "step_ahead"},
+        "model_parallel": {"pipeline": {"forward": THRESHOLD, "warmup_steps": 1}},
     }
     save = str(folder / name)
     return [
@@ -103,7 +99,7 @@ RESUMED = ["zero0-tied", "zero1-bf16"]
 def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("pipeline")
     plan = [r for name in CASES for r in (run(name, None, 2, "plain/"), run(name, EXACT, 2, "exact/"))]
-    plan.append(run("zero0-fp32", {**EXACT, "model_parallel": {"pipeline": {"method": "none"}}}, 2, "none/"))
+    plan.append(run("zero0-fp32", {**EXACT, "model_parallel": {"pipeline": {"forward": "none"}}}, 2, "none/"))
     plan += [run(name, SPARSE, 3, "sparse/") for name in CASES]
     for name, pipeline in CLASSES.items():
         dct = {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": pipeline}}
@@ -113,12 +109,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     for name, steps, evaluation in (("learning/", 20, True), ("dense-evaluation/", 2, False)):
         dct = {
             "data_parallel": {"enabled": False},
-            "model_parallel": {"pipeline": {"sparsity": 0.8, "evaluation": evaluation}},
+            "model_parallel": {"pipeline": {"forward": THRESHOLD, "evaluation": evaluation}},
         }
         plan.append(run("zero0-fp32", dct, steps, name, evaluate=True))
     for name, section, case in (
-        ("local", {"update": "local"}, "zero0-fp32"),
-        ("tied-updates", {"parameters": {"enabled": True}}, "zero1-tied"),
+        ("local", {"feedback": "local_updates"}, "zero0-fp32"),
+        ("tied-updates", {"parameters": {}}, "zero1-tied"),
     ):
         plan.append(run(case, {"data_parallel": section}, 1, f"{name}/", expect_error=True))
     ready = json.loads(READY.read_text())
@@ -215,8 +211,8 @@ def test_the_loss_falls_and_evaluation_is_as_trained(four: Results) -> None:
 
 def test_refusals_name_the_key_and_the_reason(four: Results) -> None:
     local, tied = (four[0][key]["error"] for key in ("local/zero0-fp32", "tied-updates/zero1-tied"))
-    assert "dct.data_parallel.update = 'local': in a pipeline" in local
-    assert "dct.data_parallel.parameters.enabled = true: stages of the pipeline" in tied
+    assert "dct.data_parallel.feedback = 'local_updates': in a pipeline" in local
+    assert "dct.data_parallel.parameters: stages of the pipeline" in tied
 
 
 def test_the_ready_made_configuration(four: Results) -> None:

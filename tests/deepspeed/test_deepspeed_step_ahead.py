@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FP16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 4, "hysteresis": 1}
-AHEAD = {"error_feedback": "step_ahead", "min_numel": 100}
+AHEAD = {"feedback": "step_ahead", "min_numel": 100}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
 
 CASES: dict[str, Any] = {
@@ -59,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(folder: Path) -> Results:
     exact = {**AHEAD, "sparsity": 0, "value_dtype": "fp32"}
     # Residuals are averaged now and then: what holds without must hold with it.
-    sparse = {**AHEAD, "sparsity": 0.99, "error_averaging_interval": 8}
-    resumed = {**AHEAD, "sparsity": 0.95, "warmup_steps": 1, "error_averaging_interval": 6}
+    sparse = {**AHEAD, "sparsity": 0.99, "expert": {"error_averaging": 8}}
+    resumed = {**AHEAD, "sparsity": 0.95, "warmup_steps": 1, "expert": {"error_averaging": 6}}
     plan: list[Run] = []
     for name in CASES:
         plan += [run("plain", name, 4, None), run("exact", name, 4, exact), run("sparse", name, 24, sparse)]
@@ -77,7 +77,7 @@ def two(folder: Path) -> Results:
         run("newer", "zero0-fp32", 6, sparse, load=older),
         run("poison", "zero0-fp32", 6, sparse, poison=[2]),
     ]
-    fixed = {**AHEAD, "sparsity": 0.9, "step_ahead_coefficient": 0.5}
+    fixed = {**AHEAD, "sparsity": 0.9, "expert": {"step_ahead_coefficient": 0.5}}
     plan += [
         {"id": f"sums/{name}", "config": {**settings, "dct": {"data_parallel": fixed}}, "steps": 3}
         for name, settings in SUMS.items()

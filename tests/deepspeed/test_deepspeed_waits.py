@@ -62,7 +62,7 @@ def _train(rank: int, world_size: int, backend: str) -> Any:
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 2450, "overlap_comm": False},
         "dct": {
             "data_parallel": {
-                "sparsity": 0.9, "min_numel": 100, "threshold_tracking": False, "density_band": [0.01, 100.0],
+                "sparsity": 0.9, "min_numel": 100, "expert": {"threshold": "fixed"},
             },
             "kernels": {"backend": backend},
         },

@@ -38,15 +38,15 @@ CASES = {
 IN_STEP = ["bf16-accumulate", "fp16", "fp32-allreduce"]
 RESUMED = {"fp32": "auto", "bf16-accumulate": "bf16"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "step_ahead": ({"error_feedback": "step_ahead"}, {}, 'error_feedback = "step_ahead" under ZeRO stage 3'),
-    "parameters": ({"parameters": {"enabled": True}}, {}, "parameters.enabled = true under ZeRO stage 3"),
-    "verify": ({"verify_every": 5}, {}, "verify_every = 5 under ZeRO stage 3"),
-    "local": ({"update": "local"}, {}, 'update = "local" under ZeRO stage 3: a rank'),
+    "step_ahead": ({"feedback": "step_ahead"}, {}, 'feedback = "step_ahead" under ZeRO stage 3'),
+    "parameters": ({"parameters": {}}, {}, "parameters = {} under ZeRO stage 3"),
+    "verify": ({"verify": {"every": 5}}, {}, 'verify = {"every": 5} under ZeRO stage 3'),
+    "local": ({"feedback": "local_updates"}, {}, 'feedback = "local_updates" under ZeRO stage 3: no rank'),
     "nonfinite": ({"nonfinite_action": "skip"}, {}, 'nonfinite_action = "skip" under ZeRO stage 3'),
     "momentum": (
-        {"momentum_correction": 0.9},
+        {"feedback": {"kind": "local", "momentum": 0.9}},
         {},
-        "momentum_correction = 0.9 under ZeRO stage 3: residuals are",
+        "feedback.momentum = 0.9 under ZeRO stage 3: residuals are",
     ),
     "quantized": ({}, {"zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients"),
     "offload": ({}, {"offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device = cpu"),
@@ -67,13 +67,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     plan.append(
         run(
             "fp32",
-            sparse(0.9, adaptive="accordion", adaptive_sparsity=0.5, adaptive_interval=2),
+            sparse(0.9, adaptive={"kind": "accordion", "sparsity": 0.5, "interval": 2}),
             5,
             "adaptive/",
         )
     )
     plan += [run("fp32", sparse(residual_dtype=kind), 3, f"{kind}/") for kind in ("fp32", "bf16")]
-    plan.append(run("fp32", sparse(0.9, error_feedback="none"), 3, "none/"))
+    plan.append(run("fp32", sparse(0.9, feedback="none"), 3, "none/"))
     plan.append(run("fp32", sparse(warmup_steps=9), 3, "warmup/"))
     plan.append(run("fp32", sparse(), 4, "poison/", poison=[2]))
     for name, kind in RESUMED.items():

@@ -68,15 +68,18 @@ KINDS = [
 IDENTICAL = [kind for kind in KINDS if kind[0] != "ZeroOneAdam"]
 REFUSED = {
     "disabled": ({"enabled": False}, "dct.enabled = false does not go with"),
-    "ahead": ({"data_parallel": {"error_feedback": "step_ahead"}}, 'error_feedback = "step_ahead" does not'),
+    "ahead": ({"data_parallel": {"feedback": "step_ahead"}}, 'feedback = "step_ahead" does not'),
     "accordion": ({"data_parallel": {"adaptive": "accordion"}}, 'adaptive = "accordion" does not go with'),
     "averaging": (
-        {"data_parallel": {"error_averaging_interval": 8}},
-        "error_averaging_interval = 8 does not go with",
+        {"data_parallel": {"expert": {"error_averaging": 8}}},
+        "expert.error_averaging = 8 does not go with",
     ),
-    "local": ({"data_parallel": {"update": "local"}}, 'update = "local" does not go with'),
+    "local": (
+        {"data_parallel": {"feedback": "local_updates"}},
+        'feedback = "local_updates" does not go with',
+    ),
     "gradients": ({"data_parallel": {"enabled": False}}, "dct.data_parallel.enabled = false does not"),
-    "weights": ({"data_parallel": {"parameters": {"enabled": True}}}, "ZeRO stage 0"),
+    "weights": ({"data_parallel": {"parameters": {}}}, "ZeRO stage 0"),
 }
 
 

@@ -52,7 +52,7 @@ def test_configuration_without_options() -> None:
 def test_optimizers_with_momentum_look_ahead(tmp_path: Path, optimizer: Any, ahead: bool) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"optimizer": optimizer}))
-    chosen = {"error_feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
+    chosen = {"feedback": {"kind": "step_ahead"}, "warmup_steps": 10, "sparsity_warmup_steps": 20}
     config = deepspeed_config(PRESET, file, Given(), ranks=2)
     assert config["dct"]["data_parallel"] == {"sparsity": 0.99, **(chosen if ahead else {})}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 from dct_plugin import kernels
-from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, TensorConfig
+from dct_plugin.config import BoundMethod, EmbeddingChannelConfig, KernelConfig
 from dct_plugin.embedding.messages import VectorBlock, VectorMessages
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError
@@ -106,8 +106,9 @@ def test_the_messages_of_an_exchange(caplog: pytest.LogCaptureFixture) -> None:
     triton, plain = TritonBackend(), get_backend("cpu", "reference")
 
     def of(backend: Any, entropy: str) -> VectorMessages:
-        config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1, "entropy": entropy})
+        config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1})
         codec = VectorCodec(config, name="t", backend=lambda _: backend, host=lambda: HOST)
+        codec.entropy = entropy
         return VectorMessages(codec, 4)
 
     generator = torch.Generator().manual_seed(0)
@@ -134,7 +135,7 @@ def test_the_messages_of_an_exchange(caplog: pytest.LogCaptureFixture) -> None:
         assert torch.equal(of(triton, "rice").encode(blocks, 0).data[1], rice.data[1])
     assert [record.getMessage().split(":")[0].split(";")[0] for record in caplog.records] == [
         "a rank sends Rice codes or deflated ones, which the host reads",
-        "dct.embedding.entropy = 'rice'",
+        "error-bounded codes of kind 'rice'",
     ]
     damaged = results[1][0].clone()
     damaged[30] ^= 1
@@ -147,7 +148,7 @@ def test_bounded_activations_are_coded_where_they_are(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "_factories", dict(kernels._factories))
     monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
     kernels.register_backend("interpreted", TritonBackend)
-    config = TensorConfig(method="bound", error_bound=0.1)
+    config = BoundMethod(error_bound=0.1)
     device, host = (
         COMPRESSORS["bound"](config, Site("point", kernels=KernelConfig(backend=name)))
         for name in ("interpreted", "reference")

@@ -28,7 +28,7 @@ from dct_plugin.transport import Exchange
 REMEMBERED: list[dict[str, Any]] = [
     {},
     {"residual_dtype": "int8"},
-    {"momentum_correction": 0.9},
+    {"feedback": {"kind": "local", "momentum": 0.9}},
 ]
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 
@@ -105,7 +105,7 @@ def test_two_processes_on_one_device_have_the_bits_of_two_on_the_cpu(
 def _update(rank: int, world_size: int, device: str, dtype: torch.dtype) -> Tensor:
     """Working weights after masters have drifted; the ranks' boundary cuts the second one."""
     config = DataParallelConfig.of(
-        {"min_numel": 100, "parameters": {"enabled": True, "sparsity": 0.95, "value_dtype": "int8"}}
+        {"min_numel": 100, "parameters": {"sparsity": 0.95, "value_dtype": "int8"}}
     )
     updates = ParameterUpdates(config, device=device, kernels=plain() if device == "cpu" else None)
     sizes = {"first": 30_000, "cut": 20_000, "small": 64, "last": 9936}

@@ -100,7 +100,7 @@ def _unnamed(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigError) as raised:
         AveragedResiduals(DCTState(SPARSE))
     with pytest.raises(ConfigError) as other:
-        DCTState({"data_parallel": {"parameters": {"enabled": True}}})
+        DCTState({"data_parallel": {"parameters": {}}})
     return f"{raised.value} {other.value}"
 
 
@@ -301,9 +301,9 @@ def test_what_the_host_did_not_wait_for_is_hidden() -> None:
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
     """Also where Accordion chooses between two such settings, and where residuals are averaged."""
     exact = {"sparsity": 0.0, "value_dtype": "fp32"}
-    adaptive = {"adaptive": "accordion", "adaptive_sparsity": 0.0, "adaptive_interval": 2}
+    adaptive = {"adaptive": {"kind": "accordion", "sparsity": 0.0, "interval": 2}}
     plain = run(2, _learns, None, 4, 0.1)
-    for more in ({}, adaptive, {"error_averaging_interval": 2}):
+    for more in ({}, adaptive, {"expert": {"error_averaging": 2}}):
         with_hook = run(2, _learns, {"data_parallel": {**exact, **more}}, 4, 0.1)
         assert torch.equal(plain[0]["parameters"], with_hook[0]["parameters"])
         assert plain[1]["losses"] == with_hook[1]["losses"]
@@ -481,8 +481,8 @@ def test_a_skipped_step_is_taken_back() -> None:
 def _looks_ahead(rank: int, world_size: int, case: str, folder: str) -> torch.Tensor:
     """AdamW with a schedule, gradient accumulation and clipping; the parameters at the end."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=8) if case == "scaled" else None
-    keys: dict[str, Any] = {"sparsity": 0.99, "min_numel": 1000, "error_feedback": "step_ahead"}
-    keys["error_averaging_interval"] = 6  # what holds without must hold with it
+    keys: dict[str, Any] = {"sparsity": 0.99, "min_numel": 1000, "feedback": "step_ahead"}
+    keys["expert"] = {"error_averaging": 6}  # what holds without must hold with it
     if case in ("exact", "plain"):
         keys.update(sparsity=0.0, value_dtype="fp32")
 
@@ -543,7 +543,7 @@ def test_displaced_weights_leave_ranks_in_step(tmp_path: Path) -> None:
 def _skips_ahead(rank: int, world_size: int) -> bool:
     """A skipped step leaves no trace in second moments, but for the scale; evaluation does not end it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    section = {"data_parallel": {**SPARSE["data_parallel"], "error_feedback": "step_ahead"}}
+    section = {"data_parallel": {**SPARSE["data_parallel"], "feedback": "step_ahead"}}
     ddp, state = hooked(section, scaler=scaler)
     optimizer = torch.optim.Adam(ddp.parameters())
     state.step_ahead(ddp.module, optimizer)
@@ -573,7 +573,7 @@ def test_a_skipped_step_leaves_second_moments() -> None:
 
 
 def _forgets(rank: int, world_size: int, case: str) -> None:
-    section = {"data_parallel": {**SPARSE["data_parallel"], "error_feedback": "step_ahead"}}
+    section = {"data_parallel": {**SPARSE["data_parallel"], "feedback": "step_ahead"}}
     ddp, state = hooked(section, time_limit=30)
     if case == "unknown optimizer":
         state.step_ahead(ddp.module, torch.optim.ASGD(ddp.parameters()))
@@ -585,11 +585,11 @@ def _forgets(rank: int, world_size: int, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("no rank", "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': this host has not said"),
+        ("no rank", "ConfigError: dct.data_parallel.feedback = 'step_ahead': this host has not said"),
         ("one rank", "step_ahead() called differs: true on rank 0; false on rank 1"),
         (
             "unknown optimizer",
-            "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': the step of ASGD",
+            "ConfigError: dct.data_parallel.feedback = 'step_ahead': the step of ASGD",
         ),
     ],
 )
@@ -636,7 +636,7 @@ def _joins(rank: int, world_size: int, keys: dict[str, Any], scaled: bool) -> to
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     section = {"data_parallel": {**SPARSE["data_parallel"], **keys}}
     ddp, state = hooked(section, model, scaler=scaler, optimizer=optimizer, time_limit=30)
-    if keys.get("error_feedback") == "step_ahead":
+    if keys.get("feedback") == "step_ahead":
         state.step_ahead(model, optimizer)
     with ddp.join():
         train(ddp, rank, range(4 if rank == 0 else 2), scaler)
@@ -659,8 +659,8 @@ def _joins_beside(rank: int, world_size: int, beside: bool) -> torch.Tensor:
     ("keys", "scaled", "words"),
     [
         ({"nonfinite_action": "skip"}, False, "nonfinite_action = 'skip'"),
-        ({"error_feedback": "step_ahead"}, False, "error_feedback = 'step_ahead'"),
-        ({"verify_every": 3}, False, "verify_every"),
+        ({"feedback": "step_ahead"}, False, "feedback = 'step_ahead'"),
+        ({"verify": {"every": 3}}, False, "verify"),
         ({}, True, "a GradScaler"),
     ],
 )

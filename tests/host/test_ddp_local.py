@@ -17,7 +17,8 @@ from dct_plugin.data_parallel import DCTState, dct_hook
 
 pytestmark = pytest.mark.slow
 
-LOCAL = {"update": "local", "sparsity": 0.95, "min_numel": 1000, "verify_every": 1}
+EVERY_2, EVERY_4 = ({"kind": "local_updates", "every": every} for every in (2, 4))
+LOCAL = {"feedback": "local_updates", "sparsity": 0.95, "min_numel": 1000, "verify": {"every": 1}}
 SOME = {
     "SGD": {"lr": 0.005},
     "AdamW": {"lr": 0.01},
@@ -134,8 +135,8 @@ def _trains(
     ("world_size", "more", "kind", "accumulate"),
     [
         (2, {}, "AdamW", 1),
-        (2, {"exchange_every": 4, "value_dtype": "int8"}, "Adagrad", 2),
-        (3, {"warmup_steps": 3, "sparsity_warmup_steps": 3, "exchange_every": 2}, "Momentum", 1),
+        (2, {"feedback": EVERY_4, "value_dtype": "int8"}, "Adagrad", 2),
+        (3, {"warmup_steps": 3, "sparsity_warmup_steps": 3, "feedback": EVERY_2}, "Momentum", 1),
         (3, {"exchange": "two_phase"}, "AdamW", 1),
     ],
 )
@@ -254,7 +255,9 @@ def _resumes(rank: int, world_size: int, folder: str, section: dict[str, Any], s
     }
 
 
-@pytest.mark.parametrize("more", [{}, {"exchange_every": 3}, {"warmup_steps": 5}])
+@pytest.mark.parametrize(
+    "more", [{}, {"feedback": {"kind": "local_updates", "every": 3}}, {"warmup_steps": 5}]
+)
 def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, more: dict[str, Any]) -> None:
     """Also between two exchanges, and from a checkpoint of the dense start."""
     section = {**LOCAL, **more}
@@ -310,7 +313,7 @@ def _bf16(rank: int, world_size: int) -> tuple[torch.Tensor, float]:
     model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 1)).bfloat16()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    state = DCTState({"data_parallel": {**LOCAL, "exchange_every": 2}})
+    state = DCTState({"data_parallel": {**LOCAL, "feedback": EVERY_2}})
     ddp.register_comm_hook(state, dct_hook)
     state.local(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -343,7 +346,7 @@ def _refused(rank: int, world_size: int, case: str) -> None:
     if case == "half":
         model.half()
     ddp = DistributedDataParallel(model)
-    section = {**LOCAL, "update": "shared"} if case == "shared" else LOCAL
+    section = {**LOCAL, "feedback": "local"} if case == "shared" else LOCAL
     scaler = torch.amp.GradScaler("cpu") if case == "scaler" else None
     state = DCTState({"data_parallel": section}, scaler=scaler, time_limit=30)
     ddp.register_comm_hook(state, dct_hook)
@@ -363,11 +366,14 @@ def _refused(rank: int, world_size: int, case: str) -> None:
     ("case", "words"),
     [
         ("half", "parameter 0.weight: its type is float16, and weights are exchanged in fp32 or bf16"),
-        ("shared", "local updates need dct.data_parallel.update = 'local', it is 'shared'"),
-        ("scaler", "dct.data_parallel.update = 'local': a gradient scaler skips steps on single ranks"),
+        ("shared", "local updates need dct.data_parallel.feedback = 'local_updates', it is 'local'"),
+        (
+            "scaler",
+            "dct.data_parallel.feedback = 'local_updates': a gradient scaler skips steps on single ranks",
+        ),
         ("part", "the optimizer does not have 1.weight, 1.bias: ranks would drift apart there"),
         ("zero", "ZeroRedundancyOptimizer has a part of the weights on each rank"),
-        ("nobody", "dct.data_parallel.update = 'local': this host has not said which weights"),
+        ("nobody", "dct.data_parallel.feedback = 'local_updates': this host has not said which weights"),
         ("one", "local() called differs: true on rank 0; false on rank 1"),
     ],
 )

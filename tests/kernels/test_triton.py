@@ -410,7 +410,7 @@ def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, faili
     streams = [
         Compressor(
             sparsity=0.9, name=str(at), kernels=KernelConfig(backend="interpreted"),
-            momentum_correction=momentum,
+            feedback={"kind": "local", "momentum": momentum},
         )
         for at in range(2)
     ]  # fmt: skip
@@ -455,9 +455,9 @@ def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, faili
     ("remembered", "transactional"),
     [
         ({"residual_dtype": "bf16"}, False),
-        ({"residual_dtype": "bf16", "threshold": "exact"}, False),
+        ({"residual_dtype": "bf16", "expert": {"threshold": "exact"}}, False),
         ({"residual_dtype": "int8"}, True),
-        ({"momentum_correction": 0.9}, False),
+        ({"feedback": {"kind": "local", "momentum": 0.9}}, False),
     ],
     ids=["bf16", "of all", "int8", "momentum"],
 )
@@ -471,7 +471,7 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
     monkeypatch.setattr(kernels, "_instances", dict(kernels._instances))
     kernels.register_backend("interpreted", TritonBackend)
     kernels.register_backend("plain", lambda: REFERENCE)
-    if remembered.get("threshold") == "exact":  # by torch's sort, which reads what the batch unpacks
+    if remembered.get("expert"):  # by torch's sort, which reads what the batch unpacks
         monkeypatch.setattr(triton_backend, "_MOST_SAMPLES", 1000)
     launched = []
     for tensors in (2, 3):

@@ -18,22 +18,28 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 pytestmark = pytest.mark.slow
 
 CLASSES: dict[str, dict[str, Any]] = {
-    "topk": {"method": "topk", "sparsity": 0.8, "value_dtype": "int4", "gradient_value_dtype": "int4"},
-    "randomk": {"method": "randomk", "sparsity": 0.5, "bits": 4, "stochastic": True},
-    "quantise": {"method": "quantise", "bits": 4, "gradient_bits": 3, "rotate": True, "stochastic": True},
-    "lowrank": {"method": "lowrank", "rank": 16, "bits": 4},
-    "transform": {"method": "transform", "rate": 0.5},
-    "learned": {"method": "learned", "rank": 16, "bits": 8, "learning_rate": 3e-3},
+    "topk": {
+        "forward": {"method": "topk", "sparsity": 0.8, "value_dtype": "int4"},
+        "backward": {"method": "answer", "value_dtype": "int4"},
+    },
+    "randomk": {"forward": {"method": "randomk", "sparsity": 0.5, "bits": 4, "stochastic": True}},
+    "quantise": {
+        "forward": {"method": "quantise", "bits": 4, "rotate": True, "stochastic": True},
+        "backward": {"method": "quantise", "bits": 3, "rotate": True, "stochastic": True},
+    },
+    "lowrank": {"forward": {"method": "lowrank", "rank": 16, "bits": 4}},
+    "transform": {"forward": {"method": "transform", "rate": 0.5}},
+    "learned": {"forward": {"method": "learned", "rank": 16, "bits": 8, "learning_rate": 3e-3}},
 }
 OFF = {"enabled": False}
 
 
 def pipeline(**section: Any) -> dict[str, Any]:
-    return {"data_parallel": OFF, "model_parallel": {"pipeline": section, "tensor": OFF}}
+    return {"data_parallel": OFF, "model_parallel": {"pipeline": section}}
 
 
 def tensor(**section: Any) -> dict[str, Any]:
-    return {"data_parallel": OFF, "model_parallel": {"pipeline": OFF, "tensor": section}}
+    return {"data_parallel": OFF, "model_parallel": {"tensor": section}}
 
 
 def run(world_size: int, *jobs: Job) -> list[list[Outcome]]:
@@ -63,7 +69,7 @@ def test_pipelines(tmp_path: Path) -> None:
     plain, none, spared, *found, recomputed, through, interleaved = run(
         2,
         job,
-        job.with_dct(pipeline(method="none")),
+        job.with_dct(pipeline(forward="none")),
         job.with_dct(pipeline(**{**CLASSES["lowrank"], "boundaries": [1]})),
         *(job.with_dct(pipeline(**section)) for section in CLASSES.values()),
         replace(learned, recompute="full"),
@@ -93,8 +99,8 @@ def test_tensor_and_sequence_parallel() -> None:
     plain, none, nothing_left_out, *found, recomputed, alone = run(
         2,
         replace(job, steps=3),
-        job.with_dct(tensor(method="none", gather=True), steps=3),
-        job.with_dct(tensor(method="topk", sparsity=0.0, gather=True), steps=3),
+        job.with_dct(tensor(forward="none", gather=True), steps=3),
+        job.with_dct(tensor(forward={"method": "topk", "sparsity": 0.0}, gather=True), steps=3),
         *(job.with_dct(tensor(**section, gather=True)) for section in CLASSES.values()),
         job.with_dct(stochastic, recompute="full"),
         job.with_dct(tensor(**CLASSES["learned"]), sequence_parallel=False),

@@ -31,11 +31,11 @@ def section(
     pipeline: float | None = None, tensor: float | None = None, data: float | None = None, **options: Any
 ) -> dict[str, Any]:
     """A ``dct`` section that switches on what is given; lossless values where the sparsity is 0."""
-    exact = {"value_dtype": "fp32", "gradient_value_dtype": "fp32"}
-    parts: dict[str, Any] = {"pipeline": OFF, "tensor": OFF}
+    parts: dict[str, Any] = {}
     for name, sparsity in (("pipeline", pipeline), ("tensor", tensor)):
         if sparsity is not None:
-            parts[name] = {"sparsity": sparsity, **({} if sparsity else exact), **options}
+            forward = {"method": "threshold", "sparsity": sparsity}
+            parts[name] = {"forward": forward if sparsity else {**forward, "value_dtype": "fp32"}, **options}
     result: dict[str, Any] = {"model_parallel": parts, "data_parallel": OFF}
     if data is not None:
         result["data_parallel"] = {"sparsity": data, "min_numel": 256}
@@ -393,7 +393,11 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         found["twice"] = str(error)
     hooks.uninstall()
     try:
-        hooks.install(DCTConfig.parse({"data_parallel": {"sparsity": 0.9, "momentum_correction": 0.9}}))
+        hooks.install(
+            DCTConfig.parse(
+                {"data_parallel": {"sparsity": 0.9, "feedback": {"kind": "local", "momentum": 0.9}}}
+            )
+        )
     except DCTError as error:
         found["momentum"] = f"{type(error).__name__}: {error}"
     assert hooks.current() is None
@@ -414,7 +418,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
     assert "num_distributed_optimizer_instances > 1" in found["instances"]
-    assert found["momentum"].startswith("ConfigError: dct.data_parallel.momentum_correction = 0.9: must be 0")
+    assert found["momentum"].startswith("ConfigError: dct.data_parallel.feedback.momentum = 0.9: must be 0")
 
 
 def _identities(rank: int, world_size: int) -> tuple[int, int]:

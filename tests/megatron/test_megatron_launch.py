@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from support import processes
 
-from dct_plugin.config import DCTConfig, options
+from dct_plugin.config import DCTConfig, ParametersConfig, ThresholdMethod, options
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
@@ -25,7 +25,8 @@ from dct_plugin.links.team import free_port
 
 INSTALLED = versions.find_installation()
 needs_megatron = pytest.mark.skipif(INSTALLED is None, reason="megatron-core is not installed")
-PIPELINE = "--dct-pipeline-sparsity=0.9"
+FORWARD = '{"method": "threshold", "sparsity": 0.9}'
+PIPELINE = f"--dct-pipeline-forward={FORWARD}"
 
 
 def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,28 +59,26 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--dct-pipeline-sparsity", "0.9", "x.py", "--a", "1", "b"],
-        ["x.py", "--a", "1", "--dct-pipeline-sparsity", "0.9", "b"],
-        ["x.py", "--a", "1", "b", "--dct-pipeline-sparsity=0.9"],
-        ["x.py", "--a", "1", "b", "--dct-model-parallel-pipeline-sparsity", "0.9"],
-        ["x.py", "--a", "1", "b", "--dct-model_parallel_pipeline_sparsity=0.9"],
+        ["--dct-pipeline-forward", FORWARD, "x.py", "--a", "1", "b"],
+        ["x.py", "--a", "1", "--dct-pipeline-forward", FORWARD, "b"],
+        ["x.py", "--a", "1", "b", f"--dct-pipeline-forward={FORWARD}"],
+        ["x.py", "--a", "1", "b", "--dct-model-parallel-pipeline-forward", FORWARD],
+        ["x.py", "--a", "1", "b", f"--dct-model_parallel_pipeline_forward={FORWARD}"],
+        ["--dct-pipeline-forward-sparsity=0.9", "--dct-pipeline-forward=threshold", "x.py", "--a", "1", "b"],
     ],
 )
 def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
     found = parse(arguments, {})
     assert found.target == "x.py"
     assert found.arguments == ["--a", "1", "b"]
-    assert found.config.model_parallel.pipeline.sparsity == 0.9
+    assert found.config.model_parallel.pipeline.forward == ThresholdMethod(sparsity=0.9)
 
 
 def test_step_ahead_from_the_launch_line() -> None:
-    options = ["--dct-data-parallel-sparsity=0.99", "--dct-data-parallel-error-feedback", "step_ahead"]
+    options = ["--dct-data-parallel-sparsity=0.99", "--dct-data-parallel-feedback", "step_ahead"]
     config = parse([*options, "--dct-step-ahead-coefficient=0.5", "x.py"], {}).config.data_parallel
-    assert (config.sparsity, config.error_feedback, config.step_ahead_coefficient) == (
-        0.99,
-        "step_ahead",
-        0.5,
-    )
+    assert (config.sparsity, config.feedback.label()) == (0.99, "step_ahead")
+    assert config.expert.step_ahead_coefficient == 0.5
 
 
 @pytest.mark.parametrize(
@@ -109,17 +108,17 @@ def test_modules(flag: str) -> None:
         ([PIPELINE, "--lr", "1", "x.py"], "'--lr' before the script"),
         (["x.py"], "no configuration: give --dct-config FILE"),
         (["x.py", "--dct-config"], "--dct-config needs a value"),
-        (["x.py", "--dct-pipeline-sparsity", "--lr"], "--dct-pipeline-sparsity needs a value, got '--lr'"),
-        (["x.py", "--dct-pipelin-sparsity", "0.9"], "did you mean --dct-pipeline-sparsity?"),
+        (["x.py", "--dct-pipeline-forward", "--lr"], "--dct-pipeline-forward needs a value, got '--lr'"),
+        (["x.py", "--dct-pipelin-forward", "0.9"], "did you mean --dct-pipeline-forward?"),
         (
             ["x.py", "--dct-sparsity", "0.9"],
-            "ambiguous: --dct-data-parallel-sparsity, --dct-data-parallel-parameters-",
+            "ambiguous: --dct-data-parallel-sparsity, --dct-data-parallel-adaptive-",
         ),
         (
-            ["x.py", "--dct-pipeline-sparsity", "1.5"],
-            "dct.model_parallel.pipeline.sparsity = 1.5: must be a number",
+            ["x.py", "--dct-pipeline-forward", '{"method": "topk", "sparsity": 1.5}'],
+            "dct.model_parallel.pipeline.forward.sparsity = 1.5: must be a number",
         ),
-        (["x.py", "--dct-pipeline-enabled", "yes"], "must be true or false"),
+        (["x.py", "--dct-pipeline-evaluation", "yes"], "must be true or false"),
         (["x.py", "--dct-embedding-sparsity", "0.9"], "is for recommenders (DLRM)"),
         (["x.py", "--dct-config", "absent.json"], "absent.json: cannot be read"),
     ],
@@ -146,39 +145,40 @@ def test_the_configuration_comes_from_file_environment_and_options(tmp_path: Pat
 
 def test_without_a_file_only_what_is_named_is_on() -> None:
     config = parse(["x.py", PIPELINE], {}).config
-    assert config.model_parallel.pipeline.enabled
-    assert not config.model_parallel.tensor.enabled
+    assert config.model_parallel.pipeline.compresses
+    assert not config.model_parallel.tensor.compresses
     assert not config.data_parallel.enabled
     assert [name for name, reason in hook_states(config).items() if not reason] == ["pipeline"]
-    config = parse(["x.py", "--dct-data-parallel-density-band", "[0.4, 3.0]"], {}).config
+    boundaries = ["--dct-pipeline-boundary-sparsity", "[0.4, 0.3]", "--dct-parameters-full-every=9"]
+    config = parse(["x.py", PIPELINE, *boundaries], {}).config
     assert config.data_parallel.enabled
-    assert config.data_parallel.density_band == (0.4, 3.0)
-    assert parse(["x.py", "--dct-pipeline-enabled=false"], {}).config.model_parallel.pipeline.enabled is False
+    assert config.data_parallel.parameters == ParametersConfig(full_every=9)
+    assert config.model_parallel.pipeline.boundary_sparsity == (0.4, 0.3)
 
 
 def test_compressor_classes_are_chosen_on_the_launch_line() -> None:
-    line = "x.py --dct-pipeline-method lowrank --dct-pipeline-rank 20 --dct-pipeline-gradient-bits 3"
-    config = parse(line.split(), {}).config
+    line = "x.py --dct-pipeline-forward lowrank --dct-pipeline-forward-rank 20 --dct-pipeline-backward answer"
+    config = parse([*line.split(), "--dct-pipeline-backward-bits=3"], {}).config
     assert config.model_parallel.pipeline.summary == "lowrank, 8 bits, rank 20"
-    assert config.model_parallel.pipeline.for_gradients().bits == 3
+    assert config.model_parallel.pipeline.answer.bits == 3
     assert hook_states(config)["pipeline"] == ""
-    none = parse(["x.py", "--dct-tensor-method=none"], {}).config
-    assert hook_states(none)["tensor"] == 'dct.model_parallel.tensor.method = "none"'
+    none = parse(["x.py", "--dct-tensor-forward=none"], {}).config
+    assert hook_states(none)["tensor"] == 'dct.model_parallel.tensor.forward = "none"'
 
 
 def test_reasons_why_a_hook_is_not_active() -> None:
     section: dict[str, Any] = {
         "data_parallel": {"sparsity": 0},
-        "model_parallel": {"tensor": {"enabled": False}},
+        "model_parallel": {"tensor": {"forward": {"method": "threshold", "sparsity": 0}}},
     }
     states = hook_states(DCTConfig.parse(section))
     assert states == {
-        "pipeline": "dct.model_parallel.pipeline.sparsity = 0",
-        "tensor": "dct.model_parallel.tensor.enabled = false",
+        "pipeline": 'dct.model_parallel.pipeline.forward = "none"',
+        "tensor": "dct.model_parallel.tensor.forward.sparsity = 0",
         "data_parallel": "dct.data_parallel.sparsity = 0",
     }
     assert set(hook_states(DCTConfig(enabled=False)).values()) == {"dct.enabled = false"}
-    section["data_parallel"]["parameters"] = {"enabled": True}
+    section["data_parallel"]["parameters"] = {}
     assert hook_states(DCTConfig.parse(section))["data_parallel"] == ""
 
 
@@ -212,7 +212,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "x.py", REPORT + "    import beside\n")
     write(tmp_path / "sub" / "beside.py", "")
     plain = report(start("sub/x.py", "--a", "1", cwd=tmp_path))
-    result = run(PIPELINE, "sub/x.py", "--a", "--dct-tensor-sparsity", "0.5", "1", cwd=tmp_path)
+    result = run(PIPELINE, "sub/x.py", "--a", "--dct-tensor-warmup-steps", "5", "1", cwd=tmp_path)
     assert report(result) == {**plain, "argv": [str(tmp_path / "sub" / "x.py"), "--a", "1"]}
     assert "never imported megatron.core" in result.stderr
 
@@ -247,7 +247,7 @@ def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_pa
     write(tmp_path / "x.py", report_to_file)
     environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}
     result = start(
-        "-m", *command, "dct_plugin.megatron", "--dct-pipeline-sparsity", "0.9", "x.py", "-m", "1",
+        "-m", *command, "dct_plugin.megatron", PIPELINE, "x.py", "-m", "1",
         cwd=tmp_path, **environment,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -382,13 +382,16 @@ def doctor(*arguments: object, cwd: Path) -> tuple[int, dict[str, dict[str, str]
 @pytest.mark.slow
 def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
     core = copy_of_core(tmp_path)
-    config = write(tmp_path / "dct.json", '{"model_parallel": {"pipeline": {"sparsity": 0.9}}}')
+    config = write(
+        tmp_path / "dct.json",
+        '{"model_parallel": {"pipeline": {"forward": {"method": "topk", "sparsity": 0.9}}}}',
+    )
     code, found = doctor("--megatron", tmp_path, "--config", config, cwd=tmp_path)
     assert code == 0
     assert found["megatron sources"]["detail"].endswith(str(core))
     assert "P2PCommunicator._communicate" in found["megatron hook pipeline"]["detail"]
     assert found["dct.json: pipeline"]["detail"] == "active"
-    assert found["dct.json: tensor"]["detail"] == "not active: dct.model_parallel.tensor.sparsity = 0"
+    assert found["dct.json: tensor"]["detail"] == 'not active: dct.model_parallel.tensor.forward = "none"'
     file = core / "pipeline_parallel" / "p2p_communication.py"
     text = file.read_text()
     file.unlink()
@@ -472,7 +475,7 @@ def job(tmp_path: Path) -> Path:
     write(tmp_path / "x.py", SCRIPT)
     for name, sparsity in {"a.json": 0.9, "b.json": 0.8}.items():
         section = {
-            "model_parallel": {"pipeline": {"sparsity": sparsity}},
+            "model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": sparsity}}},
             "data_parallel": {"enabled": False},
         }
         write(tmp_path / name, json.dumps({"dct": section}))
@@ -488,7 +491,7 @@ def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
         found = json.loads(out.strip().splitlines()[-1])
         assert found["patched"]
         assert found["arguments"]["lr"] == 0.5
-        assert found["arguments"]["dct_model_parallel_pipeline_sparsity"] == 0.9
+        assert found["arguments"]["dct_model_parallel_pipeline_forward"]["sparsity"] == 0.9
         assert found["arguments"]["dct_config"].startswith("a.json")
     first, second = (out for _, out, _ in results)
     assert "dct: active hooks: pipeline" in first
@@ -501,7 +504,9 @@ def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
 def test_ranks_with_different_configurations_stop_at_start(job: Path) -> None:
     for code, out, err in two_ranks(job, "a.json", "b.json"):
         assert code == 1, out
-        assert "dct.model_parallel.pipeline.sparsity differs: 0.9 on rank 0; 0.8 on rank 1" in err
+        assert "dct.model_parallel.pipeline.forward differs: {" in err
+        assert '"sparsity": 0.9} on rank 0; {' in err
+        assert '"sparsity": 0.8} on rank 1' in err
         assert "Traceback" not in err
         assert "patched" not in out
 

@@ -28,11 +28,9 @@ def section(
     parameters: float | None = 0.97, sparsity: float = 0.9, value_dtype: str = "bf16", **options: Any
 ) -> dict[str, Any]:
     """A ``dct`` section with thresholded updates."""
-    off = {"enabled": False}
     data = {"sparsity": sparsity, "min_numel": 256, "value_dtype": value_dtype, **options}
     updates = {"enabled": True, "sparsity": parameters, "value_dtype": value_dtype}
     return {
-        "model_parallel": {"pipeline": off, "tensor": off},
         "data_parallel": {**data, "parameters": updates},
     }
 
@@ -53,7 +51,7 @@ def test_two_data_parallel_ranks(kind: str) -> None:
         base.with_dct(lossless, through_codec=True),
         base.with_dct(section(), evaluate_between=True),
         base.with_dct(section(), overlap_grad_reduce=True, evaluate_between=True),  # and overlap_param_gather
-        base.with_dct(section(error_feedback="step_ahead"), overlap_grad_reduce=True),
+        base.with_dct(section(feedback="step_ahead"), overlap_grad_reduce=True),
     )
     for one, other in zip(plain, same, strict=True):
         assert one.losses == other.losses
@@ -106,7 +104,7 @@ def look_ahead(rank: int, world_size: int, job: Job) -> tuple[float, float]:
 def test_owners_look_ahead_by_what_they_have_not_sent() -> None:
     """Nothing is owed of the gradients: on average over the ranks, passes run at the masters."""
     job = replace(BASE, steps=3, evaluate=False)
-    dct = section(sparsity=0.0, value_dtype="fp32", error_feedback="step_ahead")
+    dct = section(sparsity=0.0, value_dtype="fp32", feedback="step_ahead")
     job = job.with_dct(dct, through_codec=True)
     for working, seen in processes.run(2, look_ahead, job):
         assert working > 1e-3
@@ -138,7 +136,7 @@ def test_a_resumed_run_goes_on_bitwise(kind: str, tmp_path: Path) -> None:
     bf16 residuals are kept in int8.
     """
     bf16 = kind == "bf16"
-    dct = section(error_feedback="step_ahead", warmup_steps=1, residual_dtype="int8" if bf16 else "auto")
+    dct = section(feedback="step_ahead", warmup_steps=1, residual_dtype="int8" if bf16 else "auto")
     base = replace(BASE, bf16=bf16).with_dct(dct)
     whole, rest = run(
         2, replace(base, save=(str(tmp_path), 5)), replace(base, load=(str(tmp_path), 5), seed=9)

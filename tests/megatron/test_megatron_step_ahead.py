@@ -22,11 +22,10 @@ pytestmark = pytest.mark.slow
 
 def section(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
     """A ``dct`` section with step-ahead; lossless values at sparsity 0."""
-    off = {"enabled": False}
-    data = {"sparsity": sparsity, "min_numel": 256, "error_feedback": "step_ahead"}
+    data = {"sparsity": sparsity, "min_numel": 256, "feedback": "step_ahead"}
     if not sparsity:
         data["value_dtype"] = "fp32"
-    return {"model_parallel": {"pipeline": off, "tensor": off}, "data_parallel": {**data, **options}}
+    return {"data_parallel": {**data, **options}}
 
 
 def run(world_size: int, *jobs: Job) -> list[list[Outcome]]:
@@ -61,7 +60,7 @@ def test_two_data_parallel_ranks(sharded: bool) -> None:
         job.with_dct(ahead),
         job.with_dct(ahead, evaluate_between=True),
         job.with_dct(ahead, overlap_grad_reduce=True),  # and overlap_param_gather
-        job.with_dct(section(error_feedback="local")),
+        job.with_dct(section(feedback="local")),
     )
     assert_same(plain, same)
     assert parameters(sparse) != parameters(local)
@@ -116,7 +115,7 @@ def test_fp16_overflow_is_rolled_back() -> None:
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "distributed-optimizer"])
 def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> None:
     """From the first iteration on: it runs at displaced weights, whose residuals come from the files."""
-    adaptive = section(adaptive="accordion", adaptive_sparsity=0.9, adaptive_interval=2)
+    adaptive = section(adaptive={"kind": "accordion", "sparsity": 0.9, "interval": 2})
     job = Job(distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(adaptive)
     where = (str(tmp_path), 3)
     (whole,) = run(2, replace(job, save=where))
@@ -235,7 +234,7 @@ def test_sgd_has_a_unit_of_its_own() -> None:
     sparse, local = run(
         2,
         Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9)),
-        Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9, error_feedback="local")),
+        Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9, feedback="local")),
     )
     assert sparse[0].parameters == sparse[1].parameters
     assert parameters(sparse) != parameters(local)
@@ -244,5 +243,5 @@ def test_sgd_has_a_unit_of_its_own() -> None:
 
 def test_optimizers_that_are_not_known_are_refused() -> None:
     found = processes.run(2, _refused)[0]
-    assert "ConfigError: dct.data_parallel.error_feedback = 'step_ahead': the step of" in found["unknown"]
+    assert "ConfigError: dct.data_parallel.feedback = 'step_ahead': the step of" in found["unknown"]
     assert "make model and optimizer after the hooks were installed" in found["before"]

@@ -37,12 +37,10 @@ def _waits(rank: int, world_size: int, backend: str) -> tuple[list[torch.Tensor]
 
     kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
     kernels.register_backend("interpreted", TritonBackend)
-    off = {"enabled": False}
     hooks.install(
         DCTConfig.parse(
             {
                 "data_parallel": {"sparsity": 0.9, "min_numel": 100},
-                "model_parallel": {"pipeline": off, "tensor": off},
                 "kernels": {"backend": backend},
             }
         )

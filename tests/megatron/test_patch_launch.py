@@ -496,7 +496,11 @@ def test_bytes_that_are_no_text_and_links_stay(script: Path) -> None:
 
 def test_output_and_configuration(script: Path) -> None:
     config = script.with_name("dct.json")
-    config.write_text(json.dumps({"dct": {"model_parallel": {"pipeline": {"sparsity": 0.9}}}}))
+    config.write_text(
+        json.dumps(
+            {"dct": {"model_parallel": {"pipeline": {"forward": {"method": "topk", "sparsity": 0.9}}}}}
+        )
+    )
     target = script.with_name("out.sh")
     assert command(script, "--config", config, "--output", target)[0] == 0
     assert f"-m {MODULE} --dct-config {config} pretrain_gpt.py" in target.read_text()
@@ -520,6 +524,6 @@ def test_refusal_changes_nothing(script: Path) -> None:
 
 
 def test_revert_points_at_options_left(script: Path) -> None:
-    script.write_text(f"torchrun -m {MODULE} train.py --dct-pipeline-sparsity 0.9\n")
+    script.write_text(f"torchrun -m {MODULE} train.py --dct-pipeline-warmup-steps 9\n")
     _, _, err = command(script, "--revert", "--in-place")
-    assert "line 1: --dct-pipeline-sparsity" in err
+    assert "line 1: --dct-pipeline-warmup-steps" in err

@@ -85,13 +85,13 @@ def test_the_unit_of_gradients_may_change() -> None:
 
 
 def test_the_gentle_setting_is_not_the_stronger_one() -> None:
-    with pytest.raises(ConfigError, match=r"adaptive_sparsity = 0.95 is above sparsity = 0.9"):
-        DataParallelConfig.of(adaptive="accordion", sparsity=0.9, adaptive_sparsity=0.95)
+    with pytest.raises(ConfigError, match=r"adaptive.sparsity = 0.95 is above sparsity = 0.9"):
+        DataParallelConfig.of(sparsity=0.9, adaptive={"kind": "accordion", "sparsity": 0.95})
 
 
 def _reduced(rank: int, world_size: int, kind: str) -> tuple[list[bool], int]:
     config = DataParallelConfig.of(
-        sparsity=0.5, adaptive="accordion", adaptive_sparsity=0.0, adaptive_interval=4, exchange="direct"
+        sparsity=0.5, adaptive={"kind": "accordion", "sparsity": 0.0, "interval": 4}, exchange="direct"
     )
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     reducer = GradientReducer(config, metrics=metrics)

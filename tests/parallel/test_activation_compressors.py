@@ -13,33 +13,40 @@ from support import ROOT, processes
 from torch import Tensor
 
 from dct_plugin.codecs.quantised import Quantiser, hadamard, pack, uniform, unpack
-from dct_plugin.config import DCTConfig, PipelineConfig, TensorConfig
+from dct_plugin.config import DCTConfig, NoMethod, PipelineConfig, TensorConfig
+from dct_plugin.config.options import models
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.integrations.host.streams import average
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
-from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
+from dct_plugin.model_parallel.compressors import COMPRESSORS, Site, transform
 
 SHAPE = (24, 2, 48)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "threshold": {"method": "threshold", "sparsity": 0.75},
-    "threshold, int4": {"method": "threshold", "sparsity": 0.75, "value_dtype": "int4"},
-    "topk": {"method": "topk", "sparsity": 0.75},
-    "randomk": {"method": "randomk", "sparsity": 0.75},
-    "quantise": {"method": "quantise", "bits": 3},
-    "quantise, random, rotated": {"method": "quantise", "bits": 2, "stochastic": True, "rotate": True},
-    "lowrank": {"method": "lowrank", "rank": 8, "bits": 4},
-    "learned": {"method": "learned", "rank": 8, "bits": 4, "gradient_stochastic": True},
-    "transform": {"method": "transform", "basis_interval": 3},
-    "transform, few gradients": {"method": "transform", "rate": 2, "gradient_rate": 0.5},
-    "learned, top gradients": {
-        "method": "learned",
-        "rank": 8,
-        "gradient_method": "topk",
-        "gradient_sparsity": 0.9,
+    "threshold": {"forward": {"method": "threshold", "sparsity": 0.75}},
+    "threshold, int4": {"forward": {"method": "threshold", "sparsity": 0.75, "value_dtype": "int4"}},
+    "topk": {"forward": {"method": "topk", "sparsity": 0.75}},
+    "randomk": {"forward": {"method": "randomk", "sparsity": 0.75}},
+    "quantise": {"forward": {"method": "quantise", "bits": 3}},
+    "quantise, random, rotated": {
+        "forward": {"method": "quantise", "bits": 2, "stochastic": True, "rotate": True}
     },
-    "quantise, no gradients": {"method": "quantise", "gradient_method": "none"},
-    "threshold of its own": {"method": "none", "gradient_method": "threshold", "gradient_sparsity": 0.5},
-    "none": {"method": "none"},
+    "lowrank": {"forward": {"method": "lowrank", "rank": 8, "bits": 4}},
+    "learned": {
+        "forward": {"method": "learned", "rank": 8, "bits": 4},
+        "backward": {"method": "answer", "stochastic": True},
+    },
+    "transform": {"forward": "transform"},
+    "transform, few gradients": {
+        "forward": {"method": "transform", "rate": 2},
+        "backward": {"method": "transform", "rate": 0.5},
+    },
+    "learned, top gradients": {
+        "forward": {"method": "learned", "rank": 8},
+        "backward": {"method": "topk", "sparsity": 0.9},
+    },
+    "quantise, no gradients": {"forward": "quantise", "backward": "none"},
+    "threshold of its own": {"forward": "none", "backward": {"method": "threshold", "sparsity": 0.5}},
+    "none": {"forward": "none"},
 }
 
 
@@ -47,9 +54,12 @@ def tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def ends(**settings: Any) -> tuple[FixedMessages, FixedMessages]:
-    """Sender and receiver of one boundary."""
-    config = PipelineConfig.of(settings)
+def ends(
+    method: str | None = None, backward: dict[str, Any] | None = None, **settings: Any
+) -> tuple[FixedMessages, FixedMessages]:
+    """Sender and receiver of one boundary; ``settings`` are the section's, or a forward ``method``'s."""
+    section = settings if method is None else {"forward": {"method": method, **settings}}
+    config = PipelineConfig.of(section if backward is None else {**section, "backward": backward})
     sender, receiver = (FixedMessages(ActivationStream(config, name="x", rank=rank)) for rank in range(2))
     return sender, receiver
 
@@ -173,8 +183,8 @@ def test_rows_of_tokens_have_a_scale_each() -> None:
 
 def test_top_k_keeps_exactly_the_largest() -> None:
     x, g = tensor(1), tensor(2)
-    exact = {"value_dtype": "fp32", "gradient_value_dtype": "fp32"}
-    out, back = cross(*ends(method="topk", sparsity=0.9, **exact), x, g)
+    answer = {"method": "answer", "value_dtype": "fp32"}
+    out, back = cross(*ends("topk", answer, sparsity=0.9, value_dtype="fp32"), x, g)
     kept = torch.zeros(x.numel())
     kept[x.abs().view(-1).topk(round(0.1 * x.numel())).indices] = 1
     assert torch.equal(out, x * kept.view(SHAPE))
@@ -194,7 +204,10 @@ def test_random_k_keeps_one_of_every_run_and_answers_there() -> None:
 
 def test_quantised_tensors_and_gradients_take_their_own_bits() -> None:
     x, g = tensor(1), tensor(2)
-    out, back = cross(*ends(method="quantise", bits=4, gradient_bits=2, group_size=64), x, g)
+    sender, receiver = ends("quantise", {"method": "quantise", "bits": 2}, bits=4)
+    for end in (sender, receiver):
+        end.stream.fit_groups(64)
+    out, back = cross(sender, receiver, x, g)
     for there, here, bits in ((out, x, 4), (back, g, 2)):
         quantiser = Quantiser(bits, 64)
         expected = quantiser.decode(quantiser.encode(here), here.numel()).view(SHAPE)
@@ -228,7 +241,10 @@ def test_transform_coding_spends_its_bits_where_the_variance_is() -> None:
     g = tensor(6, 1024, 48) @ torch.diag(0.8 ** torch.arange(48.0)) @ turned.flip(0)
     errors = {}
     for method in ("lowrank", "transform"):
-        sender, receiver = ends(method=method, rank=8, bits=4, group_size=1024, rate=8 * 4 / 48)
+        settings = {"rank": 8, "bits": 4} if method == "lowrank" else {"rate": 8 * 4 / 48}
+        sender, receiver = ends(method, **settings)
+        for end in (sender, receiver):
+            end.stream.site.group_size = end.stream._gradient_site.group_size = 1024
         for step in range(3):
             found = cross(sender, receiver, x + step, g)
             for end in (sender, receiver):
@@ -245,8 +261,9 @@ def test_transform_coding_spends_its_bits_where_the_variance_is() -> None:
     assert receiver.stream._gradient._states[48].own.bits == bits
 
 
-def test_directions_cross_in_some_steps_alone() -> None:
-    sender, receiver = ends(method="transform", rate=32 / 48, basis_interval=5)
+def test_directions_cross_in_some_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transform, "_BASIS_INTERVAL", 5)
+    sender, receiver = ends(method="transform", rate=32 / 48)
     x, g = tensor(1), tensor(2)
     sizes = []
     for _ in range(27):
@@ -369,40 +386,50 @@ def test_messages_are_as_small_as_their_settings_say() -> None:
     """fp32 bytes over message bytes, forward and back, of a large tensor."""
     shape = torch.Size([2048, 256])
 
-    def fewer(**settings: Any) -> tuple[float, float]:
-        messages = ends(**settings)[0]
+    def fewer(method: str, backward: dict[str, Any] | None = None, **settings: Any) -> tuple[float, float]:
+        messages = ends(method, backward, **settings)[0]
         sizes = (messages.nbytes(shape, torch.float32, gradient=way) for way in (False, True))
         forward, back = (4 * shape.numel() / size for size in sizes)
         return forward, back
 
     assert fewer(method="quantise", bits=4) == pytest.approx((32 / 4.125, 32 / 4.125), rel=0.01)
-    assert fewer(method="quantise", bits=1, gradient_bits=8)[0] == pytest.approx(32 / 1.125, rel=0.01)
+    assert fewer("quantise", {"method": "quantise"}, bits=1)[0] == pytest.approx(32 / 1.125, rel=0.01)
     assert fewer(method="learned", rank=32, bits=4) == pytest.approx((62, 62), rel=0.01)
     assert fewer(method="lowrank", rank=32, bits=4)[0] == pytest.approx(62 / 1.25, rel=0.02)
     assert fewer(method="randomk", sparsity=0.9, bits=8)[0] == pytest.approx(32 / 0.8125, rel=0.01)
-    int4 = {"value_dtype": "int4", "gradient_value_dtype": "int4"}
-    forward, back = fewer(method="topk", sparsity=0.9, **int4)
+    answer = {"method": "answer", "value_dtype": "int4"}
+    forward, back = fewer("topk", answer, sparsity=0.9, value_dtype="int4")
     assert forward > 24
     assert back > 75
 
 
 def test_every_class_is_in_the_configuration() -> None:
-    methods = PipelineConfig.model_fields["method"].annotation.__args__
-    assert set(methods) == set(COMPRESSORS)
+    methods = {method.label() for method in models(TensorConfig.model_fields["forward"])}
+    assert methods == set(COMPRESSORS)
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"method": "topc"}, 'dct.model_parallel.pipeline.method = "topc": must be one of "threshold"'),
-        ({"gradient_method": "learned"}, "gradient_method"),
-        ({"bits": 5}, "dct.model_parallel.pipeline.bits = 5: must be one of 16, 8, 4, 3, 2, 1"),
-        ({"group_size": 96}, "group_size = 96: must be a power of two in [8, 65536]"),
-        ({"rank": 0}, "rank = 0: must be an integer in [1, 65536]"),
+        ({"forward": "topc"}, 'dct.model_parallel.pipeline.forward = "topc": must be one of "threshold"'),
+        ({"backward": "learned"}, 'backward = "learned": must be one of "answer", "threshold"'),
+        (
+            {"forward": {"method": "quantise", "bits": 5}},
+            "dct.model_parallel.pipeline.forward.bits = 5: must be one of 16, 8, 4, 3, 2, 1",
+        ),
+        ({"forward": {"method": "lowrank", "rank": 0}}, "rank = 0: must be an integer in [1, 65536]"),
+        ({"forward": "topk"}, "dct.model_parallel.pipeline.forward.sparsity: missing; must be a number"),
         ({"boundaries": [-1]}, "boundaries = [-1]: must be a list of integers >= 0 or null"),
-        ({"gradient_sparsity": 0.9}, "gradient_sparsity = 0.9 needs a gradient_method that has one"),
-        ({"method": "lowrank", "gradient_rank": 4}, "gradient_rank = 4 needs a gradient_method"),
-        ({"gradient_method": "quantise", "gradient_rank": 4}, "gradient_rank = 4 needs a gradient_method"),
+        (
+            {"forward": "quantise", "boundary_sparsity": [0.5]},
+            "boundary_sparsity needs a sparsity, and forward",
+        ),
+        ({"forward": "quantise", "backward": "answer"}, "backward = 'answer' does not go with forward"),
+        (
+            {"forward": "lowrank", "backward": {"method": "answer", "value_dtype": "int8"}},
+            "backward.value_dtype does not go with forward = 'lowrank'",
+        ),
+        ({"forward": {"method": "quantise", "rank": 4}}, "forward.rank = 4: unknown key"),
     ],
 )
 def test_faults_name_key_value_and_what_is_allowed(section: dict[str, Any], message: str) -> None:
@@ -412,13 +439,16 @@ def test_faults_name_key_value_and_what_is_allowed(section: dict[str, Any], mess
 
 
 def test_boundaries_and_directions_of_a_section() -> None:
-    section = PipelineConfig.of(method="lowrank", rank=4, boundaries=[1], boundary_sparsity=[0.5])
+    section = PipelineConfig.of(forward={"method": "lowrank", "rank": 4}, boundaries=[1])
     assert [section.at(boundary).compresses for boundary in range(3)] == [False, True, False]
+    sparse = PipelineConfig.of(forward={"method": "topk", "sparsity": 0.0}, boundary_sparsity=[0.0, 0.5])
+    assert [sparse.at(boundary).compresses for boundary in range(3)] == [False, True, False]
+    assert sparse.compresses
     assert not PipelineConfig().compresses
-    assert PipelineConfig(method="none", gradient_method="quantise").compresses
-    assert not PipelineConfig(method="none").compresses
-    own = PipelineConfig.of(method="quantise", bits=4, gradient_method="lowrank", gradient_rank=2)
-    assert own.for_gradients().summary == "lowrank, 4 bits, rank 2"
+    assert PipelineConfig.of(forward="none", backward="quantise").compresses
+    assert not PipelineConfig.of(forward="none").compresses
+    backward = {"method": "lowrank", "bits": 4, "rank": 2}
+    own = PipelineConfig.of(forward={"method": "quantise", "bits": 4}, backward=backward)
     assert own.summary == "quantise, 4 bits, gradients lowrank, 4 bits, rank 2"
 
 
@@ -427,7 +457,7 @@ def test_the_documented_class_is_whole() -> None:
     names: dict[str, Any] = {}
     (code,) = (block.split("```")[0] for block in page.split("```python\n")[1:] if "class Signs" in block)
     exec(code, names)
-    signs = names["Signs"](PipelineConfig(), Site("x"))
+    signs = names["Signs"](NoMethod(), Site("x"))
     x = tensor(1, 7, 11)
     (message,) = signs.encode([x]).messages
     assert message.numel() == signs.nbytes(x.shape, x.dtype)
@@ -457,7 +487,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Tensor]:
                 assert x.grad is not None
                 stream.end_step()
                 report[f"{name} {kind} {step}"] = out.detach()
-            if settings["method"] == "quantise":  # straight through where nothing crosses back
+            if config.forward.label() == "quantise":  # straight through where nothing crosses back
                 if kind == "all_reduce":
                     assert torch.equal(x.grad, weights)
                 own, other = x.detach(), tensor(10 + 1 - rank, 2 * world_size, 4, 48)
@@ -473,7 +503,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Tensor]:
                     assert torch.equal(blocks[rank], own[part])
                     assert torch.equal(blocks[1 - rank], arrived)
     empty = comm.all_to_all(
-        torch.zeros(0, 48), ActivationStream(TensorConfig(method="lowrank"), name="empty"), [0, 0], [0, 0]
+        torch.zeros(0, 48), ActivationStream(TensorConfig.of(forward="lowrank"), name="empty"), [0, 0], [0, 0]
     )
     assert empty.shape == (0, 48)
     turned = torch.full((3, 2), float(rank)).t()  # as a factorisation may lay out a basis

@@ -15,8 +15,9 @@ from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.model_parallel import ActivationStream
 
 
-def stream(**more: Any) -> ActivationStream:
-    return ActivationStream(TensorConfig.of({"method": "bound", **more}), name="x")
+def stream(error_bound: float, **more: Any) -> ActivationStream:
+    config = TensorConfig.of({"forward": {"method": "bound", "error_bound": error_bound}, **more})
+    return ActivationStream(config, name="x")
 
 
 def crossed(own: ActivationStream, x: Tensor) -> tuple[Tensor, int]:
@@ -47,7 +48,7 @@ def test_no_entry_is_further_off_than_the_bound(
 
 def test_bytes_follow_the_bound_and_gradients_have_their_own() -> None:
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
-    own = stream(error_bound=0.5, gradient_error_bound=0.01)
+    own = stream(error_bound=0.5, backward={"method": "bound", "error_bound": 0.01})
     coarse, fine = crossed(own, x)[1], crossed(stream(error_bound=0.01), x)[1]
     assert coarse < 0.09 * 4 * x.numel() < 0.26 * 4 * x.numel() > fine
     gradient, encoded = own.encode_gradient(x, None)
@@ -74,10 +75,10 @@ def test_zeros_non_finite_entries_and_damage() -> None:
 @pytest.mark.parametrize(
     ("where", "section", "message"),
     [
-        ("tensor", {"method": "bound"}, "method = 'bound' needs error_bound"),
-        ("experts", {"gradient_method": "bound"}, "gradient_method = 'bound' needs error_bound"),
-        ("pipeline", {"method": "bound", "error_bound": 0.1}, "'bound' does not go with pipelines"),
-        ("experts", {"method": "lowrank"}, 'dct.model_parallel.experts.method = "lowrank": must be one of'),
+        ("tensor", {"forward": "bound"}, "forward.error_bound: missing; must be a number > 0"),
+        ("experts", {"backward": "bound"}, "backward.error_bound: missing; must be a number > 0"),
+        ("pipeline", {"forward": "bound"}, 'pipeline.forward = "bound": must be one of "threshold"'),
+        ("experts", {"forward": "lowrank"}, 'dct.model_parallel.experts.forward = "lowrank": must be one of'),
     ],
 )
 def test_faults(where: str, section: dict[str, Any], message: str) -> None:

@@ -81,7 +81,7 @@ def test_nothing_is_lost_and_ranks_agree(world_size: int, exchange: str) -> None
 
 def _answers(rank: int, world_size: int) -> tuple[float, float]:
     metrics = Metrics(DCTConfig().metrics, rank=rank, world_size=world_size)
-    config = DataParallelConfig(sparsity=0.99, exchange="two_phase", server_density=1.5)
+    config = DataParallelConfig(sparsity=0.99, exchange="two_phase", expert={"server_density": 1.5})
     engine = GradientReducer(config, metrics=metrics)
     for step in range(30):
         engine.all_reduce(list(tensors(rank, step).items()))

@@ -38,9 +38,7 @@ def same(mine: Any, other: Any) -> bool:
 
 def _reduce(rank: int, world_size: int, backend: str, exchange: str) -> dict[str, Any]:
     """Six steps with a poisoned one that is skipped, and a changed loss scale."""
-    config = DataParallelConfig(
-        sparsity=0.95, exchange="auto" if exchange == "reduce_scatter" else exchange, density_band=(0.9, 1.1)
-    )
+    config = DataParallelConfig(sparsity=0.95, exchange="auto" if exchange == "reduce_scatter" else exchange)
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     reducer = GradientReducer(config, kernels=kernels(backend), transactional=True, metrics=metrics)
     arrived, reads = {}, []
@@ -79,7 +77,12 @@ def _activations(rank: int, world_size: int, backend: str) -> dict[str, Any]:
     comm = CompressedCollectives()
     found: dict[str, Any] = {}
     for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
-        stream = ActivationStream(TensorConfig(sparsity=0.8), name=kind, rank=rank, kernels=kernels(backend))
+        stream = ActivationStream(
+            TensorConfig.of(forward={"method": "threshold", "sparsity": 0.8}),
+            name=kind,
+            rank=rank,
+            kernels=kernels(backend),
+        )
         for step in range(3):
             x = tensor(4096, 10 * rank + step).view(8, 512).requires_grad_()
             before = OnDevice.reads
@@ -104,7 +107,9 @@ def test_activations_are_read_once_per_round_and_have_the_same_bits() -> None:
 def test_messages_of_known_size_are_read_once() -> None:
     found = []
     for name in ("deferred", "reference"):
-        stream = ActivationStream(PipelineConfig(sparsity=0.9, threshold="exact"), kernels=kernels(name))
+        stream = ActivationStream(
+            PipelineConfig.of(forward={"method": "threshold", "sparsity": 0.9}), kernels=kernels(name)
+        )
         messages = FixedMessages(stream)
         before = OnDevice.reads
         _, mask, encoded = messages.encode(tensor(5000, 1), 0)
@@ -118,7 +123,7 @@ def test_messages_of_known_size_are_read_once() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_compressor_reads_once_per_tensor(momentum: float) -> None:
     deferred, reference = (
-        Compressor(sparsity=0.9, momentum_correction=momentum, kernels=kernels(name))
+        Compressor(sparsity=0.9, feedback={"kind": "local", "momentum": momentum}, kernels=kernels(name))
         for name in ("deferred", "reference")
     )
     for step in range(5):

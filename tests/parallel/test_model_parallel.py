@@ -9,11 +9,21 @@ import torch
 from support import ROOT, processes
 from torch import Tensor
 
-from dct_plugin.config import PipelineConfig, TensorConfig
+from dct_plugin.config import ActivationConfig, PipelineConfig, TensorConfig
 from dct_plugin.errors import PayloadError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
+from dct_plugin.model_parallel.compressors import entries
 
-EXACT = {"threshold": "exact", "value_dtype": "fp32", "gradient_value_dtype": "fp32"}
+
+def section(kind: type[ActivationConfig], sparsity: float, value_dtype: str = "auto", **more: Any) -> Any:
+    """A section whose forward method is a threshold."""
+    forward = {"method": "threshold", "sparsity": sparsity, "value_dtype": value_dtype}
+    return kind.of({"forward": forward, **more})
+
+
+def lossless(kind: type[ActivationConfig], sparsity: float) -> Any:
+    """A section without rounding; thresholds of tensors this small are those of all entries."""
+    return section(kind, sparsity, "fp32", backward={"method": "answer", "value_dtype": "fp32"})
 
 
 def activation(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,8 +62,9 @@ def test_sparsity_zero_is_bitwise_both_ways(dtype: torch.dtype, shape: tuple[int
     assert not masks
 
 
-def test_both_ends_have_the_same_mask_and_only_it_gets_gradients() -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9, capacity=2.0, **EXACT)))
+def test_both_ends_have_the_same_mask_and_only_it_gets_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "CAPACITY", 2.0)
+    messages = FixedMessages(ActivationStream(lossless(PipelineConfig, 0.9)))
     x, g = activation(1, 16, 2, 64), activation(2, 16, 2, 64)
     message, mask, _ = messages.encode(x, 0)
     kept = top(x, 0.1)
@@ -69,8 +80,11 @@ def test_both_ends_have_the_same_mask_and_only_it_gets_gradients() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
-def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: float) -> None:
-    config = PipelineConfig(sparsity=0.9, capacity=capacity, **EXACT)
+def test_capacity_bounds_the_message_and_what_overflows_is_dropped(
+    capacity: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "CAPACITY", capacity)
+    config = lossless(PipelineConfig, 0.9)
     messages = FixedMessages(ActivationStream(config))
     x = activation(1, 64, 2, 128)
     message, _, encoded = messages.encode(x, 0)
@@ -85,7 +99,7 @@ def test_capacity_bounds_the_message_and_what_overflows_is_dropped(capacity: flo
 
 
 def test_bytes_at_sparsity_09_against_fp32() -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9)))
+    messages = FixedMessages(ActivationStream(section(PipelineConfig, 0.9)))
     numel = 128 * 4 * 256
     assert 4 * numel / messages.nbytes(torch.Size([numel]), torch.float32) >= 8
     assert 4 * numel / messages.nbytes(torch.Size([numel]), torch.float32, gradient=True) >= 20
@@ -96,9 +110,15 @@ def test_bytes_at_sparsity_09_against_fp32() -> None:
 @pytest.mark.parametrize(("forward", "back"), [("auto", "int8"), ("int8", "int8"), ("bf16", "bf16")])
 @pytest.mark.parametrize("exact", [False, True])
 def test_values_of_each_type_fit_the_messages(
-    capacity: float, dtype: torch.dtype, forward: str, back: str, exact: bool
+    capacity: float,
+    dtype: torch.dtype,
+    forward: str,
+    back: str,
+    exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = PipelineConfig(sparsity=0.9, capacity=capacity, value_dtype=forward, gradient_value_dtype=back)
+    monkeypatch.setattr(entries, "CAPACITY", capacity)
+    config = section(PipelineConfig, 0.9, forward, backward={"method": "answer", "value_dtype": back})
     messages = FixedMessages(ActivationStream(config))
     x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
     message, mask, encoded = messages.encode(x, 5)
@@ -118,13 +138,16 @@ def test_values_of_each_type_fit_the_messages(
 
 
 def test_bytes_of_int8_gradients_against_fp32() -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.9, gradient_value_dtype="int8")))
+    messages = FixedMessages(
+        ActivationStream(section(PipelineConfig, 0.9, backward={"method": "answer", "value_dtype": "int8"}))
+    )
     numel = 128 * 4 * 256
     assert 4 * numel / messages.nbytes(torch.Size([numel]), torch.float32, gradient=True) >= 38
 
 
-def test_several_messages_in_flight_are_told_apart() -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, capacity=9.0, **EXACT)))
+def test_several_messages_in_flight_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "CAPACITY", 9.0)
+    messages = FixedMessages(ActivationStream(lossless(PipelineConfig, 0.5)))
     xs = [activation(seed, 8, 8) for seed in range(4)]
     sent = {n: messages.encode(x, n) for n, x in enumerate(xs)}
     masks = {n: mask for n, (_, mask, _) in sent.items()}
@@ -139,7 +162,7 @@ def test_several_messages_in_flight_are_told_apart() -> None:
 
 
 def test_damaged_and_foreign_messages_are_refused() -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, **EXACT)))
+    messages = FixedMessages(ActivationStream(lossless(PipelineConfig, 0.5)))
     message, _, _ = messages.encode(activation(1, 8, 8), 0)
     for offset in (8, 20, 60):
         bad = message.clone()
@@ -151,7 +174,7 @@ def test_damaged_and_foreign_messages_are_refused() -> None:
 
 
 def test_non_finite_entries_arrive_as_nan_forward_and_backward() -> None:
-    messages = FixedMessages(ActivationStream(PipelineConfig(sparsity=0.5, **EXACT)))
+    messages = FixedMessages(ActivationStream(lossless(PipelineConfig, 0.5)))
     x = activation(1, 8, 8)
     x[0, 0] = float("inf")
     message, mask, _ = messages.encode(x, 0)
@@ -165,7 +188,7 @@ def test_non_finite_entries_arrive_as_nan_forward_and_backward() -> None:
 
 
 def test_threshold_changes_between_steps_only() -> None:
-    stream = ActivationStream(TensorConfig(sparsity=0.9, **EXACT))
+    stream = ActivationStream(lossless(TensorConfig, 0.9))
     messages = FixedMessages(stream)
     first, second = activation(1, 4096), 3 * activation(2, 4096)
     tau = messages.encode(first, 0)[2].totals().tau
@@ -181,7 +204,7 @@ def test_threshold_changes_between_steps_only() -> None:
 @pytest.mark.parametrize("clean_steps", [0, 1, 3])
 def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clean_steps: int) -> None:
     """Whether tau was measured on it or on another micro-batch of the step."""
-    stream = ActivationStream(TensorConfig(sparsity=0.9))
+    stream = ActivationStream(section(TensorConfig, 0.9))
     messages = FixedMessages(stream)
     for step in range(clean_steps):
         messages.encode(activation(step, 4096), 0)
@@ -199,7 +222,7 @@ def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clea
 
 
 def test_warmup_steps_are_dense() -> None:
-    stream = ActivationStream(TensorConfig(sparsity=0.9, warmup_steps=2))
+    stream = ActivationStream(section(TensorConfig, 0.9, warmup_steps=2))
     densities = []
     for _ in range(3):
         densities.append(stream.density)
@@ -215,7 +238,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Any]:
     comm = CompressedCollectives()
     report: dict[str, Any] = {}
     for density in (1.0, 0.25):
-        config = TensorConfig(sparsity=1.0 - density, **EXACT)
+        config = lossless(TensorConfig, 1.0 - density)
         shape = (2 * world_size, 5, 4)
         xs = [activation(10 + r, *shape).requires_grad_() for r in range(world_size)]
         chunk = [slice(2 * r, 2 * r + 2) for r in range(world_size)]
@@ -276,7 +299,7 @@ def test_collectives_and_their_gradients(world_size: int) -> None:
 
 def _uneven(rank: int, world_size: int) -> None:
     comm = CompressedCollectives()
-    stream = ActivationStream(TensorConfig(sparsity=0.5, **EXACT), rank=rank)
+    stream = ActivationStream(lossless(TensorConfig, 0.5), rank=rank)
     rows = [[1, 2], [3, 0]]
     x = activation(rank, sum(rows[rank]), 6).requires_grad_()
     out = comm.all_to_all(x, stream, rows[rank], [rows[r][rank] for r in range(world_size)])

@@ -10,7 +10,7 @@ import torch
 from support import processes
 from torch import nn
 
-from dct_plugin.config import DataParallelConfig, MetricsConfig
+from dct_plugin.config import DataParallelConfig, MetricsConfig, ParametersConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.step_ahead import MOST_TIMES, StepAhead, StepUnit
@@ -209,7 +209,7 @@ def warnings_of(rank: int, world_size: int) -> list[str]:
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("dct_plugin")
     logger.addHandler(handler)
-    updates_of({"error_feedback": "step_ahead"})
+    updates_of({"feedback": "step_ahead"})
     updates_of({"parameters": {"sparsity": 0}})
     assert not found
     updates_of({})
@@ -220,7 +220,7 @@ def warnings_of(rank: int, world_size: int) -> list[str]:
 @pytest.mark.slow
 def test_passes_that_lag_behind_are_warned_of() -> None:
     (first, *more), second = processes.run(2, warnings_of)
-    assert "parameters.enabled = true with error_feedback = 'local': passes run at weights that lag" in first
+    assert "parameters with feedback = 'local': passes run at weights that lag" in first
     assert not more
     assert not second
 
@@ -247,7 +247,9 @@ def test_a_rank_that_fails_does_not_leave_the_others_hanging() -> None:
 
 
 def test_options() -> None:
-    assert not DataParallelConfig().parameters.enabled
+    assert DataParallelConfig().parameters is None
+    assert DataParallelConfig.of(parameters=False).parameters is None
+    assert DataParallelConfig.of(parameters={}).parameters == ParametersConfig()
     with pytest.raises(ConfigError, match=r"parameters\.full_every = 0: must be an integer >= 1 or null"):
         DataParallelConfig.of(parameters={"full_every": 0})
     with pytest.raises(ConfigError, match=r"parameters\.sparsty"):

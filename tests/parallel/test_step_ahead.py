@@ -517,7 +517,7 @@ def test_a_module_is_pickled_without_what_displaces_it(probe: Any) -> None:
 
 def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, int]:
     """Two parameters, of which one is too small; the sizes of all-reduces go into the bytes sent."""
-    config = DataParallelConfig(sparsity=0.9, error_feedback="step_ahead", min_numel=1000)
+    config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=1000)
     reducer = GradientReducer(config)
     weights = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(10))]
     ahead = reducer.step_ahead(list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights)))
@@ -556,8 +556,8 @@ def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
         residual_dtype=kept_in,
         sparsity=0.98,
         value_dtype="fp32",
-        error_feedback="step_ahead",
-        step_ahead_coefficient=0.5,
+        feedback="step_ahead",
+        expert={"step_ahead_coefficient": 0.5},
         exchange="two_phase",
     )
     weight = nn.Parameter(torch.zeros(3 * MIN_SHARD))
@@ -605,7 +605,7 @@ def test_owners_look_ahead_by_all_that_they_hold_back(kept_in: str, rounding: fl
 
 
 def _out_of_step(rank: int, world_size: int) -> str:
-    config = DataParallelConfig(sparsity=0.9, error_feedback="step_ahead", min_numel=10)
+    config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=10)
     reducer = GradientReducer(config, step=INTERVAL + rank)
     weight = nn.Parameter(torch.zeros(100))
     reducer.step_ahead([("a", weight)], units_of(torch.optim.SGD([weight])))
@@ -628,7 +628,7 @@ def test_a_host_that_does_not_look_ahead_is_refused() -> None:
 
 
 def _unprepared(rank: int, world_size: int) -> str:
-    reducer = GradientReducer(DataParallelConfig(error_feedback="step_ahead"))
+    reducer = GradientReducer(DataParallelConfig(feedback="step_ahead"))
     try:
         reducer.all_reduce([("a", torch.ones(100))])
     except Exception as error:

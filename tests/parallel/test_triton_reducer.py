@@ -44,7 +44,7 @@ ONE_LOOK = ["codecs/copies.py:cpu"]
 #: What streams remember besides, by the kind of exchange.
 REMEMBERED: dict[str, dict[str, Any]] = {
     "direct": {},
-    "two_phase": {"momentum_correction": 0.9},
+    "two_phase": {"feedback": {"kind": "local", "momentum": 0.9}},
     "reduce_scatter": {"residual_dtype": "int8"},
 }
 
@@ -53,7 +53,7 @@ def settings(name: str, **more: Any) -> tuple[DataParallelConfig, KernelConfig]:
     kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
     kernels.register_backend("interpreted", TritonBackend)
     # A threshold that is not measured again lets a larger gradient's entries pass, up to the capacity.
-    config = DataParallelConfig(sparsity=0.95, threshold_tracking=False, density_band=(0.01, 100.0), **more)
+    config = DataParallelConfig(sparsity=0.95, expert={"threshold": "fixed"}, **more)
     return config, KernelConfig(backend=name)
 
 
@@ -145,10 +145,8 @@ def _update(
     """Masters that drift, much faster in step 3, in which thresholds are not measured."""
     kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
     kernels.register_backend("interpreted", TritonBackend)
-    parameters = {"enabled": True, "sparsity": 0.95, "value_dtype": "int8"}
-    config = DataParallelConfig(
-        min_numel=100, threshold_tracking=False, density_band=(0.01, 100.0), parameters=parameters
-    )
+    parameters = {"sparsity": 0.95, "value_dtype": "int8"}
+    config = DataParallelConfig(min_numel=100, expert={"threshold": "fixed"}, parameters=parameters)
     updates = ParameterUpdates(config, kernels=KernelConfig(backend=name))
     generator = torch.Generator().manual_seed(5)
     half = sum(sizes.values()) // 2

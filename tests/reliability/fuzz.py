@@ -176,7 +176,7 @@ def _payloads() -> Iterator[tuple[bytes, int]]:
     from dct_plugin.codecs.index import ANY_POSITIONS
     from dct_plugin.codecs.payload import payload_bound
     from dct_plugin.codecs.values import ValueDtype
-    from dct_plugin.kernels import get_backend
+    from dct_plugin.kernels import Job, get_backend
 
     kernels = get_backend(torch.device("cpu"))
     for numel in (1, 5, 257, 3000, 70_000):
@@ -187,9 +187,8 @@ def _payloads() -> Iterator[tuple[bytes, int]]:
                     wanted = max(1, round((1 - sparsity) * numel))
                     tau = kernels.exact_threshold(values, None, wanted) if sparsity else 0.0
                     out = torch.empty(payload_bound(numel, wanted, dtype, encoding), dtype=torch.uint8)
-                    stats = kernels.compress(
-                        values, None, tau, out, capacity=wanted, value_dtype=dtype, encoding=encoding
-                    )
+                    job = Job(values, None, tau, out, capacity=wanted, value_dtype=dtype, encoding=encoding)
+                    stats = kernels.compress(job)
                     if stats.nbytes < 4000:
                         yield out[: stats.nbytes].numpy().tobytes(), numel
     poisoned = torch.randn(100)

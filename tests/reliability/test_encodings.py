@@ -8,7 +8,7 @@ import torch
 from dct_plugin.codecs.index import ANY_POSITIONS, IndexEncoding
 from dct_plugin.codecs.payload import payload_bound
 from dct_plugin.codecs.values import ValueDtype
-from dct_plugin.kernels import get_backend
+from dct_plugin.kernels import Job, get_backend
 
 
 @pytest.mark.parametrize("encoding", [None, *ANY_POSITIONS], ids=lambda code: code.label if code else "auto")
@@ -22,7 +22,8 @@ def test_a_chosen_encoding_has_room(encoding: IndexEncoding | None, numel: int) 
         tau = kernels.exact_threshold(gradient, None, wanted) if sparsity else 0.0
         payload = torch.empty(payload_bound(numel, wanted, ValueDtype.FP32, encoding), dtype=torch.uint8)
         residual = torch.zeros(numel)
-        stats = kernels.compress(gradient, residual, tau, payload, capacity=wanted, encoding=encoding)
+        job = Job(gradient, residual, tau, payload, capacity=wanted, encoding=encoding)
+        stats = kernels.compress(job)
         received = torch.zeros(numel)
         assert kernels.decode_add(payload[: stats.nbytes], received) == wanted
         assert torch.equal(received + residual, gradient)

@@ -14,22 +14,43 @@ from dct_plugin.errors import ConfigError
 @pytest.mark.parametrize(
     ("part", "key", "value"),
     [
-        ("data_parallel", "capacity", 1e308),
         ("data_parallel", "min_numel", 10**30),
-        ("data_parallel", "threshold_lifespan", 2**63),
+        ("data_parallel", "sparsity_warmup_steps", 2**63),
         ("data_parallel", "warmup_steps", 10**400),
-        ("data_parallel", "density_band", [0.5, 1e300]),
         ("embedding", "error_bound", 1e300),
         ("embedding", "bound_classes", [1, 1, 1e300]),
         ("metrics", "path", "\0"),
         ("metrics", "tensorboard", "a\0b"),
         ("metrics", "every", 10**30),
-        ("kernels", "threads", 10**12),
     ],
 )
 def test_what_cannot_make_sense_is_a_fault(part: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"dct\.{part}\.{key} = .*: must be "):
         DCTConfig.parse({part: {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"data_parallel": {"feedback": {"kind": "local_updates", "every": 2**63}}}, "feedback.every"),
+        ({"data_parallel": {"expert": {"threshold_lifespan": 2**63}}}, "expert.threshold_lifespan"),
+        ({"data_parallel": {"expert": {"server_density": 1e300}}}, "expert.server_density"),
+        (
+            {"model_parallel": {"tensor": {"forward": {"method": "bound", "error_bound": 1e300}}}},
+            "error_bound",
+        ),
+        ({"data_parallel": {"feedback": {"kind": ["local"]}}}, "feedback"),
+        ({"data_parallel": {"feedback": {"kind": {}}}}, "feedback"),
+        ({"data_parallel": {"feedback": []}}, "feedback"),
+        ({"data_parallel": {"feedback": "\0"}}, "feedback"),
+        ({"data_parallel": {"verify": True}}, "verify"),
+        ({"model_parallel": {"pipeline": {"forward": 7}}}, "forward"),
+        ({"model_parallel": {"pipeline": {"forward": None}}}, "forward"),
+    ],
+)
+def test_what_cannot_make_sense_inside_an_object(section: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"dct\.\S*{key} = .*: must be "):
+        DCTConfig.parse(section)
 
 
 @pytest.mark.parametrize("depth", [50, 5_000, 200_000])

@@ -47,7 +47,11 @@ def _trains(rank: int, world_size: int, batches: list[int], poison: int, options
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, {}), (2, {"warmup_steps": 9}), (3, {"exchange": "two_phase", "momentum_correction": 0.5})],
+    [
+        (2, {}),
+        (2, {"warmup_steps": 9}),
+        (3, {"exchange": "two_phase", "feedback": {"kind": "local", "momentum": 0.5}}),
+    ],
 )
 def test_ddp_goes_on_as_if_the_batch_had_not_been(ranks: int, options: dict[str, Any]) -> None:
     poisoned = run(ranks, _trains, [0, 1, 2, 3, 4], 2, options)
@@ -74,8 +78,10 @@ def _refused(rank: int, world_size: int) -> str:
 
 def test_what_it_needs_is_said() -> None:
     assert "needs DCTState(..., optimizer=optimizer)" in run(1, _refused)[0]
-    with pytest.raises(ConfigError, match="nonfinite_action = 'skip' does not go with update = 'local'"):
-        DataParallelConfig.of(update="local", nonfinite_action="skip")
+    with pytest.raises(
+        ConfigError, match="nonfinite_action = 'skip' does not go with feedback = 'local_updates'"
+    ):
+        DataParallelConfig.of(feedback="local_updates", nonfinite_action="skip")
 
 
 def _megatron(rank: int, world_size: int, job: Any) -> tuple[Any, list[str]]:
@@ -110,8 +116,7 @@ def test_megatron_skips_on_all_ranks(kind: str) -> None:
     from support.megatron_gpt import Job
 
     keys = {"sparsity": 0.9, "min_numel": 256, "nonfinite_action": "skip", "warmup_steps": 3}
-    off = {"enabled": False}
-    section = {"data_parallel": keys, "model_parallel": {"pipeline": off, "tensor": off}}
+    section = {"data_parallel": keys}
     sharded = "sharded" in kind
     job = Job(layers=1, steps=6, watch=True, bf16=sharded, distributed_optimizer=sharded).with_dct(section)
     outcomes = run(2, _megatron, job)

@@ -61,7 +61,9 @@ def _announces(rank: int, world_size: int, what: str, size: int) -> None:
     elif what == "activations":
         comm = CompressedCollectives()
         lie(comm.exchange)
-        stream = ActivationStream(ActivationConfig(sparsity=0.5), name="layer")
+        stream = ActivationStream(
+            ActivationConfig.of(forward={"method": "threshold", "sparsity": 0.5}), name="layer"
+        )
         comm.all_to_all(torch.ones(8, 100), stream, [3, 5], [3, 5][rank : rank + 1] * 2)
     else:
         tables = ShardedTables([50, 60], 8)

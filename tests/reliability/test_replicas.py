@@ -36,9 +36,9 @@ def _drifts(rank: int, world_size: int, action: str, ahead: bool) -> tuple[list[
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 1))
         ddp = DistributedDataParallel(model)
-        keys: dict[str, Any] = {"sparsity": 0.9, "min_numel": 100, "verify_every": 2, "verify_action": action}
+        keys: dict[str, Any] = {"sparsity": 0.9, "min_numel": 100, "verify": {"every": 2, "action": action}}
         if ahead:
-            keys["error_feedback"] = "step_ahead"
+            keys["feedback"] = "step_ahead"
         state = DCTState({"data_parallel": keys}, named_parameters=model.named_parameters())
         ddp.register_comm_hook(state, dct_hook)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -102,9 +102,8 @@ def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> t
 def test_a_drifted_parameter_of_megatron() -> None:
     from support.megatron_gpt import Job
 
-    off = {"enabled": False}
-    data = {"sparsity": 0.9, "min_numel": 256, "verify_every": 2}
-    section = {"data_parallel": data, "model_parallel": {"pipeline": off, "tensor": off}}
+    data = {"sparsity": 0.9, "min_numel": 256, "verify": {"every": 2}}
+    section = {"data_parallel": data}
     job = Job(layers=1, steps=6)
     for rank, (kind, text) in enumerate(launch(2, _drifts_in_megatron, job.with_dct(section), False)):
         assert kind == "error"

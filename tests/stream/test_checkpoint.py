@@ -129,8 +129,8 @@ def test_a_stream_that_only_one_rank_had(tmp_path: Path) -> None:
 
 
 def test_streams_without_residuals(tmp_path: Path) -> None:
-    """error_feedback = none keeps nothing."""
-    stream = Compressor(sparsity=0.9, error_feedback="none")
+    """Without feedback nothing is kept."""
+    stream = Compressor(sparsity=0.9, feedback="none")
     stream.compress(torch.randn(1000))
     save_all(tmp_path, [{"step": 3, "loss_scale": 1.0, "streams": {"a": stream.state_dict()}}] * 2)
     assert load(tmp_path, rank=0, world_size=2, unit=0.5) is not None

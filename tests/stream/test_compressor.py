@@ -63,7 +63,7 @@ def test_nothing_is_lost(value_dtype: str, dtype: torch.dtype) -> None:
 def test_conservation_at_every_size(
     numel: int, sparsity: float, value_dtype: str, threshold: str, seed: int
 ) -> None:
-    compressor = Compressor(sparsity=sparsity, value_dtype=value_dtype, threshold=threshold)
+    compressor = Compressor(sparsity=sparsity, value_dtype=value_dtype, expert={"threshold": threshold})
     old = torch.zeros(numel)
     for gradient in gradients(3, numel, seed):
         payload = compressor.compress(gradient)
@@ -95,7 +95,7 @@ def test_density_stays_near_the_target(mean: float) -> None:
 
 def test_paper_lifespan_without_tracking_drifts() -> None:
     """Why the life-span is only an upper limit: taken literally it sends several times the wanted share."""
-    threshold = Threshold(lifespan=1000, tracking=False, band=(1e-9, 1e9))
+    threshold = Threshold(mode="fixed", lifespan=1000, band=(1e-9, 1e9))
     assert [step for step in range(40) if _due_at(threshold, step)] == [0, 1, 2, 4, 8, 16, 32]
 
 
@@ -105,7 +105,7 @@ def _due_at(threshold: Threshold, step: int) -> bool:
 
 
 def test_threshold_is_measured_again_after_its_lifespan_and_out_of_band() -> None:
-    threshold = Threshold(lifespan=10, tracking=False)
+    threshold = Threshold(mode="fixed", lifespan=10)
     threshold.tau, threshold.density, threshold.step, threshold.age = 1.0, 0.01, 33, 9
     assert not threshold.due(0.01)
     threshold.age = 10
@@ -117,14 +117,14 @@ def test_threshold_is_measured_again_after_its_lifespan_and_out_of_band() -> Non
 
 
 def test_capacity_limits_the_message_and_keeps_the_rest() -> None:
-    compressor = Compressor(sparsity=0.99, capacity=1.0, threshold_tracking=False)
+    compressor = Compressor(sparsity=0.99, expert={"threshold": "fixed"})
     for gradient in gradients(4, 100_000):
         compressor.compress(gradient * 0.01)
     old = compressor.residual.current.clone()  # type: ignore[union-attr]
     burst = torch.randn(100_000) * 10  # nearly everything passes the old threshold
     compressor.threshold.step, compressor.threshold.age, compressor.threshold.out_of_band = 33, 1, False
     payload = compressor.compress(burst)
-    assert payload.nnz == 1000 + 64
+    assert payload.nnz == 2 * 1000 + 64
     kept = compressor.residual.current  # type: ignore[union-attr]
     assert torch.equal(compressor.decompress(payload) + kept, burst + old)
 
@@ -138,7 +138,10 @@ def test_a_poisoned_tensor_leaves_the_state_bitwise(
 ) -> None:
     """Residual, velocity and the whole threshold, tau included; before the first measurement and at one."""
     compressor, unharmed = (
-        Compressor(sparsity=0.9, threshold=threshold, momentum_correction=momentum) for _ in range(2)
+        Compressor(
+            sparsity=0.9, expert={"threshold": threshold}, feedback={"kind": "local", "momentum": momentum}
+        )
+        for _ in range(2)
     )
     *clean, bad, after = gradients(clean_steps + 2, 10_000)
     for gradient in clean:
@@ -160,7 +163,7 @@ def same_state(mine: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_a_velocity_that_overflows_is_not_kept() -> None:
-    compressor = Compressor(sparsity=0.9, momentum_correction=0.9)
+    compressor = Compressor(sparsity=0.9, feedback={"kind": "local", "momentum": 0.9})
     large = torch.full((5000,), 1.5 * 2.0**125)
     assert not compressor.compress(large).nonfinite
     before = compressor.state_dict()
@@ -287,9 +290,8 @@ def test_momentum_correction_is_dgc() -> None:
     compressor = Compressor(
         sparsity=0.9,
         value_dtype="fp32",
-        threshold="exact",
-        momentum_correction=0.9,
-        threshold_lifespan=1,
+        feedback={"kind": "local", "momentum": 0.9},
+        expert={"threshold": "exact", "threshold_lifespan": 1},
     )
     u, v = torch.zeros(20_000), torch.zeros(20_000)
     for gradient in steps:

@@ -15,8 +15,22 @@ from hypothesis import strategies as st
 from support import CONFIGS, ROOT
 
 from dct_plugin import ConfigError, DCTConfig
-from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, options
+from dct_plugin.config import (
+    AccordionConfig,
+    DataParallelConfig,
+    EmbeddingChannelConfig,
+    ExpertSettings,
+    KernelConfig,
+    LocalFeedback,
+    LocalUpdatesFeedback,
+    MetricsConfig,
+    TensorConfig,
+    options,
+)
+from dct_plugin.config.options import documentation, models
+from dct_plugin.config.reference_page import updated
 
+FEEDBACK = 'one of "local", "step_ahead", "local_updates", "none", or an object with "kind" and settings'
 READY_MADE = sorted(CONFIGS.glob("*.json"))
 
 slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,19 +38,22 @@ slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 DATA_PARALLEL = {
     "enabled": st.booleans(),
     "sparsity": st.floats(0, 1, exclude_max=True) | st.just(0),
-    "threshold": st.sampled_from(["sample", "exact"]),
-    "threshold_lifespan": st.integers(1, 10**9),
-    "threshold_tracking": st.booleans(),
-    "density_band": st.tuples(
-        st.floats(0, 1, exclude_min=True, exclude_max=True),
-        st.floats(1, 1e6, exclude_min=True) | st.integers(2, 9),
-    ).map(list),
-    "capacity": st.floats(1, 1e6) | st.integers(1, 100),
+    "feedback": st.sampled_from(["none", "local", "step_ahead", "local_updates"])
+    | st.fixed_dictionaries({"kind": st.just("local"), "momentum": st.floats(0, 1, exclude_max=True)})
+    | st.fixed_dictionaries({"kind": st.just("local_updates"), "every": st.integers(1, 10**9)}),
+    "parameters": st.none() | st.just(False) | st.fixed_dictionaries({}, optional={"sparsity": st.just(0.5)}),
+    "verify": st.none() | st.fixed_dictionaries({"every": st.integers(1, 10**9)}),
+    "expert": st.fixed_dictionaries(
+        {},
+        optional={
+            "threshold": st.sampled_from(["sample", "exact", "fixed"]),
+            "threshold_lifespan": st.integers(1, 10**9),
+            "server_density": st.none() | st.floats(1, 1e6) | st.integers(1, 100),
+        },
+    ),
     "min_numel": st.integers(0, 10**12),
     "value_dtype": st.sampled_from(["fp32", "bf16", "fp16", "int8", "int4", "int2"]),
-    "momentum_correction": st.floats(0, 1, exclude_max=True),
     "residual_dtype": st.sampled_from(["auto", "fp32"]),
-    "server_density": st.none() | st.floats(1, 1e6) | st.integers(1, 100),
     "exchange": st.sampled_from(["auto", "direct", "two_phase"]),
     "warmup_steps": st.integers(0, 10**9),
     "sparsity_warmup_steps": st.integers(0, 10**9),
@@ -59,7 +76,6 @@ SECTIONS = st.fixed_dictionaries(
             {},
             optional={
                 "backend": st.sampled_from(["auto", "reference", "cpu", "someones_gpu-2"]),
-                "threads": st.none() | st.integers(1, 1024),
             },
         ),
     },
@@ -91,12 +107,19 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert config.enabled
     assert config.data_parallel.sparsity == 0.99
     assert config.data_parallel.density == pytest.approx(0.01)
-    assert config.data_parallel.threshold_lifespan == 1000
-    assert config.data_parallel.density_band == (0.5, 2.0)
+    assert config.data_parallel.feedback == LocalFeedback(momentum=0.0)
+    assert config.data_parallel.expert == ExpertSettings(threshold="sample", threshold_lifespan=1000)
+    assert (
+        config.data_parallel.parameters
+        is config.data_parallel.verify
+        is config.data_parallel.adaptive
+        is None
+    )
+    assert not config.model_parallel.pipeline.compresses
     assert config.data_parallel.min_numel == 4096
     assert config.data_parallel.value_dtype == "bf16"
     assert config.metrics == MetricsConfig(path=None, every=50, tensorboard=None)
-    assert config.kernels == KernelConfig(backend="auto", threads=None)
+    assert config.kernels == KernelConfig(backend="auto")
 
 
 def test_no_section_is_disabled_and_a_parsed_one_passes() -> None:
@@ -112,7 +135,12 @@ def test_valid_sections_round_trip(section: dict[str, Any]) -> None:
     for name, values in section.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             got = getattr(getattr(config, name), key)
-            assert got == (tuple(value) if isinstance(value, list) else value)
+            if isinstance(value, dict):
+                assert got.model_dump() == {**got.model_dump(), **value}
+            elif key == "feedback":
+                assert got.label() == value
+            else:
+                assert got == (None if value is False and key == "parameters" else value)
     again = DCTConfig.parse(json.loads(config.canonical_json()))
     assert again == config
     assert again.fingerprint() == config.fingerprint()
@@ -127,7 +155,16 @@ def test_any_json_is_accepted_or_refused_readably(values: dict[str, Any]) -> Non
     except ConfigError as error:
         for line in str(error).splitlines()[1:]:
             assert line.strip().startswith("dct.data_parallel")
-            assert "must be " in line or "unknown key" in line or "error_feedback" in line
+            known = (
+                "must be ",
+                "unknown key",
+                "missing",
+                " any more",
+                "does not go",
+                "has nothing",
+                "is above",
+            )
+            assert any(words in line for words in known)
     else:
         assert DCTConfig.parse(json.loads(config.canonical_json())) == config
 
@@ -149,22 +186,22 @@ def test_any_json_as_section(section: Any) -> None:
         ("sparsity", True, "a number in [0, 1)"),
         ("sparsity", None, "a number in [0, 1)"),
         ("sparsity", math.nan, "a number in [0, 1)"),
-        ("threshold", "random", 'one of "sample", "exact"'),
-        ("threshold", ["sample"], 'one of "sample", "exact"'),
-        ("threshold_lifespan", 0, "an integer >= 1"),
-        ("threshold_lifespan", 10.0, "an integer >= 1"),
-        ("threshold_lifespan", True, "an integer >= 1"),
-        ("threshold_tracking", 1, "true or false"),
-        ("threshold_tracking", "true", "true or false"),
-        ("capacity", 0.5, "a number in [1, 1000000.0]"),
-        ("capacity", math.inf, "a number in [1, 1000000.0]"),
+        ("sparsity", math.inf, "a number in [0, 1)"),
+        ("exchange", ["direct"], 'one of "auto", "direct", "two_phase"'),
+        ("min_numel", 10.0, "an integer >= 0"),
+        ("min_numel", True, "an integer >= 0"),
+        ("enabled", 1, "true or false"),
+        ("enabled", "true", "true or false"),
         ("min_numel", -1, "an integer >= 0"),
         ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8", "int4", "int2"'),
-        ("error_feedback", "global", 'one of "local", "step_ahead", "none"'),
-        ("momentum_correction", 1.0, "a number in [0, 1)"),
+        ("feedback", "global", FEEDBACK),
+        ("feedback", {"kind": "global"}, FEEDBACK),
+        ("feedback", {"momentum": 0.5}, FEEDBACK),
+        ("feedback", None, FEEDBACK),
+        ("adaptive", "elastic", 'one of "accordion", or an object with "kind" and settings or null'),
+        ("verify", 5, "a JSON object or null"),
+        ("expert", None, "a JSON object"),
         ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
-        ("update", "global", 'one of "shared", "local"'),
-        ("exchange_every", 0, "an integer >= 1"),
         ("warmup_steps", "5", "an integer >= 0"),
     ],
 )
@@ -174,14 +211,20 @@ def test_fault_names_path_value_and_what_is_allowed(key: str, value: Any, allowe
 
 
 @pytest.mark.parametrize(
-    "band", [[0, 2], [0.5, 1], [1, 2], [2, 0.5], [0.5], [0.5, 2, 3], ["0.5", 2], [True, 2], 0.5, "ab", None]
+    ("section", "expected"),
+    [
+        ({"kind": "local", "momentum": 1.0}, "feedback.momentum = 1.0: must be a number in [0, 1)"),
+        ({"kind": "local_updates", "every": 0}, "feedback.every = 0: must be an integer >= 1"),
+    ],
 )
-def test_density_band_faults_show_the_whole_band(band: Any) -> None:
-    line = data_parallel_fault("density_band", band)
-    assert line == (
-        f"dct.data_parallel.density_band = {json.dumps(band)}: "
-        "must be a pair [low, high] of numbers with 0 < low < 1 < high"
-    )
+def test_faults_inside_an_object_name_their_own_key(section: dict[str, Any], expected: str) -> None:
+    assert data_parallel_fault("feedback", section) == f"dct.data_parallel.{expected}"
+
+
+def test_a_setting_that_is_required_and_missing_is_named() -> None:
+    for forward in ("threshold", {"method": "threshold"}):
+        (line,) = faults({"model_parallel": {"pipeline": {"forward": forward}}})
+        assert line == "dct.model_parallel.pipeline.forward.sparsity: missing; must be a number in [0, 1)"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +235,16 @@ def test_density_band_faults_show_the_whole_band(band: Any) -> None:
         ({"Enabled": True}, "did you mean dct.enabled?"),
         ({"sparsity": 0.9}, "did you mean dct.data_parallel.sparsity?"),
         ({"metrics": {"evry": 1}}, "did you mean dct.metrics.every?"),
-        ({"kernels": {"xyz": 1}}, "allowed are backend, threads"),
+        ({"kernels": {"xyz": 1}}, "allowed are backend"),
+        (
+            {"data_parallel": {"feedback": {"kind": "local", "momentm": 0.9}}},
+            "did you mean dct.data_parallel.feedback.momentum?",
+        ),
+        ({"data_parallel": {"momentum": 0.4}}, "did you mean dct.data_parallel.feedback.momentum?"),
+        (
+            {"model_parallel": {"pipeline": {"forward": {"method": "lowrank", "rnk": 4}}}},
+            "did you mean dct.model_parallel.pipeline.forward.rank?",
+        ),
         ({"metrics ": {}}, "did you mean dct.metrics?"),
         ({"enabled\n": True}, "did you mean dct.enabled?"),
         ({"": 1}, "allowed are enabled, data_parallel, model_parallel, embedding, metrics, kernels"),
@@ -240,34 +292,32 @@ def test_long_values_are_shortened() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"exchange_every": 4}, "exchange_every = 4 needs update = 'local'"),
         (
-            {"update": "local", "error_feedback": "step_ahead"},
-            "error_feedback = 'step_ahead' does not go with",
+            {"nonfinite_action": "skip"},
+            "nonfinite_action = 'skip' does not go with feedback = 'local_updates'",
         ),
-        ({"update": "local", "error_feedback": "none"}, "error_feedback = 'none' does not go with update"),
+        ({"adaptive": "accordion"}, "adaptive does not go with feedback = 'local_updates'"),
         (
-            {"update": "local", "momentum_correction": 0.9},
-            "momentum_correction = 0.9 does not go with update",
+            {"expert": {"error_averaging": 9}},
+            "expert.error_averaging does not go with feedback = 'local_updates'",
         ),
-        ({"update": "local", "adaptive": "accordion"}, "adaptive = 'accordion' does not go with update"),
     ],
 )
 def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> None:
-    (line,) = faults({"data_parallel": values})
+    (line,) = faults({"data_parallel": {**values, "feedback": "local_updates"}})
     assert line.startswith("dct.data_parallel: ")
     assert words in line
-    local = {"update": "local", "exchange_every": 8, "error_feedback": "local"}
-    assert DCTConfig.parse({"data_parallel": local}).data_parallel.exchange_every == 8
+    local = {"feedback": {"kind": "local_updates", "every": 8}}
+    assert DCTConfig.parse({"data_parallel": local}).data_parallel.feedback == LocalUpdatesFeedback(every=8)
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"momentum_correction": 0.9}, "momentum_correction = 0.9"),
-        ({"error_feedback": "none"}, "error_feedback = 'none'"),
-        ({"error_averaging_interval": 50}, "error_averaging_interval = 50"),
-        ({"update": "local"}, "update = 'local'"),
+        ({"feedback": {"kind": "local", "momentum": 0.9}}, "feedback.momentum"),
+        ({"feedback": "none"}, "feedback = 'none'"),
+        ({"expert": {"error_averaging": 50}}, "expert.error_averaging"),
+        ({"feedback": "local_updates"}, "feedback = 'local_updates'"),
     ],
 )
 def test_small_residuals_need_a_residual_alone(values: dict[str, Any], words: str) -> None:
@@ -277,23 +327,74 @@ def test_small_residuals_need_a_residual_alone(values: dict[str, Any], words: st
     DCTConfig.parse({"data_parallel": {**values, "residual_dtype": "fp32"}})
 
 
-@pytest.mark.parametrize("feedback", ["none", "step_ahead"])
-def test_momentum_correction_needs_local_error_feedback(feedback: str) -> None:
-    values = {"error_feedback": feedback, "momentum_correction": 0.9}
-    (line,) = faults({"data_parallel": values})
-    assert f"error_feedback = '{feedback}'" in line
-    assert "momentum_correction = 0.9" in line
-    assert "set error_feedback to 'local'" in line
-    assert (
-        DCTConfig.parse({"data_parallel": {"error_feedback": "none"}}).data_parallel.momentum_correction == 0
-    )
+def test_a_name_stands_for_an_object_without_settings() -> None:
+    for name in ("none", "local", "step_ahead", "local_updates"):
+        short = DataParallelConfig.of(feedback=name)
+        assert short == DataParallelConfig.of(feedback={"kind": name})
+        assert short.feedback.short() == name
+    assert DataParallelConfig.of(adaptive="accordion").adaptive == AccordionConfig()
+    momentum = {"kind": "local", "momentum": 0.9}
+    assert DataParallelConfig.of(feedback=momentum).feedback.short() == momentum
+
+
+OLD: list[tuple[dict[str, Any], str, Any]] = [
+    ({"data_parallel": {"error_feedback": "step_ahead"}}, "data_parallel", {"feedback": "step_ahead"}),
+    (
+        {"data_parallel": {"momentum_correction": 0.9}},
+        "data_parallel",
+        {"feedback": {"kind": "local", "momentum": 0.9}},
+    ),
+    ({"data_parallel": {"update": "local"}}, "data_parallel", None),
+    (
+        {"data_parallel": {"exchange_every": 4}},
+        "data_parallel",
+        {"feedback": {"kind": "local_updates", "every": 4}},
+    ),
+    ({"data_parallel": {"server_density": 2}}, "data_parallel", {"expert": {"server_density": 2}}),
+    ({"data_parallel": {"threshold": "exact"}}, "data_parallel", {"expert": {"threshold": "exact"}}),
+    ({"data_parallel": {"verify_every": 100}}, "data_parallel", {"verify": {"every": 100}}),
+    ({"data_parallel": {"adaptive": "off"}}, "data_parallel", None),
+    ({"data_parallel": {"parameters": {"enabled": True}}}, "data_parallel", None),
+    ({"data_parallel": {"density_band": [0.5, 2]}}, "data_parallel", None),
+    ({"data_parallel": {"index_encoding": "rice"}}, "data_parallel", None),
+    (
+        {"model_parallel": {"pipeline": {"method": "transform"}}},
+        "pipeline",
+        {"forward": {"method": "transform"}},
+    ),
+    (
+        {"model_parallel": {"pipeline": {"sparsity": 0.9}}},
+        "pipeline",
+        {"forward": {"method": "threshold", "sparsity": 0.9}},
+    ),
+    (
+        {"model_parallel": {"pipeline": {"gradient_method": "quantise"}}},
+        "pipeline",
+        {"backward": {"method": "quantise"}},
+    ),
+    ({"model_parallel": {"tensor": {"gradient_bits": 4}}}, "tensor", None),
+    ({"model_parallel": {"experts": {"enabled": False}}}, "experts", None),
+    ({"embedding": {"entropy": "rice"}}, "embedding", None),
+    ({"kernels": {"threads": 2}}, "kernels", None),
+]
+
+
+@pytest.mark.parametrize(("old", "section", "new"), OLD, ids=lambda value: json.dumps(value)[:60])
+def test_an_old_key_is_refused_with_what_to_write(old: dict[str, Any], section: str, new: Any) -> None:
+    (line,) = faults(old)
+    assert " any more" in line
+    if new is not None:
+        written = json.loads("{" + line.partition("; write ")[2].partition(", or ")[0] + "}")
+        assert written == new
+        where = {section: written}
+        DCTConfig.parse({"model_parallel": where} if section in ("pipeline", "tensor", "experts") else where)
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"sparsity": 0, "threshold": "exact"},
-        {"capacity": 1, "density_band": [0.5, 4]},
+        {"sparsity": 0, "expert": {"threshold": "exact"}},
+        {"feedback": "none", "verify": {}},
         {"sparsity": 0, "warmup_steps": 3, "sparsity_warmup_steps": 3},
         {"min_numel": 0, "sparsity": 0.9999},
     ],
@@ -303,10 +404,12 @@ def test_combinations_that_make_sense(values: dict[str, Any]) -> None:
 
 
 def test_other_mappings_and_tuples_are_fine() -> None:
-    section = MappingProxyType({"data_parallel": MappingProxyType({"density_band": (0.2, 3), "sparsity": 0})})
+    section = MappingProxyType({"data_parallel": MappingProxyType({"sparsity": 0})})
     config = DCTConfig.parse(section)
-    assert config.data_parallel.density_band == (0.2, 3.0)
     assert isinstance(config.data_parallel.sparsity, float)
+    feedback = MappingProxyType({"kind": "local", "momentum": 0.5})
+    assert DataParallelConfig.of(feedback=feedback).feedback == LocalFeedback(momentum=0.5)
+    assert EmbeddingChannelConfig.of(bound_classes=(1, 2, 3)).bound_classes == (1.0, 2.0, 3.0)
 
 
 def test_sections_are_frozen_and_hashable() -> None:
@@ -330,18 +433,28 @@ def test_updated_merges_and_validates() -> None:
     assert changed.metrics.every == 1
     with pytest.raises(ConfigError, match="unknown key"):
         config.updated({"data_parallel": {"sparse": 1}})
+    momentum = changed.updated({"data_parallel": {"feedback": {"momentum": 0.5}}})
+    assert momentum.data_parallel.feedback == LocalFeedback(momentum=0.5)
+    for ahead in ("step_ahead", {"kind": "step_ahead"}):
+        assert momentum.updated({"data_parallel": {"feedback": ahead}}).data_parallel.feedback.looks_ahead
 
 
 def test_fingerprint_and_differences() -> None:
     config = DCTConfig()
-    same = DCTConfig.parse({"data_parallel": {"sparsity": 0.99, "density_band": [0.5, 2]}})
+    same = DCTConfig.parse({"data_parallel": {"sparsity": 0.99, "feedback": {"kind": "local"}}})
     assert same.fingerprint() == config.fingerprint()
     assert re.fullmatch(r"[0-9a-f]{12}", config.fingerprint())
-    other = config.updated({"data_parallel": {"sparsity": 0.9}, "kernels": {"threads": 2}})
+    other = config.updated({"data_parallel": {"sparsity": 0.9}, "kernels": {"backend": "cpu"}})
     assert other.fingerprint() != config.fingerprint()
+    verified = config.updated({"data_parallel": {"verify": {"every": 5}, "feedback": "none"}})
+    assert config.differences(verified) == [
+        'dct.data_parallel.feedback: "local" != "none"',
+        "dct.data_parallel.verify.every: null != 5",
+        'dct.data_parallel.verify.action: null != "stop"',
+    ]
     assert config.differences(other) == [
         "dct.data_parallel.sparsity: 0.99 != 0.9",
-        "dct.kernels.threads: null != 2",
+        'dct.kernels.backend: "auto" != "cpu"',
     ]
 
 
@@ -400,12 +513,31 @@ def test_there_are_ready_made_files() -> None:
     assert len(READY_MADE) >= 6
 
 
+def test_the_page_is_generated_from_the_models() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert updated(page) == page, "run python -m dct_plugin.config.reference_page"
+
+
 def test_every_option_is_documented_with_default_and_range() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    for option in options(DCTConfig()):
-        section, _, key = option.path.rpartition(".")
+    section = {"data_parallel": {"parameters": {}, "verify": {}, "adaptive": "accordion"}}
+    for option in options(DCTConfig.parse(section)):
+        path, _, key = option.path.rpartition(".")
         assert option.description
-        default = json.dumps(option.default)
+        if key == "adaptive":
+            assert f"### `{option.path}`" in text
+            continue
         rows = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]
-        assert any(f"| `{default}` | {option.allowed} |" in row for row in rows), option.path
-        assert f"`{section}`" in text
+        if key not in ("forward", "backward"):  # each place has its own methods
+            assert any(f"| `{json.dumps(option.default)}` | {option.allowed} |" in row for row in rows), (
+                option.path
+            )
+        assert f"{option.allowed}" in text
+        assert f"`{path}`" in text
+
+
+def test_every_setting_is_documented() -> None:
+    for model in (DataParallelConfig.model_fields["feedback"], TensorConfig.model_fields["forward"]):
+        for kind in models(model):
+            for name in kind.model_fields:
+                assert name == kind.selector or documentation(kind, name)[0]

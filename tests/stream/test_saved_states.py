@@ -24,7 +24,7 @@ from dct_plugin.model_parallel import ActivationStream, FixedMessages
 
 DATA = Path(__file__).parent / "data"
 SETTINGS = {"sparsity": 0.9, "exchange": "two_phase", "min_numel": 100}
-MOMENTUM = {"sparsity": 0.9, "momentum_correction": 0.9, "sparsity_warmup_steps": 6}
+MOMENTUM = {"sparsity": 0.9, "feedback": {"kind": "local", "momentum": 0.9}, "sparsity_warmup_steps": 6}
 STEPS = range(4, 8)
 
 
@@ -58,7 +58,9 @@ def _reduce(rank: int, world_size: int, folder: str) -> list[str]:
 def _stream_digests(states: dict[str, Any]) -> dict[str, list[str]]:
     compressor = Compressor(name="weight", rank=1, **MOMENTUM)
     compressor.load_state_dict(states["compressor"])
-    activations = ActivationStream(PipelineConfig(sparsity=0.8), name="layer", rank=1)
+    activations = ActivationStream(
+        PipelineConfig.of(forward={"method": "threshold", "sparsity": 0.8}), name="layer", rank=1
+    )
     activations.load_state_dict(states["activation"])
     messages = FixedMessages(activations)
     digests: dict[str, list[str]] = {"compressor": [], "activation": []}

@@ -1,8 +1,8 @@
 """Training script of the pipeline tests: many small runs in one process per rank, results as JSON.
 
-Nothing in it mentions the plugin: what a run does follows from its DeepSpeed configuration alone, as for any
-user. ``plan.json`` holds a list of runs ``{"id", "config", "steps", ...}``; every rank writes
-``results/<rank>.json`` with one entry per run.
+What a run does follows from its DeepSpeed configuration alone, as for any user; only ``capacity``, the room
+of a message, is no option of the plugin. ``plan.json`` holds a list of runs ``{"id", "config", "steps",
+...}``; every rank writes ``results/<rank>.json`` with one entry per run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,19 @@ def batches(first: int, replica: int, size: int) -> Iterator[tuple[Tensor, Tenso
         first += 1
 
 
+@contextmanager
+def room_of(run: dict[str, Any]) -> Iterator[None]:
+    """Let messages of fixed size have more room, where the run says so."""
+    if "capacity" not in run:
+        yield
+        return
+    from dct_plugin.model_parallel.compressors import entries
+
+    usual, entries.CAPACITY = entries.CAPACITY, run["capacity"]
+    yield
+    entries.CAPACITY = usual
+
+
 def execute(run: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(run.get("seed", 1))
     model = make_model(run)
@@ -193,7 +207,8 @@ def main(plan: str, folder: str) -> None:
     for run in json.loads(Path(plan).read_text()):
         with logged() as lines:
             try:
-                results[run["id"]] = execute(run)
+                with room_of(run):
+                    results[run["id"]] = execute(run)
             except Exception as error:
                 if not run.get("expect_error"):
                     raise

@@ -23,7 +23,7 @@ from dct_plugin.config import DCTConfig
 
 from .failing_rank import Loss
 
-SECTION = {"data_parallel": {"sparsity": 0.95, "min_numel": 100, "warmup_steps": 2, "verify_every": 5}}
+SECTION = {"data_parallel": {"sparsity": 0.95, "min_numel": 100, "warmup_steps": 2, "verify": {"every": 5}}}
 #: Model, first step, what makes a step and what saves under a tag.
 Run = tuple[nn.Module, int, Callable[[int], None], Callable[[str], None]]
 

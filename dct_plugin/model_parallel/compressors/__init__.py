@@ -6,8 +6,9 @@ What a class is to have is in :mod:`.compressor`; ``dct.model_parallel`` names i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from ...config import ActivationConfig
+from ...config import Method
 from .bounded import Bounded
 from .compressor import ActivationCompressor, AnsweringCompressor, Site, Written
 from .learned import Learned
@@ -22,7 +23,7 @@ from .transform import Transformed
 __all__ = ["COMPRESSORS", "ActivationCompressor", "AnsweringCompressor", "Site", "Written", "create"]
 
 #: Every class by its ``method``.
-COMPRESSORS: Mapping[str, type[ActivationCompressor]] = {
+COMPRESSORS: Mapping[str, type[ActivationCompressor[Any]]] = {
     "threshold": Thresholded,
     "topk": TopK,
     "randomk": RandomK,
@@ -35,6 +36,6 @@ COMPRESSORS: Mapping[str, type[ActivationCompressor]] = {
 }
 
 
-def create(config: ActivationConfig, site: Site) -> ActivationCompressor:
-    """The compressor that a section asks for; one that leaves nothing out where its sparsity is 0."""
-    return COMPRESSORS[config.method if config.compresses_forward else "none"](config, site)
+def create(method: Method, site: Site) -> ActivationCompressor[Any]:
+    """The compressor of a method; one that leaves nothing out where the method does not."""
+    return COMPRESSORS[method.label() if method.compresses else "none"](method, site)

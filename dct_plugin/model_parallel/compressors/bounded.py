@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...config import BoundMethod
 from ...errors import PayloadError
 from ...kernels.embedding import device_code_kernels, say_once
 from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
@@ -21,7 +22,7 @@ _SEGMENT = 256
 _BIT_COST = 1 << 20
 
 
-class Bounded(ActivationCompressor):
+class Bounded(ActivationCompressor[BoundMethod]):
     """``q = round(x / (2 * bound))``, then Rice or bit-packed codes, a parameter for every few rows.
 
     Source: dual-level adaptive lossy compression (Feng et al., SC 2024, arXiv:2407.04272), whose bound is
@@ -39,7 +40,7 @@ class Bounded(ActivationCompressor):
     def encode(self, parts: Sequence[Tensor]) -> Written:
         began = time.perf_counter()
         codec = self._device_codec(parts[0].device) if parts else None
-        relative = self.config.error_bound or 0.0
+        relative = self.config.error_bound
         outgoing, bounds = [], []
         for part in parts:
             rows, lengths = rows_of(part), _segments(part.shape)

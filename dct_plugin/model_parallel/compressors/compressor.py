@@ -6,19 +6,24 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
 from ...codecs.stats import Stats
-from ...config import ActivationConfig, KernelConfig
+from ...config import AnswerMethod, FewBitsMethod, KernelConfig, Method
 from ...stream import Encoded
 
 #: What precedes a message of known size: its number, int64.
 NUMBER_NBYTES = 8
+#: Values that share a scale (2 bytes): 64 would cost 0.25 bit a value, 256 0.06.
+GROUP_SIZE = 128
+
+Settings = TypeVar("Settings", bound=Method)
+Bits = TypeVar("Bits", bound=FewBitsMethod)
 
 
 @dataclass
@@ -32,6 +37,9 @@ class Site:
         step: Optimizer steps so far.
         training: False in forward-only passes: state is used and left as it is, and nothing is kept.
         average: Averages tensors over the model's replicas, in place; None without replicas.
+        fixed_size: Whether a receiver must know the size of a message in advance.
+        group_size: Values that share a scale, a power of two.
+        answer: How gradients that come back in terms of the forward message are written.
     """
 
     name: str
@@ -40,6 +48,9 @@ class Site:
     step: int = 0
     training: bool = True
     average: Callable[[list[Tensor]], None] | None = None
+    fixed_size: bool = False
+    group_size: int = GROUP_SIZE
+    answer: AnswerMethod = field(default_factory=AnswerMethod)
 
 
 class Written(NamedTuple):
@@ -56,7 +67,7 @@ class Written(NamedTuple):
     encoded: Encoded
 
 
-class ActivationCompressor(ABC):
+class ActivationCompressor(ABC, Generic[Settings]):
     """One way for tensors to cross.
 
     One instance serves one direction of one site, at both ends. The same tensor gives the same message for as
@@ -64,14 +75,14 @@ class ActivationCompressor(ABC):
     :meth:`end_step` only, and what is random is seeded by :meth:`seed`.
 
     Args:
-        config: Settings; those of gradients have been put in their place where it is to compress gradients.
+        config: The settings of the method.
         site: Where.
     """
 
     #: Whether every message about tensors of one shape has :meth:`nbytes` bytes, no fewer.
     exact: ClassVar[bool] = True
 
-    def __init__(self, config: ActivationConfig, site: Site) -> None:
+    def __init__(self, config: Settings, site: Site) -> None:
         self.config = config
         self.site = site
 
@@ -117,10 +128,6 @@ class ActivationCompressor(ABC):
 
     # -- for the classes -------------------------------------------------------------------------------------
 
-    def quantiser(self, bits: int | None = None) -> Quantiser:
-        """The configured one, without rotation."""
-        return Quantiser(self.config.bits if bits is None else bits, self.config.group_size)
-
     def seed(self, tensor: Tensor) -> Tensor:
         """int64 [] on the tensor's device, of name, rank, step and content: the same at a recomputation."""
         own = zlib.crc32(f"{self.site.name}/{self.site.rank}/{self.site.step}".encode())
@@ -139,10 +146,18 @@ class ActivationCompressor(ABC):
         return Written(messages, kept, Encoded(stats, sum(part.numel() for part in parts), self.density))
 
 
-class AnsweringCompressor(ActivationCompressor):
+class RoundingCompressor(ActivationCompressor[Bits]):
+    """A compressor that writes values in few bits."""
+
+    def quantiser(self) -> Quantiser:
+        """What writes the forward message's values."""
+        return Quantiser(self.config.bits, self.site.group_size)
+
+
+class AnsweringCompressor(ActivationCompressor[Settings]):
     """One whose gradients come back in terms of the forward message: both ends have kept what that takes.
 
-    ``config.gradient_...`` say how the answers are written.
+    ``site.answer`` says how the answers are written.
     """
 
     @abstractmethod
@@ -169,13 +184,18 @@ class AnsweringCompressor(ActivationCompressor):
         """Take note of a gradient whose answer the sender makes itself, by :meth:`pull_back`."""
         return
 
+
+class QuantisedAnswers(AnsweringCompressor[Bits], RoundingCompressor[Bits]):
+    """A compressor whose answers are values in few bits."""
+
     def answers(self) -> Quantiser:
-        """That of gradients."""
-        return self.quantiser(self.config.gradient_bits)
+        """What writes the values of an answer."""
+        bits = self.site.answer.bits
+        return Quantiser(self.config.bits if bits is None else bits, self.site.group_size)
 
     def answered(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, Encoded]:
         """What :meth:`encode_answer` returns, for the ``values`` that stand for ``gradient``."""
-        given = self.config.gradient_stochastic
+        given = self.site.answer.stochastic
         random = self.config.stochastic if given is None else given
         message = self.answers().encode(values, self.seed(gradient) if random else None)
         count = round(self.density * gradient.numel())

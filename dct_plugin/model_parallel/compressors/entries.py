@@ -13,13 +13,18 @@ from ...codecs.index import IndexEncoding
 from ...codecs.payload import HEADER_NBYTES, Header, header_bytes, payload_bound
 from ...codecs.stats import read_stats
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
-from ...config import ActivationConfig, PipelineConfig
+from ...config import EntriesMethod
 from ...kernels import Tau
 from ...stream import Encoded, Stream, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
+from ...thresholds import Threshold
 from .compressor import NUMBER_NBYTES, AnsweringCompressor, Site, Written
 
+#: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
+#: not fit are dropped like entries below the threshold.
+CAPACITY = 1.0
 
-class KeptEntries(AnsweringCompressor):
+
+class KeptEntries(AnsweringCompressor[EntriesMethod]):
     """Some entries cross with their positions; gradients come back as values there.
 
     Both ends keep the payload for its positions. That is the exact gradient of "choose, then send" (DCT-MP,
@@ -29,9 +34,9 @@ class KeptEntries(AnsweringCompressor):
 
     exact = False
 
-    def __init__(self, config: ActivationConfig, site: Site) -> None:
+    def __init__(self, config: EntriesMethod, site: Site) -> None:
         super().__init__(config, site)
-        self._stream = Stream(config, name=site.name, rank=site.rank, kernels=site.kernels)
+        self._stream = stream_of(site)
 
     @property
     def density(self) -> float:
@@ -45,12 +50,12 @@ class KeptEntries(AnsweringCompressor):
         """What was written, its figures read."""
 
     def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
-        """Most entries of a message about ``numel``: as many as the capacity has room for, headers included;
-        without a capacity all of them.
+        """Most entries of a message about ``numel``: as many as a message of fixed size has room for, headers
+        included; else all of them.
         """
-        if not isinstance(self.config, PipelineConfig):
+        if not self.site.fixed_size:
             return numel
-        room = int(self.config.capacity * self.density * numel)
+        room = int(CAPACITY * self.density * numel)
         itemsize = value_nbytes(VALUE_GROUP, value_dtype) / VALUE_GROUP
         header = int(-(-(NUMBER_NBYTES + HEADER_NBYTES) // itemsize))
         return max(1, min(numel, max(room // 2, room - header)))
@@ -80,7 +85,7 @@ class KeptEntries(AnsweringCompressor):
         return add_entries(self._stream, message, out)
 
     def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
-        code = wire_dtype(dtype, self.config.gradient_value_dtype)
+        code = wire_dtype(dtype, self.site.answer.value_dtype)
         if kept is not None:
             return values_nbytes(kept, code)
         entries = self._entries(shape.numel(), wire_dtype(dtype, self.config.value_dtype))
@@ -88,7 +93,7 @@ class KeptEntries(AnsweringCompressor):
 
     def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
         flat = as_flat(gradient)
-        code = wire_dtype(gradient.dtype, self.config.gradient_value_dtype)
+        code = wire_dtype(gradient.dtype, self.site.answer.value_dtype)
         message, stats = encode_at(self._stream.backend(flat.device), flat, kept, code)
         return message, Encoded([stats], flat.numel(), self.density)
 
@@ -98,6 +103,12 @@ class KeptEntries(AnsweringCompressor):
     def pull_back(self, gradient: Tensor, kept: Tensor, received: Any) -> Tensor:
         mask = self._stream.backend(gradient.device).decode_mask(kept, gradient.numel())
         return gradient * mask.view(gradient.shape)
+
+
+def stream_of(site: Site) -> Stream:
+    """The stream that writes the payloads of a site."""
+    threshold = Threshold.of_activations(site.name, site.rank)
+    return Stream(threshold, name=site.name, kernels=site.kernels)
 
 
 def write_entries(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...config import LearnedMethod
 from ...stream import Encoded
-from .compressor import AnsweringCompressor, Site, Written, add, rows_of, size_of_rows
+from .compressor import QuantisedAnswers, Site, Written, add, rows_of, size_of_rows
 from .lowrank import random_basis
 
 
@@ -20,12 +21,12 @@ class _Received(NamedTuple):
     """fp32 [rows, rank], as it arrived."""
 
 
-class Learned(AnsweringCompressor):
+class Learned(QuantisedAnswers[LearnedMethod]):
     """Rows X [rows, hidden] cross as X E [rows, rank] and become X E D at the receiver.
 
     The sender has E [hidden, rank], the receiver a D [rank, hidden] for each sender; both begin as one
     orthonormal projection and follow the model's own loss (MCBench, Bian et al., MLSys 2024): the gradient of
-    the code comes back, in ``gradient_bits``. Adam, with ``learning_rate``; a step with a non-finite gradient
+    the code comes back, in few bits. Adam, with ``learning_rate``; a step with a non-finite gradient
     is left out. The sender keeps X until its gradient is there.
     """
 

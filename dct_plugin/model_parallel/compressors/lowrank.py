@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
+from ...config import LowRankMethod
 from ...stream import Encoded
-from .compressor import AnsweringCompressor, Written, add, rows_of, size_of_rows
+from .compressor import QuantisedAnswers, Written, add, rows_of, size_of_rows
 
 #: The basis is rounded to this many bits, with a scale for as many entries.
 BASIS = Quantiser(bits=8, group=64)
@@ -24,7 +25,7 @@ class _Factors(NamedTuple):
     basis: int
 
 
-class LowRank(AnsweringCompressor):
+class LowRank(QuantisedAnswers[LowRankMethod]):
     """Rows X [rows, hidden] cross as their coordinates X V and the orthonormal basis V [hidden, rank].
 
     V comes from one power iteration that starts at the basis of the step before (PowerSGD, Vogels et al.,

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from ...codecs.payload import payload_bound
-from ...config import ActivationConfig
-from ...stream import Encoded, Stream, as_flat, wire_dtype
+from ...config import Method
+from ...stream import Encoded, as_flat, wire_dtype
 from .compressor import ActivationCompressor, Site, Written
-from .entries import add_entries, write_entries
+from .entries import add_entries, stream_of, write_entries
 
 
-class Whole(ActivationCompressor):
+class Whole(ActivationCompressor[Method]):
     """What crosses in warm-up steps, and where nothing is to be left out; finite entries arrive bitwise."""
 
     exact = False  # one that holds a non-finite entry is short
 
-    def __init__(self, config: ActivationConfig, site: Site) -> None:
+    def __init__(self, config: Method, site: Site) -> None:
         super().__init__(config, site)
-        self._stream = Stream(config, name=site.name, rank=site.rank, kernels=site.kernels)
+        self._stream = stream_of(site)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return payload_bound(shape.numel(), None, wire_dtype(dtype, dense=True))

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
-from .compressor import ActivationCompressor, Written, add
+from ...config import QuantiseMethod
+from .compressor import RoundingCompressor, Written, add
 
 
-class Quantised(ActivationCompressor):
+class Quantised(RoundingCompressor[QuantiseMethod]):
     """:class:`~dct_plugin.codecs.quantised.Quantiser` of groups along the last dimension, rotated by option.
 
     Sources: MCBench (Bian et al., MLSys 2024); TAH-Quant (arXiv 2506.01352) for the rotation. Gradients pass
     straight through the rounding, and are quantised themselves.
     """
 
-    def quantiser(self, bits: int | None = None) -> Quantiser:
-        return super().quantiser(bits)._replace(rotate=self.config.rotate)
+    def quantiser(self) -> Quantiser:
+        return super().quantiser()._replace(rotate=self.config.rotate)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return self.quantiser().nbytes(shape.numel())

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import uniform
+from ...config import RandomKMethod
 from ...errors import PayloadError
 from ...stream import Encoded
 from ...thresholds import wanted
-from .compressor import AnsweringCompressor, Written
+from .compressor import QuantisedAnswers, Written
 
 _SEED_NBYTES = 8
 
 
-class RandomK(AnsweringCompressor):
+class RandomK(QuantisedAnswers[RandomKMethod]):
     """One entry of every run of equal length, at random (MCBench, Bian et al., MLSys 2024, without runs).
 
     The message holds the seed of the positions and the values, in ``bits`` each. Nothing is scaled up.

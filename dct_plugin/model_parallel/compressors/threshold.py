@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import ActivationConfig
+from ...config import EntriesMethod
 from ...kernels import SMALLEST_TAU, Tau
 from ...stream import Encoded
 from .compressor import Site
@@ -23,7 +23,7 @@ class Thresholded(KeptEntries):
     pass twice and must find the same mask again.
     """
 
-    def __init__(self, config: ActivationConfig, site: Site) -> None:
+    def __init__(self, config: EntriesMethod, site: Site) -> None:
         super().__init__(config, site)
         self.threshold = self._stream.threshold
         self._measured: Tau | None = None  # the threshold of this step

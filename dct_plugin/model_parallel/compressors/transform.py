@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
+from ...config import TransformMethod
 from ...errors import PayloadError
 from .compressor import ActivationCompressor, Site, Written, add, rows_of, size_of_rows
 from .lowrank import BASIS, random_basis
@@ -20,15 +21,17 @@ _MOST_BITS = len(_LEFT) - 1
 #: What becomes of the covariance known so far when a step adds its own.
 _DECAY = 0.8
 _ITERATIONS = 3
+#: Most steps from one set of directions that crosses to the next.
+_BASIS_INTERVAL = 10
 
 
-class Transformed(ActivationCompressor):
+class Transformed(ActivationCompressor[TransformMethod]):
     """Rows X [rows, hidden] cross as their mean m and coordinates (X - m) V, V [hidden, directions].
 
     Transform coding (Huang and Schultheiss, IEEE Trans. Commun. Syst. 1963): a row takes ``rate`` times
     ``hidden`` bits, of which a direction has as many as lower the squared error most, 8 to none. V
     are principal directions by the covariance of the last steps' first messages. They cross, with their bits,
-    in every step at first, then ever less often, at last in every ``basis_interval``-th step. Gradients pass
+    in every step at first, then ever less often, at last in every tenth step. Gradients pass
     straight through and have directions of their own: what they say outside those of the activations is what
     lets new ones grow.
     """
@@ -120,7 +123,7 @@ class Transformed(ActivationCompressor):
 
     def _carries(self, state: _State) -> bool:
         """Whether messages of this step carry directions; both ends count alike."""
-        return state.age % max(1, min(self.config.basis_interval, state.age // 4)) == 0
+        return state.age % max(1, min(_BASIS_INTERVAL, state.age // 4)) == 0
 
     def _sizes(self, hidden: int) -> _Sizes:
         bits = max(1, round(self.config.rate * hidden))

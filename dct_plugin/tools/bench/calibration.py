@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dct_plugin.config import PipelineConfig
+from dct_plugin.config.options import models
 from dct_plugin.cost import (
     CODED,
     COEFFICIENTS,
@@ -202,15 +204,17 @@ def activations(
                 yield Activation(name, 16, density), rows, hidden
 
 
+def _forward(method: Activation) -> dict[str, Any]:
+    """Return the section of a method, with the settings that it has."""
+    known = {"bits": method.bits, "sparsity": 1.0 - method.density, "rank": method.rank, "rate": method.rate}
+    settings = {kind.label(): kind.model_fields for kind in models(PipelineConfig.model_fields["forward"])}
+    own = {key: value for key, value in known.items() if key in settings[method.method]}
+    return {"method": method.method, **own}
+
+
 def coded(method: Activation, rows: int, hidden: int, *, rounds: int = 20) -> Coded:
     """Measure one, on one thread, without a network: the least of some rounds."""
-    section = PipelineConfig.of(
-        method=method.method,
-        bits=method.bits,
-        sparsity=1.0 - method.density,
-        rank=max(1, method.rank),
-        rate=method.rate or 1.0,
-    )
+    section = PipelineConfig.of(forward=_forward(method))
     sender, receiver = (FixedMessages(ActivationStream(section, name="x", rank=rank)) for rank in range(2))
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(rows, hidden, generator=generator) for _ in range(2))

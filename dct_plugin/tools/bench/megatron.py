@@ -23,7 +23,14 @@ __all__ = ["Megatron"]
 LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 4, 512, 64, 8
 #: Variant -> pipeline stages, micro-batches, ``dct`` section.
 VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "PP 2": (2, 4, {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": {"sparsity": 0.75}}}),
+    "PP 2": (
+        2,
+        4,
+        {
+            "data_parallel": {"enabled": False},
+            "model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0.75}}},
+        },
+    ),
     "DP 2": (1, 1, {"data_parallel": {"sparsity": 0.9}}),
 }
 

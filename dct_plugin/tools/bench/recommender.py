@@ -17,7 +17,7 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
         "embedding": {"deduplicate": True, "error_bound": 0.01, "gradient_bound": 0.1},
         "data_parallel": {
             "sparsity": 0.99,
-            "error_feedback": "step_ahead",
+            "feedback": "step_ahead",
             "warmup_steps": 10,
             "sparsity_warmup_steps": 20,
         },

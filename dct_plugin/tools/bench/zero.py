@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "DCT 0.99": {"dct": SECTION},
 }
 #: Under ZeRO-1 and 2, updated weights are thresholded, too.
-UPDATES = {"data_parallel": {**SECTION["data_parallel"], "parameters": {"enabled": True}}}
+UPDATES = {"data_parallel": {**SECTION["data_parallel"], "parameters": {}}}
 
 
 class Zero:

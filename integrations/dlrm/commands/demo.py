@@ -56,7 +56,7 @@ LEARNING_RATES = {"adagrad": 0.02, "adam": 1e-3, "adamw": 1e-3, "sgd": 0.1}
 _DEEPSPEED_OWN = {"adam", "adamw"}
 _WITH_MOMENTUM = {"adam", "adamw", "nadam"}
 #: Of ``dct.data_parallel``, with optimizers that have momentum, where the configuration does not choose.
-AHEAD = {"error_feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
+AHEAD = {"feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
 
 
 _Sparsity = Annotated[

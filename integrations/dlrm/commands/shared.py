@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from dct_plugin.config.sections import SECTION
+from dct_plugin.config.dct import SECTION
 from dct_plugin.errors import ConfigError
 from dct_plugin.output import write
 

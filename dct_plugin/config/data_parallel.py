@@ -1,0 +1,262 @@
+"""``dct.data_parallel``: which part of the gradients crosses between data-parallel ranks, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .feedback import Feedback, LocalFeedback
+from .section import OR_FALSE, Section, Variant, conflict, written_short
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"]
+
+
+class ParametersConfig(Section):
+    """Thresholded updates of the weights, from the owner of a part of them to all ranks.
+
+    They apply under ZeRO-1, ZeRO-2 and Megatron's distributed optimizer. Dense steps, the ramp after them
+    and the threshold mechanics are those of ``dct.data_parallel``.
+    """
+
+    section_path = "dct.data_parallel.parameters"
+
+    sparsity: float = Field(default=0.97, ge=0, lt=1)
+    """Share of the entries that are not updated in one step. The rest of their change stays between master
+    and working weight and is sent later.
+
+    0.9 where quality matters most, 0.99 for the fewest bytes.
+    """
+    value_dtype: GradientType = "bf16"
+    """Type of the differences on the wire. With sparsity 0 and the weights' own type or fp32, the host's
+    own gather runs.
+
+    `int8` for fewer bytes.
+    """
+    full_every: int | None = Field(default=None, ge=1)
+    """Steps between two gathers of all weights in full; null gathers them in full for checkpoints alone.
+
+    If working weights are read between checkpoints.
+    """
+
+
+class VerifyConfig(Section):
+    """Comparison of the ranks' parameters by checksum."""
+
+    section_path = "dct.data_parallel.verify"
+
+    every: int = Field(default=1000, ge=1)
+    """Optimizer steps from one comparison to the next.
+
+    100 to 1000: one pass over the parameters and a small all-reduce. States of the optimizer are not
+    compared.
+    """
+    action: Literal["stop", "resync"] = "stop"
+    """What happens when the parameters differ: stop all ranks, or take over the parameters of the first rank.
+
+    `resync` where a job must not stop; the message names parameter and rank either way.
+    """
+
+
+class AccordionConfig(Variant):
+    """Less sparsity for layers in a critical regime (Accordion, Agarwal et al., MLSys 2021).
+
+    A layer is critical when its gradients change much from interval to interval, or when its learning rate
+    fell by half.
+    """
+
+    section_path = "dct.data_parallel.adaptive"
+
+    kind: Literal["accordion"] = "accordion"
+    sparsity: float = Field(default=0.9, ge=0, lt=1)
+    """Sparsity of layers in a critical regime.
+
+    Lower where early training needs more.
+    """
+    interval: int = Field(default=100, ge=1)
+    """Optimizer steps between two decisions.
+
+    Ten decisions per training are few, a hundred are many.
+    """
+
+
+class ExpertSettings(Section):
+    """Settings for tests, studies and the papers' own values. The defaults serve every user."""
+
+    section_path = "dct.data_parallel.expert"
+
+    threshold: Literal["sample", "exact", "fixed"] = "sample"
+    """How thresholds are found: from random positions and a small sample at every step (sample), as the
+    exact k-th largest magnitude (exact), or from random positions, then unchanged over their life (fixed,
+    as in the paper).
+
+    `exact` and `fixed` for tests and studies.
+    """
+    threshold_lifespan: int = Field(default=1000, ge=1)
+    """Upper limit, in steps, of a threshold's life. It is also measured at steps 1, 2, 4, 8, ...
+
+    For studies.
+    """
+    server_density: float | None = Field(default=None, ge=1)
+    """In the two-phase exchange, density of what owners send back, as a multiple of the density of what
+    ranks send to them; null takes 3 with `step_ahead` and `local_updates`, else 1.
+
+    Higher for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
+    """
+    step_ahead_coefficient: float | None = Field(default=None, gt=0, le=1)
+    """With `step_ahead`: share of a rank's own residual by which weights are displaced; null measures, for
+    every tensor, how much of it the other ranks share.
+
+    A fixed value saves the small all-reduce that measuring takes every 10 steps.
+    """
+    error_averaging: int | None = Field(default=None, ge=1)
+    """Optimizer steps from one averaging of the ranks' residuals to the next (Xu, Huo, Huang, AAAI 2021);
+    null never averages.
+
+    For studies: [it helped nowhere](quality.md#error-averaging) here ([what it
+    does](deepspeed.md#error-averaging)).
+    """
+
+
+class DataParallelConfig(Section):
+    """Gradients between data-parallel ranks."""
+
+    section_path = "dct.data_parallel"
+
+    enabled: bool = True
+    """Threshold data-parallel gradients; false leaves them to the host.
+
+    `false` if only other parts of the plugin are wanted.
+    """
+    sparsity: float = Field(default=0.99, ge=0, lt=1)
+    """Share of the gradient entries that are not sent in one step; 0 sends all.
+
+    0.9 where quality matters most, 0.99 on slow links (Adam and momentum: with `step_ahead`), 0 to measure
+    the plugin's own cost.
+    """
+    value_dtype: GradientType = "bf16"
+    """Type of the kept values on the wire; the rounding error stays in the residual. int8 has one scale per
+    256 values; int4 and int2 have a sign and 8 or 2 levels between two scales.
+
+    `int8`, `int4` for fewer bytes (16, 12 bits per kept entry at 99 % instead of 24); `fp32` to see whether
+    rounding matters.
+    """
+    min_numel: int = Field(default=4096, ge=0)
+    """Tensors with fewer entries are sent dense, in their own type.
+
+    Lower it if `gradient_small` dominates the bytes, raise it to leave more layers exact.
+    """
+    feedback: Feedback = LocalFeedback()
+    """What becomes of entries that are not sent: they are added to the next gradient (local); besides, that
+    gradient is taken where the weights will be once they arrived (step_ahead); ranks exchange changes of
+    weights after steps on their own gradients (local_updates; DDP and ZeRO-0); or the entries are dropped
+    (none).
+
+    `step_ahead` with Adam or momentum and high sparsity ([what it costs](deepspeed.md#step-ahead));
+    `local_updates` for optimizers whose step `step_ahead` does not know ([how it
+    works](deepspeed.md#local-updates)); `none` saves a residual of 4 bytes per parameter and usually costs
+    quality.
+    """
+    residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+    """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank. bf16 and int8 (64 entries share an
+    exponent) are rounded stochastically: on average nothing is lost. auto is int8 under ZeRO-3, else fp32.
+
+    `int8` where memory is short ([what it costs](quality.md#residuals-in-fewer-bytes)).
+    """
+    exchange: Literal["auto", "direct", "two_phase"] = "auto"
+    """All-gather of every rank's payload (direct), or sum at owners and gather (two_phase). auto takes the
+    one with fewer bytes; with `step_ahead` and `local_updates` it takes direct up to 4 ranks.
+
+    To compare the two; no effect under ZeRO 1 and 2, where owners keep their part.
+    """
+    warmup_steps: int = Field(default=0, ge=0)
+    """First optimizer steps that are sent dense.
+
+    While losses still fall fast; with Adam at 0.99 60, in runs of some hundred steps 10 (measured).
+    """
+    sparsity_warmup_steps: int = Field(default=0, ge=0)
+    """Steps after these in which the density falls exponentially to its target, as in DGC.
+
+    Instead of, or after, dense steps: smoother than one jump to the target.
+    """
+    adaptive: Annotated[AccordionConfig | None, OR_FALSE, written_short("kind")] = None
+    """`"accordion"` or an object with its settings; null is off.
+
+    With learning rates that fall in steps. Changes are logged, and `gradient/critical` in the
+    [metrics](metrics.md) is what they cost.
+    """
+    parameters: Annotated[ParametersConfig | None, OR_FALSE] = None
+    """null leaves the gather of updated weights to the host.
+
+    Where the network is the bottleneck, with `"feedback": "step_ahead"`; the cost is in
+    [quality](quality.md#updated-weights-under-zero-1).
+    """
+    verify: Annotated[VerifyConfig | None, OR_FALSE] = None
+    """null is off."""
+    nonfinite_action: Literal["pass", "skip"] = "pass"
+    """A step whose gradient is not finite is passed on, as without the plugin, or skipped on all ranks,
+    with residuals as they were before it.
+
+    `"skip"` for long runs in fp32 and bf16: one pass over the gradients, and a second copy of the
+    residuals. fp16 loss scaling always skips. DDP needs `DCTState(..., optimizer=optimizer)`, Megatron
+    `--no-check-for-nan-in-loss-and-grad`.
+    """
+    expert: ExpertSettings = ExpertSettings()
+    """Settings for tests and studies."""
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> Self:
+        packed = self.residual_dtype in ("bf16", "int8")
+        averaging = self.expert.error_averaging is not None
+        feedback = f"feedback = '{self.feedback.label()}'"
+        if packed and not self.feedback.keeps_residual:
+            raise self._packed("has nothing to keep", feedback)
+        if packed and self.feedback.worker_momentum:
+            raise self._packed("does not go", "feedback.momentum, which keeps a momentum in fp32 beside it")
+        if packed and averaging:
+            raise self._packed("does not go", "expert.error_averaging, which adds to residuals in place")
+        if packed and self.feedback.steps_locally:
+            raise self._packed("does not go", f"{feedback}: the residual is the distance of the weights")
+        if averaging and not self.feedback.keeps_residual:
+            raise conflict(f"expert.error_averaging needs residuals, and {feedback} keeps none")
+        if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
+            raise conflict(
+                "adaptive.sparsity = {low} is above sparsity = {high}; it must be the lower one of the two",
+                low=self.adaptive.sparsity,
+                high=self.sparsity,
+            )
+        if self.feedback.steps_locally:
+            self._check_local_updates(averaging)
+        return self
+
+    def _packed(self, problem: str, other: str) -> Exception:
+        return conflict(
+            f"residual_dtype = '{self.residual_dtype}' {problem} with {other}; leave one of them out"
+        )
+
+    def _check_local_updates(self, averaging: bool) -> None:
+        for key, used, reason in (
+            (
+                "nonfinite_action = 'skip'",
+                self.nonfinite_action == "skip",
+                "the others would wait for a rank that skips",
+            ),
+            ("adaptive", self.adaptive is not None, "it follows the mean gradient, which no rank has"),
+            ("expert.error_averaging", averaging, "it would be a dense exchange of weights"),
+        ):
+            if used:
+                raise conflict(f"{key} does not go with feedback = 'local_updates': {reason}")
+
+    @property
+    def density(self) -> float:
+        """Target share of the entries that are sent, 1 - sparsity."""
+        return 1.0 - self.sparsity
+
+    @property
+    def server_density(self) -> float:
+        """Density of what owners send back, as a multiple of the density of what they receive."""
+        given = self.expert.server_density
+        return self.feedback.server_density if given is None else given

@@ -1,0 +1,180 @@
+"""The whole ``dct`` section, and how it is read from JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ..errors import ConfigError
+from .data_parallel import DataParallelConfig
+from .embedding import EmbeddingChannelConfig
+from .model_parallel import ModelParallelConfig
+from .options import options, show
+from .section import Section
+from .validation_errors import validated
+
+SECTION = "dct"
+
+# Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
+_DEEPSPEED_KEYS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
+}  # fmt: skip
+
+
+class MetricsConfig(Section):
+    """Reports about bytes, density and time."""
+
+    section_path = "dct.metrics"
+
+    path: str | None = Field(default=None, min_length=1)
+    """JSON lines file, written by rank 0, or by every rank if the name holds '{rank}'.
+
+    To keep the figures; see [metrics](metrics.md).
+    """
+    every: int = Field(default=50, ge=1)
+    """Steps between two reports, which hold averages over these steps.
+
+    1 for studies; the cost is one line per tensor class.
+    """
+    tensorboard: str | None = Field(default=None, min_length=1)
+    """Directory for an own TensorBoard writer; null uses the host framework's monitor only.
+
+    Where the host framework has no monitor of its own.
+    """
+
+
+class KernelConfig(Section):
+    """The implementation of the hot loops."""
+
+    section_path = "dct.kernels"
+
+    backend: str = Field(
+        default="auto",
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        json_schema_extra={"allowed": '"auto", "reference", "cpu", "triton" or another registered name'},
+    )
+    """Plain torch (reference), the compiled CPU library (cpu), the Triton kernels (triton), another
+    registered backend, or the fastest there is for the tensor's device (auto).
+
+    `reference` to rule the compiled library out; the environment's `DCT_KERNELS` overrides `auto`.
+    """
+
+
+class DCTConfig(Section):
+    """The whole ``dct`` section."""
+
+    enabled: bool = True
+    """The plugin as a whole; false leaves the host framework untouched.
+
+    `false` to compare with the host framework alone without removing the section.
+    """
+    data_parallel: DataParallelConfig = DataParallelConfig()
+    """Gradients between data-parallel ranks."""
+    model_parallel: ModelParallelConfig = ModelParallelConfig()
+    """Activations and their gradients between model-parallel ranks."""
+    embedding: EmbeddingChannelConfig = EmbeddingChannelConfig()
+    """Vectors of sharded embedding tables between their owner and the samples' rank."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Reports on bytes, density, time."""
+    kernels: KernelConfig = KernelConfig()
+    """Implementation of the hot loops."""
+
+    @classmethod
+    def parse(
+        cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None, source: str = SECTION
+    ) -> DCTConfig:
+        """Validate a ``dct`` section.
+
+        Args:
+            section: The section as read from JSON, or an already validated one (returned as it is).
+                ``None`` (there is no section) gives a disabled configuration.
+            rank: Named in the error when given.
+            source: Path of the section, the first part of every key named in an error.
+
+        Raises:
+            ConfigError: All errors of the section, one per line: key, value, what is allowed, and for an
+                unknown key the closest valid one.
+        """
+        if isinstance(section, DCTConfig):
+            return section
+        if section is None:
+            return cls(enabled=False)
+        return validated(cls, section, source, rank=rank)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, rank: int | None = None) -> DCTConfig:
+        """Read a section from a JSON file: a DeepSpeed configuration with a ``dct`` key, or the bare section.
+
+        Raises:
+            ConfigError: The file cannot be read, is not JSON, holds no section, or the section is wrong.
+        """
+        where = os.fspath(path)
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from error
+        except RecursionError:
+            raise ConfigError(f"{where}: nested too deeply") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
+        if SECTION in content:
+            content = content[SECTION]
+        elif found := sorted(_DEEPSPEED_KEYS & content.keys()):
+            raise ConfigError(
+                f'{where}: a DeepSpeed configuration (it has {found[0]!r}) without a "dct" section'
+            )
+        return validated(cls, content, SECTION, rank=rank, where=where)
+
+    def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
+        """Return a validated copy with nested ``changes``, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
+        return validated(type(self), _merged(self.model_dump(), changes), SECTION)
+
+    def canonical_json(self) -> str:
+        """Return the section with every default written out and keys sorted.
+
+        Equal configurations give equal text.
+        """
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def fingerprint(self) -> str:
+        """Return a short hash of :meth:`canonical_json` (12 hexadecimal digits)."""
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
+
+    def differences(self, other: DCTConfig) -> list[str]:
+        """Return every key in which the two differ, as ``dct.data_parallel.sparsity: 0.99 != 0.9``."""
+        mine, theirs = ({option.path: option.value for option in options(each)} for each in (self, other))
+        paths = [path for path in mine | theirs if mine.get(path) != theirs.get(path)]
+        return [f"{path}: {show(mine.get(path))} != {show(theirs.get(path))}" for path in paths]
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested ``changes`` into ``base``; an object of another ``kind`` or ``method`` replaces the old
+    one.
+    """
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            same = all(value.get(name, old.get(name)) == old.get(name) for name in ("kind", "method"))
+            merged[key] = _merged(old, value) if same else value
+        else:
+            merged[key] = value
+    return merged
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"key {key!r} is given twice")
+        seen[key] = value
+    return seen

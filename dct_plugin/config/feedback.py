@@ -1,0 +1,89 @@
+"""``dct.data_parallel.feedback``: what becomes of gradient entries that were not sent."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from .section import Variant, chosen_by, written_short
+
+
+class FeedbackConfig(Variant):
+    """Base class of the four kinds of feedback."""
+
+    section_path = "dct.data_parallel.feedback"
+
+    #: Whether each rank keeps what it did not send in a residual.
+    keeps_residual: ClassVar[bool] = True
+    #: Whether gradients are taken at weights that are displaced by the residual.
+    looks_ahead: ClassVar[bool] = False
+    #: Whether ranks step on their own gradients and exchange changes of weights.
+    steps_locally: ClassVar[bool] = False
+    #: Density of what owners send back, as a multiple of the density of what they receive.
+    server_density: ClassVar[float] = 1.0
+
+    @property
+    def worker_momentum(self) -> float:
+        """The momentum that ranks keep for the optimizer; 0 without momentum correction."""
+        return 0.0
+
+
+class NoFeedback(FeedbackConfig):
+    """Entries that are not sent are dropped."""
+
+    keeps_residual = False
+
+    kind: Literal["none"] = "none"
+
+
+class LocalFeedback(FeedbackConfig):
+    """Entries that are not sent are added to the rank's next gradient."""
+
+    kind: Literal["local"] = "local"
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Momentum kept at the ranks, so that entries that are sent late carry it (Deep Gradient Compression,
+    section 3.2); 0 is off.
+
+    Instead of the optimizer's own momentum, which must then be 0; see [quality](quality.md).
+    """
+
+    @property
+    def worker_momentum(self) -> float:
+        return self.momentum
+
+
+class StepAheadFeedback(FeedbackConfig):
+    """Local feedback; besides, the next gradient is taken where the weights will be once the residual
+    arrived.
+    """
+
+    looks_ahead = True
+    server_density = 3.0
+
+    kind: Literal["step_ahead"] = "step_ahead"
+
+
+class LocalUpdatesFeedback(FeedbackConfig):
+    """Ranks step on their own gradients and exchange the changes of their weights."""
+
+    steps_locally = True
+    server_density = 3.0
+
+    kind: Literal["local_updates"] = "local_updates"
+    every: int = Field(default=1, ge=1)
+    """Optimizer steps from one exchange to the next.
+
+    4 or 8 on very slow links: bytes and waiting fall by that factor again ([measured](quality.md)).
+    """
+
+
+#: Any kind of feedback; its name alone stands for the kind with default settings.
+Feedback = Annotated[
+    Annotated[LocalFeedback, Tag("local")]
+    | Annotated[StepAheadFeedback, Tag("step_ahead")]
+    | Annotated[LocalUpdatesFeedback, Tag("local_updates")]
+    | Annotated[NoFeedback, Tag("none")],
+    chosen_by("kind"),
+    written_short("kind"),
+]

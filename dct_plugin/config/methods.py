@@ -1,0 +1,261 @@
+"""Methods that compress activations: one small section each, chosen by the key ``"method"``.
+
+Each has a class of the same purpose in :mod:`dct_plugin.model_parallel.compressors`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from .section import Variant, chosen_by, written_short
+
+KeptType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
+Bits = Literal[16, 8, 4, 3, 2, 1]
+
+
+class Method(Variant):
+    """Base class of all methods."""
+
+    selector = "method"
+    section_path = "dct.model_parallel"
+
+    #: Settings of :class:`AnswerMethod` that apply to gradients that answer this method's messages.
+    answer_settings: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that cross."""
+        return 1.0
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the method leaves anything out."""
+        return True
+
+    @property
+    def summary(self) -> str:
+        """The method and its strength in words."""
+        return self.label()
+
+
+class NoMethod(Method):
+    """Everything crosses, by the host's own transfer."""
+
+    method: Literal["none"] = "none"
+
+    @property
+    def compresses(self) -> bool:
+        return False
+
+    @property
+    def summary(self) -> str:
+        return "dense"
+
+
+class SparseMethod(Method):
+    """Base class of methods that send a part of the entries."""
+
+    sparsity: float = Field(ge=0, lt=1)
+    """Share of the entries that do not cross; 0 leaves the host's own transfer in place.
+
+    0.5 to 0.9; transformers rarely stand more than 0.9 (see [quality](quality.md)).
+    """
+
+    @property
+    def density(self) -> float:
+        return 1.0 - self.sparsity
+
+    @property
+    def compresses(self) -> bool:
+        return self.sparsity > 0
+
+    @property
+    def summary(self) -> str:
+        return f"{self.label()}, sparsity {self.sparsity:g}"
+
+
+class EntriesMethod(SparseMethod):
+    """Base class of methods that send entries with their positions."""
+
+    answer_settings = ("value_dtype",)
+
+    value_dtype: KeptType = "auto"
+    """Type of the kept values on the wire; auto is fp16 for fp16 tensors, else bf16.
+
+    `fp32` to see whether rounding matters, `int8`, `int4` for fewer bytes.
+    """
+
+
+class ThresholdMethod(EntriesMethod):
+    """Entries that reach a threshold cross."""
+
+    method: Literal["threshold"] = "threshold"
+
+    @property
+    def summary(self) -> str:
+        return f"sparsity {self.sparsity:g}"
+
+
+class TopKMethod(EntriesMethod):
+    """The largest entries of each tensor cross."""
+
+    method: Literal["topk"] = "topk"
+
+
+class RoundedMethod(Method):
+    """Base class of methods that write values in few bits."""
+
+    stochastic: bool = False
+    """Round at random, so that the average is right, and span each group's largest value. The seed follows
+    from name, step and content, so that recomputation rounds alike.
+
+    With few bits where a bias would add up; it spans outliers, so the error of one value is larger.
+    """
+
+
+class FewBitsMethod(RoundedMethod):
+    """Base class of methods with the same number of bits for every value."""
+
+    answer_settings: ClassVar[tuple[str, ...]] = ("bits", "stochastic")
+
+    bits: Bits = 8
+    """Bits of a value; 16 is bf16, 1 a sign. One scale serves a group of values.
+
+    4 with `lowrank` and `learned`; 16 is lossless for bf16 tensors.
+    """
+
+    @property
+    def summary(self) -> str:
+        return f"{self.label()}, {self.bits} bits"
+
+
+class RandomKMethod(SparseMethod, FewBitsMethod):
+    """Entries at random positions cross."""
+
+    method: Literal["randomk"] = "randomk"
+
+
+class QuantiseMethod(FewBitsMethod):
+    """All entries cross in few bits."""
+
+    answer_settings = ()
+
+    method: Literal["quantise"] = "quantise"
+    rotate: bool = False
+    """Mix the values of each group by a Hadamard transform first, so that outliers spread (TAH-Quant).
+
+    With 4 bits and fewer, where some entries are far larger than the rest.
+    """
+
+
+class BoundMethod(Method):
+    """All entries cross within a bound of the error."""
+
+    method: Literal["bound"] = "bound"
+    error_bound: float = Field(gt=0)
+    """Largest error of an entry, as a multiple of the root mean square of the message's values.
+
+    0.02 to 0.1: as close as 8 bits, in fewer bytes.
+    """
+
+    @property
+    def summary(self) -> str:
+        return f"bound, error {self.error_bound:g}"
+
+
+class ProjectionMethod(FewBitsMethod):
+    """Base class of methods that send fewer numbers for each row."""
+
+    rank: int = Field(default=16, ge=1, le=65536)
+    """Numbers per row, in place of the hidden size.
+
+    A quarter to a third of the hidden size.
+    """
+
+    @property
+    def summary(self) -> str:
+        return f"{super().summary}, rank {self.rank}"
+
+
+class LowRankMethod(ProjectionMethod):
+    """A projection to a low rank crosses."""
+
+    method: Literal["lowrank"] = "lowrank"
+
+
+class LearnedMethod(ProjectionMethod):
+    """The code of a linear auto-encoder crosses, which is trained with the model."""
+
+    method: Literal["learned"] = "learned"
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Learning rate of Adam, for encoder and decoder.
+
+    As the model's, or lower.
+    """
+
+
+class TransformMethod(RoundedMethod):
+    """Coordinates in the principal directions cross, in as many bits as each earns."""
+
+    method: Literal["transform"] = "transform"
+    rate: float = Field(default=1.42, gt=0, le=8)
+    """Bits per entry, on average over directions.
+
+    1.42 is 20 times fewer bytes than fp32, 10 times fewer than bf16.
+    """
+
+    @property
+    def summary(self) -> str:
+        return f"transform, {self.rate:g} bits per entry"
+
+
+class AnswerMethod(Method):
+    """Gradients come back at the positions of the forward message, in its subspace or in its code."""
+
+    method: Literal["answer"] = "answer"
+    value_dtype: KeptType = "auto"
+    """Type of the gradients that answer `threshold` and `topk`; auto is fp16 for fp16 tensors, else bf16."""
+    bits: Bits | None = None
+    """Bits of a value of the gradients that answer `randomk`, `lowrank` and `learned`; null takes those of
+    forward.
+    """
+    stochastic: bool | None = None
+    """Rounding of these values; null takes that of forward."""
+
+
+_Threshold = Annotated[ThresholdMethod, Tag("threshold")]
+_TopK = Annotated[TopKMethod, Tag("topk")]
+_RandomK = Annotated[RandomKMethod, Tag("randomk")]
+_Quantise = Annotated[QuantiseMethod, Tag("quantise")]
+_Bound = Annotated[BoundMethod, Tag("bound")]
+_LowRank = Annotated[LowRankMethod, Tag("lowrank")]
+_Learned = Annotated[LearnedMethod, Tag("learned")]
+_Transform = Annotated[TransformMethod, Tag("transform")]
+_None = Annotated[NoMethod, Tag("none")]
+_Answer = Annotated[AnswerMethod, Tag("answer")]
+
+_CHOSEN, _SHORT = chosen_by("method"), written_short("method")
+
+#: Methods between tensor-parallel ranks.
+TensorForward = Annotated[
+    _Threshold | _TopK | _RandomK | _Quantise | _Bound | _LowRank | _Learned | _Transform | _None,
+    _CHOSEN,
+    _SHORT,
+]
+TensorBackward = Annotated[
+    _Answer | _Threshold | _TopK | _RandomK | _Quantise | _Bound | _LowRank | _Transform | _None,
+    _CHOSEN,
+    _SHORT,
+]
+#: Methods between pipeline stages, where a receiver knows the size of a message in advance: no bound.
+PipelineForward = Annotated[
+    _Threshold | _TopK | _RandomK | _Quantise | _LowRank | _Learned | _Transform | _None, _CHOSEN, _SHORT
+]
+PipelineBackward = Annotated[
+    _Answer | _Threshold | _TopK | _RandomK | _Quantise | _LowRank | _Transform | _None, _CHOSEN, _SHORT
+]
+#: Methods for tokens on their way to experts.
+ExpertsForward = Annotated[_Threshold | _TopK | _Quantise | _Bound | _None, _CHOSEN, _SHORT]
+ExpertsBackward = Annotated[_Answer | _Threshold | _TopK | _Quantise | _Bound | _None, _CHOSEN, _SHORT]

@@ -1,0 +1,129 @@
+"""The tables of ``docs/configuration.md``, written by ``python -m dct_plugin.config.reference_page``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig, VerifyConfig
+from .dct import DCTConfig, KernelConfig, MetricsConfig
+from .embedding import EmbeddingChannelConfig
+from .methods import AnswerMethod, Method
+from .model_parallel import ActivationConfig, ExpertsConfig, ModelParallelConfig, PipelineConfig, TensorConfig
+from .options import allowed, as_json, documentation, models
+from .section import Section, Variant
+
+_BEGIN, _END = "<!-- generated from the models: begin -->", "<!-- generated from the models: end -->"
+_HEAD = "| Option | Default | Allowed | What it does | When to change it |\n|---|---|---|---|---|"
+
+
+def updated(page: str) -> str:
+    """Return a page whose generated part is that of the models."""
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n\n{tables()}\n{_END}{after}"
+
+
+def tables() -> str:
+    """Return the tables of all sections, as Markdown."""
+    return "\n".join(
+        [
+            _section(DCTConfig),
+            _section(DataParallelConfig),
+            _variants(DataParallelConfig, "feedback"),
+            *(_optional(name, model) for name, model in _OPTIONAL.items()),
+            _section(ExpertSettings),
+            _section(ModelParallelConfig),
+            "### Places\n\nThese options are those of each of `dct.model_parallel.pipeline`, `tensor` and "
+            f"`experts`.\n\n{_table(ActivationConfig, ActivationConfig.model_fields)}",
+            *(_place(model) for model in (PipelineConfig, TensorConfig, ExpertsConfig)),
+            _methods(),
+            *(_section(model) for model in (EmbeddingChannelConfig, MetricsConfig, KernelConfig)),
+        ]
+    )
+
+
+_OPTIONAL: dict[str, type[Section]] = {
+    "adaptive": AccordionConfig,
+    "parameters": ParametersConfig,
+    "verify": VerifyConfig,
+}
+
+
+def _section(model: type[Section]) -> str:
+    keys = [key for key, field in model.model_fields.items() if not _is_section(models(field))]
+    return f"## `{model.section_path}`\n\n{_text(model)}\n\n{_table(model, keys)}"
+
+
+def _optional(key: str, model: type[Section]) -> str:
+    """Return a section that is absent by default."""
+    what, when = documentation(DataParallelConfig, key)
+    keys = [name for name in model.model_fields if name != "kind"]
+    return "\n\n".join(
+        [f"### `{model.section_path}`", _text(model), f"{what} {when}".strip(), _table(model, keys)]
+    )
+
+
+def _place(model: type[Section]) -> str:
+    keys = [key for key in model.model_fields if key not in ActivationConfig.model_fields]
+    lines = [f"### `{model.section_path}`", _text(model)]
+    for key in ("forward", "backward"):
+        lines.append(f"`{key}`: {allowed(model.model_fields[key])}.")
+    return "\n\n".join([*lines, _table(model, keys)]) if keys else "\n\n".join(lines) + "\n"
+
+
+def _variants(model: type[Section], key: str) -> str:
+    kinds = [kind for kind in models(model.model_fields[key]) if issubclass(kind, Variant)]
+    lines = [f"- `{json.dumps(kind.label())}`: {_text(kind)}" for kind in kinds]
+    rows = [_row(kind, name) for kind in kinds for name in kind.model_fields if name != kind.selector]
+    return f"### `{model.section_path}.{key}`\n\n" + "\n".join([*lines, "", _HEAD, *rows, ""])
+
+
+def _methods() -> str:
+    """Return the methods, and one table of their settings; a setting that several have is one row."""
+    kinds = [kind for kind in models(TensorConfig.model_fields["forward"]) if issubclass(kind, Method)]
+    lines = [f"- `{json.dumps(kind.label())}`: {_text(kind)} {_settings(kind)}" for kind in kinds]
+    lines.append(f'- `"answer"` (backward): {_text(AnswerMethod)} {_settings(AnswerMethod)}')
+    owners = {name: kind for kind in reversed(kinds) for name in kind.model_fields if name != "method"}
+    names = dict.fromkeys(name for kind in kinds for name in kind.model_fields if name in owners)
+    rows = [_row(owners[name], name) for name in names]
+    return "### Methods\n\n" + "\n".join([*lines, "", _HEAD, *rows, ""])
+
+
+def _settings(kind: type[Variant]) -> str:
+    names = [f"`{name}`" for name in kind.model_fields if name != kind.selector]
+    return f"Settings: {', '.join(names)}." if names else ""
+
+
+def _table(model: type[BaseModel], keys: Iterable[str]) -> str:
+    return "\n".join([_HEAD, *(_row(model, key) for key in keys), ""])
+
+
+def _row(model: type[BaseModel], key: str) -> str:
+    field = model.model_fields[key]
+    what, when = documentation(model, key)
+    default = "required" if field.is_required() else f"`{json.dumps(as_json(field.get_default()))}`"
+    return f"| `{key}` | {default} | {allowed(field)} | {what} | {when} |"
+
+
+def _is_section(kinds: list[type[BaseModel]]) -> bool:
+    return bool(kinds) and len(kinds) == 1
+
+
+def _text(model: type[BaseModel]) -> str:
+    return " ".join((inspect.getdoc(model) or "").split()).replace("``", "`")
+
+
+def main(pages: Iterator[str]) -> None:
+    """Update pages in place."""
+    for page in map(Path, pages):
+        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(iter(sys.argv[1:] or ["docs/configuration.md"]))

@@ -1,0 +1,89 @@
+"""Keys and values of version 0.1 and what to write in their place. This file is removed after one release."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+#: What to write in place of a key; ``{value}`` is the key's value. Keys of the three places of
+#: ``dct.model_parallel`` are in ``_ACTIVATIONS``.
+_KEYS: Mapping[str, str] = {
+    "data_parallel.error_feedback": '"feedback": {value}',
+    "data_parallel.momentum_correction": '"feedback": {{"kind": "local", "momentum": {value}}}',
+    "data_parallel.update": '"feedback": "local_updates" for "local"; nothing for "shared"',
+    "data_parallel.exchange_every": '"feedback": {{"kind": "local_updates", "every": {value}}}',
+    "data_parallel.step_ahead_coefficient": '"expert": {{"step_ahead_coefficient": {value}}}',
+    "data_parallel.server_density": '"expert": {{"server_density": {value}}}',
+    "data_parallel.error_averaging_interval": '"expert": {{"error_averaging": {value}}}',
+    "data_parallel.threshold": '"expert": {{"threshold": {value}}}',
+    "data_parallel.threshold_lifespan": '"expert": {{"threshold_lifespan": {value}}}',
+    "data_parallel.threshold_tracking": '"expert": {{"threshold": "fixed"}} for false; nothing for true',
+    "data_parallel.adaptive_sparsity": '"adaptive": {{"kind": "accordion", "sparsity": {value}}}',
+    "data_parallel.adaptive_interval": '"adaptive": {{"kind": "accordion", "interval": {value}}}',
+    "data_parallel.verify_every": '"verify": {{"every": {value}}}',
+    "data_parallel.verify_action": '"verify": {{"action": {value}}}',
+}
+#: The same for each of ``dct.model_parallel.pipeline``, ``tensor`` and ``experts``.
+_ACTIVATIONS: Mapping[str, str] = {
+    "method": '"forward": {{"method": {value}}}',
+    "gradient_method": '"backward": {{"method": {value}}}, or nothing for "same"',
+    "sparsity": '"forward": {{"method": "threshold", "sparsity": {value}}}',
+    "gradient_sparsity": '"backward": {{"method": "threshold", "sparsity": {value}}}',
+    "value_dtype": '"forward": {{"method": ..., "value_dtype": {value}}}',
+    "gradient_value_dtype": '"backward": {{"method": "answer", "value_dtype": {value}}}',
+    "enabled": '"forward": "none" for false; nothing for true',
+    **{
+        key: f'"forward": {{{{"method": ..., "{key}": {{value}}}}}}'
+        for key in ("bits", "error_bound", "stochastic", "rotate", "rank", "rate", "learning_rate")
+    },
+    **{
+        f"gradient_{key}": f'"backward": {{{{"method": ..., "{key}": {{value}}}}}}'
+        for key in ("bits", "error_bound", "stochastic", "rank", "rate")
+    },
+}
+#: Keys that have no successor, and why.
+_GONE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "data_parallel.density_band", "data_parallel.capacity", "data_parallel.error_averaging_dtype",
+            "embedding.threshold_lifespan", "embedding.threshold_smoothing", "embedding.entropy",
+            *(
+                f"{place}.{key}"
+                for place in ("pipeline", "tensor", "experts")
+                for key in (
+                    "threshold", "threshold_lifespan", "threshold_tracking", "density_band", "capacity",
+                    "group_size", "basis_interval",
+                )
+            ),
+        ),
+        "the program chooses it",
+    ),
+    "data_parallel.index_encoding": "the encoder takes the smallest encoding",
+    "data_parallel.momentum_masking": "it cost quality",
+    "data_parallel.server_error_feedback": "owners always keep what they did not send back",
+    "embedding.warmup_steps": "dense steps did not change results",
+    "embedding.gradient_value_dtype": "value_dtype is used for gradients, too",
+    "data_parallel.parameters.enabled": "the section is used if it is there",
+    "kernels.threads": "torch.set_num_threads sets it",
+}  # fmt: skip
+#: Values that a key had, and what to write in their place.
+_VALUES: Mapping[tuple[str, str], str] = {("data_parallel.adaptive", "off"): "null"}
+
+
+def replacement(path: str, value: Any) -> str | None:
+    """Return what to write in place of an old key or value at ``path``; None for one that never was valid."""
+    shown = json.dumps(value, default=str)
+    for name, new in _KEYS.items():
+        if path.endswith(f".{name}"):
+            return f"no such key any more; write {new.format(value=shown)}"
+    place, _, key = path.rpartition(".")
+    if place.rpartition(".")[2] in ("pipeline", "tensor", "experts") and key in _ACTIVATIONS:
+        return f"no such key any more; write {_ACTIVATIONS[key].format(value=shown)}"
+    for name, reason in _GONE.items():
+        if path.endswith(f".{name}"):
+            return f"no such key any more: {reason}; leave it out"
+    for (name, old), new in _VALUES.items():
+        if path.endswith(f".{name}") and value == old:
+            return f"no such value any more; write {new}"
+    return None

@@ -1,0 +1,126 @@
+"""The base classes of all sections of the configuration.
+
+Sections are frozen and strict. An integer is accepted where a number is wanted, but booleans and strings
+are not numbers, and unknown keys are errors. The text below a field documents it: the first paragraph says
+what the option does, the second one when to change it. ``options`` and the reference page read these texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
+from pydantic_core import PydanticCustomError
+
+from .validation_errors import validated
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Upper limits for options that have none of their own: larger values overflow somewhere.
+_LARGEST = {int: 2**48, float: 1e30}
+
+
+class Section(BaseModel):
+    """Base class of all sections."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),  # pydantic up to 2.9 warns about every key that begins with "model_"
+    )
+
+    #: Path of the section in the configuration, for error messages.
+    section_path: ClassVar[str] = "dct"
+
+    @field_validator("*")
+    @classmethod
+    def _within_reason(cls, value: Any) -> Any:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(number > _LARGEST.get(type(number), number) for number in numbers if _is_number(number)):
+            raise PydanticCustomError("dct_limit", "at most 2^48 (integers) or 1e30 (numbers)")
+        if isinstance(value, str) and "\0" in value:
+            raise PydanticCustomError("dct_limit", "without the character NUL")
+        return value
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None = None, /, **keys: Any) -> Self:
+        """Return a validated section. Unlike the constructor, raise :class:`ConfigError` for errors."""
+        return validated(cls, {**(values or {}), **keys}, cls.section_path)
+
+    @classmethod
+    def read(cls, section: Mapping[str, Any], source: str, *, where: str | None = None) -> Self:
+        """Validate the section that stands at ``source`` in the file ``where``.
+
+        Raises:
+            ConfigError: The section is wrong.
+        """
+        return validated(cls, section, source, where=where)
+
+
+class Variant(Section):
+    """Base class of the objects of a union, one of which a key such as ``"kind"`` selects.
+
+    In JSON the key's value alone stands for an object that has every setting at its default.
+    """
+
+    #: The key that selects the class.
+    selector: ClassVar[str] = "kind"
+
+    @classmethod
+    def label(cls) -> str:
+        """Return the value of the selecting key."""
+        return str(cls.model_fields[cls.selector].default)
+
+    def short(self) -> Any:
+        """Return the shortest JSON value that stands for this object."""
+        shortest = self.model_dump(mode="json", exclude_defaults=True)
+        return shortest if len(shortest) > 1 else self.label()
+
+    @model_serializer(mode="wrap")
+    def _with_selector(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write the selecting key in any case, although its value is the field's default."""
+        return {self.selector: self.label(), **dump(self)}
+
+
+def chosen_by(selector: str) -> Discriminator:
+    """Return the pydantic metadata of a union of :class:`Variant` classes."""
+
+    def tag(value: Any) -> str | None:
+        found = value.get(selector) if isinstance(value, Mapping) else getattr(value, selector, None)
+        return found if isinstance(found, str) else None
+
+    return Discriminator(tag)
+
+
+def written_short(selector: str) -> BeforeValidator:
+    """Return the validator that accepts ``"name"`` in place of ``{selector: "name"}``."""
+    return BeforeValidator(lambda value: {selector: value} if isinstance(value, str) else value)
+
+
+def _false_is_null(value: Any) -> Any:
+    return None if value is False else value
+
+
+#: Metadata of a section that is absent by default: ``false`` means the same as ``null``.
+OR_FALSE = BeforeValidator(_false_is_null)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def conflict(message: str, **values: Any) -> PydanticCustomError:
+    """Return the error that two options of a section do not go together; ``{name}`` stands for a value."""
+    return PydanticCustomError("dct_conflict", message, values)
