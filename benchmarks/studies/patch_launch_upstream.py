@@ -24,7 +24,7 @@ from typing import NamedTuple
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.integrations.megatron.patch import LaunchError, plan
+from dct_plugin.integrations.megatron.patch import LaunchError, find_launches
 
 CONFIG = "${HOME}/dct.json"  # left to the script's shell: nothing is read here
 
@@ -82,13 +82,13 @@ def there_and_back(file: Path, copy: Path) -> Outcome:
     shutil.copyfile(file, copy)
     text = original.decode("utf-8", "surrogateescape")
     try:
-        found = plan(text)
+        found = find_launches(text)
     except LaunchError as error:
         return Outcome("refused", str(error), 0)
-    if found.faults:
+    if found.errors:
         code = dct(copy, "--in-place")
         wrong = code != 2 or copy.read_bytes() != original
-        return Outcome("refused", "; ".join(found.faults), 0, wrong)
+        return Outcome("refused", "; ".join(found.errors), 0, wrong)
     if not found.training:
         wrong = dct(copy, "--in-place") != 2 or copy.read_bytes() != original
         if found.launches:
@@ -107,7 +107,7 @@ def there_and_back(file: Path, copy: Path) -> Outcome:
     if dct(copy, "--in-place", "--config", CONFIG) or dct(copy, "--check"):
         faults.append("not patched")
     patched = copy.read_bytes()
-    starting = plan(patched.decode("utf-8", "surrogateescape"))
+    starting = find_launches(patched.decode("utf-8", "surrogateescape"))
     if sum(launch.removal is not None for launch in starting.training) != len(found.training):
         faults.append("a training launch does not start the plugin")
     if syntax(copy) != before:

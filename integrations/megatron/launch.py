@@ -21,7 +21,7 @@ from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
 from ..host.patches import Patches
 from ..host.post_import import when_imported
-from .options import Launch, as_arguments, help_text, hook_states, launcher_rank, parse, wants_help
+from .options import CommandLine, as_arguments, help_text, hook_states, launcher_rank, parse, wants_help
 
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(launch: Launch) -> None:
+def run(launch: CommandLine) -> None:
     """Run the script as ``python`` would, with hooks put into ``megatron.core`` once it is imported.
 
     Raises:
@@ -111,7 +111,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _patch(core: ModuleType, launch: Launch, state: dict[str, Any]) -> None:
+def _patch(core: ModuleType, launch: CommandLine, state: dict[str, Any]) -> None:
     """Check everything and then install the hooks, when ``megatron.core`` has been imported."""
     from . import versions
 
@@ -173,7 +173,7 @@ def _agree_with_groups(config: DCTConfig, core_version: str) -> None:
     Patches().wrap(parallel_state, "initialize_model_parallel", make)
 
 
-def _show_in_arguments(module: ModuleType, launch: Launch) -> None:
+def _show_in_arguments(module: ModuleType, launch: CommandLine) -> None:
     """Have the configuration in Megatron's ``args``: in the dump at start, and in checkpoints."""
     if not hasattr(module, "add_megatron_arguments"):
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIG_VARIABLE",
-    "Launch",
+    "CommandLine",
     "as_arguments",
     "help_text",
     "hook_states",
@@ -48,7 +48,7 @@ _ELSEWHERE = "dct.embedding."
 _SELECTORS = {"forward": "method", "backward": "method"}
 
 
-class Launch(NamedTuple):
+class CommandLine(NamedTuple):
     """The request of a command line: ``target`` is a path or, when ``is_module``, a module's name.
 
     ``arguments`` are what the target is to see, without its own name; ``source`` says where ``config`` came
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
     source: str
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> CommandLine:
     """Separate the plugin's arguments from the script's, wherever they stand, and read the configuration.
 
     Raises:
@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Launch:
     own, rest = _separate(arguments)
     target, is_module, rest = _find_target(rest)
     config, source = _read_config(own, environment)
-    return Launch(target, is_module, rest, config, source)
+    return CommandLine(target, is_module, rest, config, source)
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
@@ -104,7 +104,7 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def as_arguments(launch: Launch) -> dict[str, Any]:
+def as_arguments(launch: CommandLine) -> dict[str, Any]:
     """Return the configuration as attributes of Megatron's ``args``: ``dct_data_parallel_sparsity`` etc."""
     values = {
         f"dct_{_name(option.path)}".replace("-", "_"): option.value for option in _options(launch.config)

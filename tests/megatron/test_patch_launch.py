@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.integrations.megatron.patch import MODULE, TRAINING, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch import MODULE, TRAINING, LaunchError, find_launches, patch, revert
 from dct_plugin.integrations.megatron.patch.files import BACKUP
 
 SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
@@ -104,12 +104,12 @@ def test_patched_and_back(path: Path, config: str | None) -> None:
     text = read(path)
     patched, found = patch(text, config=config)
     assert len(found.training) == LAUNCHES[path.name]
-    assert not found.faults
+    assert not found.errors
     assert patched != text
     assert patch(patched, config=config)[0] == patched
     assert revert(patched)[0] == text
     assert revert(text)[0] == text
-    assert all(launch.removal for launch in plan(patched).training)
+    assert all(launch.removal for launch in find_launches(patched).training)
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_without_the_parser_the_command_says_what_to_install(monkeypatch: pytest
 def test_partial_patches_what_is_understood() -> None:
     patched, found = patch("torchrun train.py\nflux run train.py\n", partial=True)
     assert patched == "torchrun -m dct_plugin.megatron train.py\nflux run train.py\n"
-    assert len(found.faults) == 1
+    assert len(found.errors) == 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, patch, plan, revert
+from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, find_launches, patch, revert
 from dct_plugin.integrations.megatron.patch.files import BACKUP, LARGEST
 from dct_plugin.integrations.megatron.patch.syntax import DEEPEST
 
@@ -201,7 +201,7 @@ def test_repeated_pieces_are_refused_or_come_back(head: list[str], times: int, t
     except LaunchError:
         pass
     else:
-        assert all(launch.removal for launch in plan(patched).training)
+        assert all(launch.removal for launch in find_launches(patched).training)
         assert revert(patched)[0] == text
     assert time.process_time() - started < 0.5 + 2e-4 * len(text)
 

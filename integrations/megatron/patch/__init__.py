@@ -6,7 +6,7 @@ changes the text, ``files`` reads and replaces files, ``command`` is the command
 """
 
 from .edit import patch, revert
-from .finder import MODULE, Launch, LaunchError, Plan, plan
+from .finder import MODULE, Launch, LaunchError, Launches, find_launches
 from .launchers import TRAINING
 
-__all__ = ["MODULE", "TRAINING", "Launch", "LaunchError", "Plan", "patch", "plan", "revert"]
+__all__ = ["MODULE", "TRAINING", "Launch", "LaunchError", "Launches", "find_launches", "patch", "revert"]

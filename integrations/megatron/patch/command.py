@@ -17,7 +17,7 @@ from dct_plugin.errors import ConfigError
 
 from . import files
 from .edit import patch, revert
-from .finder import Launch, LaunchError, Plan, plan
+from .finder import Launch, LaunchError, Launches, find_launches
 from .launchers import TRAINING
 
 __all__ = ["app", "patch_launch"]
@@ -81,7 +81,7 @@ class _Change(NamedTuple):
 
     before: str
     after: str
-    found: Plan
+    found: Launches
     notes: list[str]
 
 
@@ -159,7 +159,7 @@ def _patched(
 ) -> _Change:
     """Patch a script; ``for_job`` adds what the job still needs to the notes."""
     after, found = patch(before, config=config, scripts=patterns, partial=partial)
-    notes = [*found.notes, *(f"left as it is: {fault}" for fault in found.faults)]
+    notes = [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
     return _Change(before, after, found, [*notes, *(_about_config(config, after) if for_job else ())])
 
 
@@ -224,7 +224,7 @@ def _about_config(config: str | None, after: str) -> Iterator[str]:
     if config is not None:
         if not config.startswith(("/", "~", "$")):
             yield f"{config} is looked up from the folder in which the job runs"
-    elif any("--dct-" not in launch.present for launch in plan(after).training):
+    elif any("--dct-" not in launch.present for launch in find_launches(after).training):
         yield "no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments"
 
 

@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from .finder import MODULE, Launch, LaunchError, Plan, plan
+from .finder import MODULE, Launch, LaunchError, Launches, find_launches
 from .launchers import TRAINING
 
 __all__ = ["patch", "revert"]
@@ -22,7 +22,7 @@ __all__ = ["patch", "revert"]
 
 def patch(
     text: str, *, config: str | None = None, scripts: Sequence[str] = TRAINING, partial: bool = False
-) -> tuple[str, Plan]:
+) -> tuple[str, Launches]:
     """Return the text with the plugin in every training launch; a launch that has it stays as it is.
 
     Args:
@@ -34,10 +34,10 @@ def patch(
     Raises:
         LaunchError: A launch is not understood, or there is none.
     """
-    found = plan(text, scripts)
-    if found.faults and not partial:
+    found = find_launches(text, scripts)
+    if found.errors and not partial:
         rest = "\n--partial patches the rest" if found.training else ""
-        raise LaunchError("\n".join(found.faults) + rest)
+        raise LaunchError("\n".join(found.errors) + rest)
     if not found.training:
         raise LaunchError(_nothing_found(found))
     edits = []
@@ -51,21 +51,21 @@ def patch(
     return patched, found
 
 
-def revert(text: str) -> tuple[str, Plan]:
+def revert(text: str) -> tuple[str, Launches]:
     """Return the text without the plugin, and what was found in it.
 
     Raises:
         LaunchError: The text does not follow the shell's grammar, or nests too deep.
     """
-    found = plan(text)
+    found = find_launches(text)
     return _reverted(text, found), found
 
 
-def _reverted(text: str, found: Plan) -> str:
+def _reverted(text: str, found: Launches) -> str:
     return _edited(text, [(*launch.removal, "") for launch in found.launches if launch.removal])
 
 
-def _check_reversible(text: str, patched: str, found: Plan) -> None:
+def _check_reversible(text: str, patched: str, found: Launches) -> None:
     """Refuse an edit after which the grammar no longer sees the same launches, as near a syntax error."""
     try:
         is_original = revert(patched)[0] == _reverted(text, found)
@@ -90,8 +90,7 @@ def _insertion(launch: Launch, config: str | None) -> str:
     option = f"--dct-config {_word(config, launch)} " if config is not None else ""
     if launch.is_module:
         return f"{MODULE} {option}-m "
-    flag = "--module" if launch.kind == "deepspeed" else "-m"
-    return f"{flag} {MODULE} {option}"
+    return f"{launch.launcher.module_flag} {MODULE} {option}"
 
 
 def _word(config: str, launch: Launch) -> str:
@@ -106,13 +105,13 @@ def _word(config: str, launch: Launch) -> str:
     return shlex.quote(config)
 
 
-def _nothing_found(found: Plan) -> str:
+def _nothing_found(found: Launches) -> str:
     text = "no launch of a training script found"
     if left := [f"{launch.script} (line {launch.line})" for launch in found.launches]:
         text += f"; launched are {_some(left)}: name what is to be patched with --script"
-    text += "".join(f"\n{fault}" for fault in found.faults)
-    if found.hands_on:
-        text += f"; it hands on to {_some(found.hands_on)}: patch the script that launches"
+    text += "".join(f"\n{error}" for error in found.errors)
+    if found.other_scripts:
+        text += f"; it hands on to {_some(found.other_scripts)}: patch the script that launches"
     return text
 
 

@@ -13,11 +13,20 @@ from typing import NamedTuple
 from dct_plugin.errors import DCTError
 
 from . import launchers
-from .launchers import HARMLESS, KEYWORDS, TORCHRUN_MODULES, TRAINING, Kind
+from .launchers import (
+    HARMLESS,
+    KEYWORDS,
+    PYTHON,
+    SET_ELSEWHERE,
+    TORCHRUN,
+    TORCHRUN_MODULES,
+    TRAINING,
+    Launcher,
+)
 from .syntax import ASSIGNMENT, Command, Script, ShellError, Word
 from .variables import Variables, variable_name
 
-__all__ = ["MODULE", "Launch", "LaunchError", "Plan", "plan"]
+__all__ = ["MODULE", "Launch", "LaunchError", "Launches", "find_launches"]
 
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
@@ -42,7 +51,7 @@ class Launch(NamedTuple):
     scripts that are none of the wanted ones.
     """
 
-    kind: Kind
+    launcher: Launcher
     script: str
     is_module: bool
     place: int
@@ -54,17 +63,17 @@ class Launch(NamedTuple):
     config: str | None = None
 
 
-class Plan(NamedTuple):
+class Launches(NamedTuple):
     """The launches of a script and remarks about it.
 
-    ``notes`` are remarks for the user, ``faults`` forbid an edit, and ``hands_on`` are the shell scripts that
-    it mentions.
+    ``notes`` are remarks for the user, ``errors`` forbid an edit, and ``other_scripts`` are the shell scripts
+    that it mentions.
     """
 
     launches: list[Launch]
     notes: list[str]
-    faults: list[str]
-    hands_on: list[str]
+    errors: list[str]
+    other_scripts: list[str]
 
     @property
     def training(self) -> list[Launch]:
@@ -72,7 +81,7 @@ class Plan(NamedTuple):
         return [launch for launch in self.launches if launch.trains]
 
 
-def plan(text: str, scripts: Sequence[str] = TRAINING) -> Plan:
+def find_launches(text: str, scripts: Sequence[str] = TRAINING) -> Launches:
     """Find every launch in a script; changes nothing.
 
     Args:
@@ -85,7 +94,7 @@ def plan(text: str, scripts: Sequence[str] = TRAINING) -> Plan:
     return _Finder(text, scripts).run()
 
 
-class _Found(NamedTuple):
+class _Target(NamedTuple):
     """A launcher's target: the word, and the flag before it where it is a module."""
 
     position: int
@@ -99,77 +108,80 @@ class _Search:
     def __init__(self, words: Sequence[Word], variables: Variables) -> None:
         self.words = words
         self.variables = variables
-        self._outcomes: dict[tuple[Kind, int], _Found | str] = {}
+        self._outcomes: dict[tuple[Launcher, int], _Target | str] = {}
         self._first = next((at for at, word in enumerate(words) if not _before_command(word)), len(words))
-        self._pythons = [at for at, word in enumerate(words) if launchers.launcher(word.text) == "python"]
+        self._pythons = [at for at, word in enumerate(words) if launchers.launcher(word.text) is PYTHON]
 
-    def kind(self, position: int) -> Kind | None:
+    def launcher(self, position: int) -> Launcher | None:
         """Return the launcher at a position, also one behind a variable in the place of a command."""
         text = self.words[position].text
-        kind = launchers.launcher(text)
+        found = launchers.launcher(text)
         if text == "-m" and position + 1 < len(self.words):
             if self.words[position + 1].text in TORCHRUN_MODULES:
-                return "torchrun"  # behind a tool that runs modules, e.g. a debugger
-        elif kind is None and position <= self._first and (name := variable_name(text)):
-            kind = self.variables.launcher(name)
-            if kind is None and name not in self.variables.values and launchers.sounds_like_launcher(name):
-                kind = "variable"
-        if kind in ("python", "variable") and self._torchrun_at(position) is not None:
-            return "torchrun"
-        return kind
+                return TORCHRUN  # behind a tool that runs modules, e.g. a debugger
+        elif found is None and position <= self._first and (name := variable_name(text)):
+            found = self.variables.launcher(name)
+            if found is None and name not in self.variables.values and launchers.sounds_like_launcher(name):
+                found = SET_ELSEWHERE
+        if found is not None and found.runs_anything and self._torchrun_at(position) is not None:
+            return TORCHRUN
+        return found
 
-    def target(self, kind: Kind, position: int) -> _Found | str:
+    def target(self, launcher: Launcher, position: int) -> _Target | str:
         """Return the script or module that a launcher starts, else an error; "" if it is none of ours."""
         place = position + 1
-        if kind == "torchrun":
+        if launcher is TORCHRUN:
             module = position + 1 if self.words[position].text == "-m" else self._torchrun_at(position)
             place = place if module is None else module + 1
-        return self._walk(kind, place, self.words[place - 1].text)
+        return self._from(launcher, place, self.words[place - 1].text)
 
-    def _walk(self, kind: Kind, place: int, spelled: str) -> _Found | str:
+    def _from(self, launcher: Launcher, place: int, spelled: str) -> _Target | str:
         seen: list[int] = []
-        outcome = self._scan_options(kind, place, spelled, seen)
-        self._outcomes.update(dict.fromkeys(((kind, at) for at in seen), outcome))
+        outcome = self._scan_options(launcher, place, spelled, seen)
+        self._outcomes.update(dict.fromkeys(((launcher, at) for at in seen), outcome))
         return outcome
 
-    def _scan_options(self, kind: Kind, place: int, spelled: str, seen: list[int]) -> _Found | str:
+    def _scan_options(self, launcher: Launcher, place: int, spelled: str, seen: list[int]) -> _Target | str:
         """Go through a launcher's options from ``place`` on; ``seen`` becomes the positions on the way."""
         skipped: dict[str, None] = {}  # the launcher's own arguments, in variables
         while place < len(self.words):
-            if (kind, place) in self._outcomes:
-                return self._outcomes[kind, place]
+            if (launcher, place) in self._outcomes:
+                return self._outcomes[launcher, place]
             seen.append(place)
             text = self.words[place].text
-            if launchers.without_python(kind, text):
-                after = bisect_left(self._pythons, place)
-                if after == len(self._pythons):
-                    return f"{spelled} with {text}, but no python behind it"
-                python = self._pythons[after]
-                return self._walk("python", python + 1, self.words[python].text)
-            if launchers.takes_module(kind, text):
+            if launcher.starts_executable(text):
+                return self._behind_executable(place, f"{spelled} with {text}")
+            if launcher.takes_module(text):
                 if place + 1 < len(self.words):
-                    return _Found(place + 1, True, place)
+                    return _Target(place + 1, True, place)
                 return f"{spelled} with {text}, but no module"
-            if kind == "python" and text.startswith("-c"):
+            if launcher is PYTHON and text.startswith("-c"):
                 return ""
             if text.startswith("-"):
-                width = launchers.option_width(kind, text)
-                if width is not None:
-                    place += width
-                    continue
-                behind = f" (behind {', '.join(skipped)})" if skipped else ""
-                return "" if kind == "variable" else f"{spelled}: no script found before {text}{behind}"
+                width = launcher.option_width(text)
+                if width is None:
+                    behind = f" (behind {', '.join(skipped)})" if skipped else ""
+                    error = f"{spelled}: no script found before {text}{behind}"
+                    return "" if launcher.runs_anything else error
+                place += width
+                continue
             if self.variables.is_script(text):
-                return _Found(place, False, None)
+                return _Target(place, False, None)
             if not variable_name(text) and not _EXPANSION.fullmatch(text):
-                if kind in ("python", "variable"):
-                    return ""
-                return f"{spelled}: {text} is neither an option nor a Python script"
+                error = f"{spelled}: {text} is neither an option nor a Python script"
+                return "" if launcher.runs_anything else error
             skipped[text] = None
             place += 1
-        if kind in ("python", "variable"):
-            return ""
-        return f"{spelled}: no script found" + (f" (is it in {' or '.join(skipped)}?)" if skipped else "")
+        where = f" (is it in {' or '.join(skipped)}?)" if skipped else ""
+        return "" if launcher.runs_anything else f"{spelled}: no script found{where}"
+
+    def _behind_executable(self, place: int, spelled: str) -> _Target | str:
+        """Return the target of the next Python, which an executable is expected to be."""
+        after = bisect_left(self._pythons, place)
+        if after == len(self._pythons):
+            return f"{spelled}, but no python behind it"
+        python = self._pythons[after]
+        return self._from(PYTHON, python + 1, self.words[python].text)
 
     def _torchrun_at(self, position: int) -> int | None:
         """Return the position of the module if the Python at a position runs torch's launcher."""
@@ -189,10 +201,10 @@ class _Finder:
         self.variables = Variables(scripts)
         self.launches: dict[int, Launch] = {}
         self.notes: list[str] = []
-        self.faults: list[str] = []
+        self.errors: list[str] = []
         self._line_ends = [match.start() for match in re.finditer("\n", text)]
 
-    def run(self) -> Plan:
+    def run(self) -> Launches:
         try:
             outer = self.script.commands()
         except ShellError as error:
@@ -212,8 +224,8 @@ class _Finder:
                 self._note(
                     launch.line, f"{launch.script} is not a training script: left alone (--script adds names)"
                 )
-        notes, faults = (list(dict.fromkeys(lines)) for lines in (self.notes, self.faults))
-        return Plan(launches, notes, faults, list(dict.fromkeys(_shell_scripts(outer))))
+        notes, errors = (list(dict.fromkeys(lines)) for lines in (self.notes, self.errors))
+        return Launches(launches, notes, errors, list(dict.fromkeys(_shell_scripts(outer))))
 
     def _in_strings(self, command: Command) -> Iterator[Command]:
         for word in command.words:
@@ -222,7 +234,7 @@ class _Finder:
             except ShellError as error:
                 parts = word.text.split()
                 if any(map(launchers.launcher, parts)) and any(map(self.variables.trains, parts)):
-                    self._fault(error.offset, f"a quoted command that is not understood ({error})")
+                    self._refuse(error.offset, f"a quoted command that is not understood ({error})")
 
     def _find_launch(self, command: Command) -> None:
         words = [word for word in command.words if not word.is_target]
@@ -231,33 +243,33 @@ class _Finder:
         search = _Search(words, self.variables)
         complaint: tuple[int, str] | None = None
         for position, word in enumerate(words):
-            kind = search.kind(position)
-            if kind is None:
+            launcher = search.launcher(position)
+            if launcher is None:
                 continue
-            outcome = search.target(kind, position)
-            if isinstance(outcome, _Found):
-                self._add(kind, words, outcome, command)
+            outcome = search.target(launcher, position)
+            if isinstance(outcome, _Target):
+                self._add(launcher, words, outcome, command)
                 return
             if outcome and complaint is None and not self.variables.is_complete(variable_name(word.text)):
                 complaint = (word.start, outcome)
         if command.error is not None:
             text = self.text[command.words[0].start : command.words[-1].end]
             if any(map(self.variables.trains, _LOOSE_WORD.findall(text))):
-                self._fault(command.error, "here a launch stands in what is no valid shell syntax")
+                self._refuse(command.error, "here a launch stands in what is no valid shell syntax")
         elif command.name is not None or ASSIGNMENT.match(words[0].text):
             return  # may be completed where the variable is used
         elif complaint:
-            self._fault(*complaint)
+            self._refuse(*complaint)
         elif not command.in_string:
             for word in words[1:]:
                 if self.variables.trains(word.text) and not ASSIGNMENT.match(word.text):
-                    self._fault(
+                    self._refuse(
                         word.start,
                         f"{word.text} is given to {words[0].text}, which is no launcher known here",
                     )
                     return
 
-    def _add(self, kind: Kind, words: Sequence[Word], found: _Found, command: Command) -> None:
+    def _add(self, launcher: Launcher, words: Sequence[Word], found: _Target, command: Command) -> None:
         target = script = words[found.position]
         is_module = found.is_module
         removal: tuple[int, int] | None = None
@@ -270,7 +282,7 @@ class _Finder:
                     config = value if equals else words[place + 1].text
                 place += 1 if equals else 2
             if place >= len(words):
-                self._fault(target.start, f"{MODULE} without a script behind it")
+                self._refuse(target.start, f"{MODULE} without a script behind it")
                 return
             script = words[place]
             is_module = script.text in ("-m", "--module")
@@ -287,20 +299,20 @@ class _Finder:
             )
         else:
             trains = removal is not None or self.variables.trains(name)
-        if kind == "python" and not trains:
+        if launcher is PYTHON and not trains:
             return  # preprocessing and the like
-        if kind == "variable" and trains and removal is None:
+        if launcher is SET_ELSEWHERE and trains and removal is None:
             self._note(
                 line,
                 f"{words[0].text} is set elsewhere: -m is right if it is python or torchrun, not for "
                 "deepspeed",
             )
         if trains and command.error is not None:
-            self._fault(command.error, f"the launch of {name} stands in what is no valid shell syntax")
+            self._refuse(command.error, f"the launch of {name} stands in what is no valid shell syntax")
             return
         place, present = (removal[0], self.text[slice(*removal)]) if removal else (script.start, "")
         self.launches[place] = Launch(
-            kind, name, is_module, place, line, command.in_string, trains, removal, present, config
+            launcher, name, is_module, place, line, command.in_string, trains, removal, present, config
         )
 
     def _line(self, offset: int) -> int:
@@ -309,8 +321,8 @@ class _Finder:
     def _note(self, line: int, what: str) -> None:
         self.notes.append(f"line {line}: {what}")
 
-    def _fault(self, offset: int, what: str) -> None:
-        self.faults.append(f"line {self._line(offset)}: {what}")
+    def _refuse(self, offset: int, what: str) -> None:
+        self.errors.append(f"line {self._line(offset)}: {what}")
 
 
 def _before_command(word: Word) -> bool:

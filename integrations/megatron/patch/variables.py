@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import launchers
-from .launchers import DECLARATIONS, TORCHRUN_MODULES, Kind
+from .launchers import DECLARATIONS, PYTHON, TORCHRUN, TORCHRUN_MODULES, Launcher
 from .syntax import ASSIGNMENT, Command
 
 __all__ = ["Variables", "variable_name"]
@@ -47,7 +47,7 @@ class Variables:
         self.patterns = patterns
         self.values: dict[str, list[str]] = {}
         self._meanings: dict[tuple[str, int], _Meaning] = {}
-        self._launchers: dict[tuple[str, int], Kind | None] = {}
+        self._launchers: dict[tuple[str, int], Launcher | None] = {}
         self._complete: dict[str, bool] = {}
 
     def remember(self, command: Command) -> None:
@@ -79,7 +79,7 @@ class Variables:
         """Return whether a file's name is one of the wanted ones."""
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns)
 
-    def launcher(self, name: str, depth: int = 0) -> Kind | None:
+    def launcher(self, name: str, depth: int = 0) -> Launcher | None:
         """Return the launcher in a variable without a script; others are found where they are assigned."""
         if (name, depth) not in self._launchers:
             self._launchers[name, depth] = self._find_launcher(name, depth)
@@ -93,17 +93,17 @@ class Variables:
             )
         return self._complete[name]
 
-    def _find_launcher(self, name: str, depth: int) -> Kind | None:
+    def _find_launcher(self, name: str, depth: int) -> Launcher | None:
         for value in self.values.get(name, []) if depth < _INDIRECTIONS else []:
             parts = value.split()
             if any(self.is_script(part) for part in parts):
                 continue
             for part in parts:
-                kind = launchers.launcher(part)
-                if kind == "python" and any(module in parts for module in TORCHRUN_MODULES):
-                    return "torchrun"
-                if kind:
-                    return kind
+                launcher = launchers.launcher(part)
+                if launcher is PYTHON and any(module in parts for module in TORCHRUN_MODULES):
+                    return TORCHRUN
+                if launcher is not None:
+                    return launcher
             if parts and (held := variable_name(parts[0])):
                 return self.launcher(held, depth + 1)
         return None
