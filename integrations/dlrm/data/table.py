@@ -51,7 +51,7 @@ def load_table(
     check_fraction("train_fraction", train_fraction)
     path = Path(path)
     name, compared = _label(columns.label, path)
-    opened = _Parquet(path) if path.suffix in (".parquet", ".pq") else _Delimited(path)
+    opened = _Opened(path)
     label_name, dense_names, names = _roles(opened.types, name, columns, path)
     parts: list[Any] = []
     rows = 0
@@ -121,65 +121,54 @@ def _roles(
 
 
 class _Opened:
-    """A table's columns and batches; whatever pyarrow raises becomes :class:`DataFormatError`."""
+    """A table's columns and batches; whatever pyarrow raises becomes :class:`DataFormatError`.
 
-    types: dict[str, bool]
+    Attributes:
+        types: By column, whether it holds floating-point numbers.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             import pyarrow
+            from pyarrow import dataset
         except ImportError as error:
             raise DataFormatError(
                 f"{path}: tables are read by pyarrow, not installed here: pip install 'dct-plugin[tables]'"
             ) from error
-        self.arrow, self.path = pyarrow, path
+        self.arrow, self._path, self._dataset = pyarrow, path, dataset
         if not path.is_file():
             raise FileNotFoundError(2, "no such file", str(path))
+        self._parquet = path.suffix in (".parquet", ".pq")
+        with self._reading():
+            schema = self._open({}).schema
+        self.types = {field.name: pyarrow.types.is_floating(field.type) for field in schema}
+
+    def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
+        """Yield batches of the columns ``names``; those of a text file are numbers, or else texts."""
+        kinds = {n: self.arrow.float64() if n in numbers else self.arrow.string() for n in names}
+        with self._reading():
+            yield from self._open(kinds).to_batches(columns=names)
+
+    def _open(self, types: dict[str, Any]) -> Any:
+        if self._parquet:
+            return self._dataset.dataset(str(self._path), format="parquet")
+        from pyarrow import csv
+
+        stem = self._path.name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst")
+        text = self._dataset.CsvFileFormat(
+            parse_options=csv.ParseOptions(delimiter="\t" if stem.endswith((".tsv", ".tab")) else ","),
+            convert_options=csv.ConvertOptions(column_types=types),
+        )
+        return self._dataset.dataset(str(self._path), format=text)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         try:
             yield
         except (self.arrow.ArrowException, OSError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataFormatError(f"{self.path}: {first[:300]}") from error
-
-
-class _Delimited(_Opened):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        stem = path.name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst")
-        self.tabs = stem.endswith((".tsv", ".tab"))
-        with self.reading(), self._open({}) as reader:
-            self.types = {f.name: self.arrow.types.is_floating(f.type) for f in reader.schema}
-
-    def _open(self, types: dict[str, Any]) -> Any:
-        from pyarrow import csv
-
-        return csv.open_csv(
-            self.arrow.input_stream(str(self.path), compression="detect"),
-            parse_options=csv.ParseOptions(delimiter="\t" if self.tabs else ","),
-            convert_options=csv.ConvertOptions(column_types=types, include_columns=list(types)),
-        )
-
-    def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
-        kinds = {n: self.arrow.float64() if n in numbers else self.arrow.string() for n in names}
-        with self.reading(), self._open(kinds) as reader:
-            yield from reader
-
-
-class _Parquet(_Opened):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        from pyarrow import parquet
-
-        with self.reading():
-            self._file = parquet.ParquetFile(str(path))
-            self.types = {f.name: self.arrow.types.is_floating(f.type) for f in self._file.schema_arrow}
-
-    def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
-        with self.reading():
-            yield from self._file.iter_batches(columns=names)
+            # pyarrow puts what it was doing, with the path, before what is wrong.
+            raise DataFormatError(f"{self._path}: {first.rpartition('Invalid: ')[2][:300]}") from error
 
 
 def _numbers(table: Any, name: str, path: Path) -> Array:
