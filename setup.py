@@ -3,6 +3,9 @@
 The compiled kernels are optional: without a compiler the installation succeeds, and they are built on first
 use or replaced by plain torch. A wheel that carries them is tagged ``py3-none-<platform>``, another one
 ``py3-none-any``.
+
+``DCT_WHEEL_TARGET`` is for releases (``release/wheels.py``): ``SYSTEM/MACHINE/TAG``, for example
+``linux/aarch64/manylinux2014_aarch64`` with a cross-compiler in ``CC``, or ``none`` for a wheel without kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import os
 import shutil
 import tempfile
 import warnings
@@ -21,11 +25,14 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "dct_plugin" / "kernels"
+SYSTEM, MACHINE, TAG = (*os.environ.get("DCT_WHEEL_TARGET", "").split("/"), "", "")[:3]
 
 
 @functools.cache
 def compiled_kernels() -> Path | None:
-    """A freshly compiled library in a temporary folder, or None."""
+    """Compile the library into a temporary folder; None where that is not wanted or cannot be."""
+    if SYSTEM == "none":
+        return None
     # Loaded from its file: the package itself needs torch, which is not there when a wheel is built.
     spec = importlib.util.spec_from_file_location("_dct_build", KERNELS / "build.py")
     assert spec is not None
@@ -36,8 +43,10 @@ def compiled_kernels() -> Path | None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     target = Path(folder) / build.PREBUILT.name
     try:
-        build.compile_library(target)
+        build.compile_library(target, *([build.Target(SYSTEM, MACHINE)] if MACHINE else []))
     except OSError as error:
+        if MACHINE:
+            raise
         print(f"dct_plugin: CPU kernels not compiled ({error}); they will be built on first use, or not used")
         return None
     return target
@@ -70,7 +79,7 @@ class BdistWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
-        return tag if self.root_is_pure else ("py3", "none", tag[2])
+        return tag if self.root_is_pure else ("py3", "none", TAG or tag[2])
 
 
 # An editable installation of a source tree is what it says: no news.

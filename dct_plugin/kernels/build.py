@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 try:
     import fcntl
@@ -41,9 +42,8 @@ FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden
 COMPILE_TIMEOUT = 300.0  # seconds; a build takes about two
 #: Seconds to wait for another process's build, and after which to say so.
 LOCK_LIMIT, LOCK_PATIENCE = 120.0, 10.0
-#: Before the digest at the end of a library. Not where code is signed, which covers the whole file.
+#: Before the digest at the end of a library.
 _SEAL = b"\ndct_plugin sha256 "
-_SEALED = sys.platform != "darwin"
 
 logger = logging.getLogger("dct_plugin.kernels")
 
@@ -52,12 +52,19 @@ class BuildError(OSError):
     """The library can be neither loaded nor built; the message says why."""
 
 
-def build_id() -> str:
-    """Digest of source, flags and platform: libraries of one id are interchangeable."""
+class Target(NamedTuple):
+    """The machines that a library is for, as Python names them there."""
+
+    system: str = sys.platform
+    machine: str = platform.machine()
+
+
+def build_id(target: Target = Target()) -> str:  # noqa: B008 - immutable
+    """Return the digest of source, flags and target: libraries of one id are interchangeable."""
     digest = hashlib.sha256()
     for part in sorted(SOURCE.parent.glob("*.c")):  # the others are included by SOURCE
         digest.update(part.read_bytes())
-    digest.update(" ".join([*FLAGS, sys.platform, platform.machine(), str(ABI_VERSION)]).encode())
+    digest.update(" ".join([*FLAGS, *target, str(ABI_VERSION)]).encode())
     return digest.hexdigest()[:20]
 
 
@@ -71,8 +78,8 @@ def compilers() -> list[list[str]]:
     return [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 
 
-def compile_library(target: Path) -> None:
-    """Compile the kernels to ``target``, atomically.
+def compile_library(path: Path, target: Target = Target()) -> None:  # noqa: B008 - immutable
+    """Compile the kernels to ``path``, atomically; for another target ``$CC`` has to be a cross-compiler.
 
     Raises:
         BuildError: no compiler, or none that succeeds (with the first one's message).
@@ -82,47 +89,49 @@ def compile_library(target: Path) -> None:
     candidates = compilers()
     if not candidates:
         raise BuildError("no C compiler found (looked for cc, gcc, clang)")
-    handle, temporary = tempfile.mkstemp(prefix=target.stem, suffix=".tmp", dir=target.parent)
-    os.close(handle)
     problems = []
-    try:
+    # In a folder of its own, under the final name: a Mach-O library contains the name of its file.
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent) as folder:
+        made = os.path.join(folder, path.name)
         for compiler in candidates:
-            command = [*compiler, *FLAGS, f'-DDCT_BUILD_ID="{build_id()}"', str(SOURCE), "-o", temporary]
+            command = [*compiler, *FLAGS, f'-DDCT_BUILD_ID="{build_id(target)}"', str(SOURCE), "-o", made]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT)
             except (OSError, subprocess.TimeoutExpired) as error:
                 problems.append(f"{compiler[0]}: {error}")
                 continue
             if done.returncode == 0:
-                _seal(temporary)
-                os.chmod(temporary, 0o755)
-                os.replace(temporary, target)
+                _seal(made, target)
+                os.chmod(made, 0o755)
+                os.replace(made, path)
                 return
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             problems.append(
                 f"{compiler[0]} failed: {lines[0] if lines else f'exit status {done.returncode}'}"
             )
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
     raise BuildError(problems[0])
 
 
-def _seal(path: str) -> None:
+def _seal(path: str, target: Target) -> None:
     """Append the digest, and have it all on the disk before the file gets its name."""
     with open(path, "r+b") as file:
-        if _SEALED:
+        if _sealed(target):
             digest = hashlib.sha256(file.read()).hexdigest()
             file.write(_SEAL + digest.encode())
         file.flush()
         os.fsync(file.fileno())
 
 
+def _sealed(target: Target) -> bool:
+    """Return whether libraries end with a digest: not where code is signed, which covers the whole file."""
+    return target.system != "darwin"
+
+
 def _check(path: Path) -> None:
     """Raise :class:`BuildError` unless a library is a whole, regular file: reading a FIFO would never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise BuildError(f"{path} is not a regular file")
-    if _SEALED:
+    if _sealed(Target()):
         content, _, digest = path.read_bytes().rpartition(_SEAL)
         if hashlib.sha256(content).hexdigest().encode() != digest:
             raise BuildError(f"{path} is damaged")
@@ -180,7 +189,7 @@ def _sweep(folder: Path) -> None:
     for path in folder.glob("dct_kernels-*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > 2 * COMPILE_TIMEOUT:
-                path.unlink()
+                shutil.rmtree(path)
 
 
 def _open(path: Path) -> ctypes.CDLL:

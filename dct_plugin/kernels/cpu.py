@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import platform
 import threading
 import time
 from collections.abc import Sequence
@@ -34,7 +35,10 @@ from .embedding_cpu import CompiledEmbeddingKernels
 from .job import GRAD_DTYPES, Job, check_vector
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
-ISA_NAMES = ("portable", "avx2", "avx512")
+#: Instruction sets that the library has branches for on this architecture, from the least to the most.
+ISA_NAMES = (
+    ("portable", "neon") if platform.machine() in ("aarch64", "arm64") else ("portable", "avx2", "avx512")
+)
 _GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
 _MAX_THREADS = 64
 
@@ -158,7 +162,7 @@ class CpuBackend(Backend):
             depend on it.
     Attributes:
         path: the library's file.
-        isa: the instruction set it uses on this machine: ``portable``, ``avx2`` or ``avx512``.
+        isa: the instruction set it uses on this machine: ``portable``, ``avx2``, ``avx512`` or ``neon``.
     Raises:
         OSError: the library can be neither loaded nor built.
     """

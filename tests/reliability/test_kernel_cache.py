@@ -84,7 +84,7 @@ def test_what_a_killed_build_left_is_removed(cache: Path) -> None:
     cache.unlink()
     old, young = (cache.parent / f"dct_kernels-{name}.tmp" for name in ("old", "young"))
     for path in (old, young):
-        path.write_bytes(b"")
+        path.mkdir()
     os.utime(old, (time.time() - 3600,) * 2)
     build.load()
     assert not old.exists()

@@ -19,6 +19,9 @@
 #define DCT_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__) && !defined(DCT_PORTABLE)
+#define DCT_NEON 1
+#include <arm_neon.h>
 #endif
 
 #define DCT_ABI_VERSION 2
@@ -37,7 +40,7 @@
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
 enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2 };
 enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE, ENC_SHARED };
-enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512 };
+enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
 
 /* Return codes; kernels/cpu.py turns them into exceptions. */
 enum {
@@ -409,6 +412,72 @@ X86(bf16, 2, overflow16(grad, n, OVERFLOW_BF16))
 X86(fp16, 2, overflow16(grad, n, OVERFLOW_FP16))
 #endif
 
+#ifdef DCT_NEON
+static inline float32x4_t load4_fp32(const void *p, size_t i) { return vld1q_f32((const float *)p + i); }
+static inline float32x4_t load4_bf16(const void *p, size_t i) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p + i), 16));
+}
+static inline float32x4_t load4_fp16(const void *p, size_t i) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p + i)));
+}
+
+/* For every mask of 4 lanes the bytes of those that it has, in order, and their numbers. */
+static uint8_t together_bytes[16][16];
+static uint32_t together_lanes[16][4];
+
+__attribute__((constructor)) static void fill_together(void) {
+    for (unsigned mask = 0; mask < 16; mask++)
+        for (unsigned lane = 0, n = 0; lane < 4; lane++)
+            if (mask >> lane & 1) {
+                for (unsigned byte = 0; byte < 4; byte++) together_bytes[mask][4 * n + byte] = (uint8_t)(4 * lane + byte);
+                together_lanes[mask][n++] = lane;
+            }
+}
+
+/* As with AVX2: groups with an entry to keep are noted without a branch, and their entries moved together by table. */
+#define NEON(NAME, SIZE)                                                                                              \
+    static size_t select_neon_##NAME(const void *grad, const float *residual, float *left, size_t n, float tau,       \
+                                     uint32_t base, uint32_t *idx, float *val) {                                      \
+        enum { GROUP_OF = 16 };                                                                                       \
+        const float32x4_t vtau = vdupq_n_f32(tau);                                                                    \
+        const uint32x4_t bits = {1, 2, 4, 8};                                                                         \
+        float room[BLOCK];                                                                                            \
+        float *acc = left ? left : room;                                                                              \
+        uint16_t masks[BLOCK / GROUP_OF], hit[BLOCK / GROUP_OF];                                                      \
+        size_t k = 0, i = 0, hits = 0;                                                                                \
+        for (; i + GROUP_OF <= n; i += GROUP_OF) {                                                                    \
+            uint32_t mask = 0;                                                                                        \
+            prefetch(grad, SIZE * (i + PREFETCH_AHEAD), SIZE * GROUP_OF);                                             \
+            prefetch(residual, sizeof(float) * (i + PREFETCH_AHEAD), sizeof(float) * GROUP_OF);                       \
+            for (int v = 0; v < 4; v++) {                                                                             \
+                float32x4_t x = load4_##NAME(grad, i + 4 * (size_t)v);                                                \
+                if (residual) x = vaddq_f32(x, vld1q_f32(residual + i + 4 * v));                                      \
+                mask |= vaddvq_u32(vandq_u32(vcgeq_f32(vabsq_f32(x), vtau), bits)) << (4 * v);                        \
+                vst1q_f32(acc + i + 4 * v, x);                                                                        \
+            }                                                                                                         \
+            masks[i / GROUP_OF] = (uint16_t)mask;                                                                     \
+            hit[hits] = (uint16_t)(i / GROUP_OF);                                                                     \
+            hits += mask != 0;                                                                                        \
+        }                                                                                                             \
+        for (size_t h = 0; h < hits; h++) {                                                                           \
+            const size_t at = GROUP_OF * (size_t)hit[h];                                                              \
+            for (int v = 0; v < 4; v++) {                                                                             \
+                const uint32_t mask = masks[hit[h]] >> (4 * v) & 15, from = (uint32_t)at + 4 * (uint32_t)v;           \
+                const uint8x16_t values = vreinterpretq_u8_f32(vld1q_f32(acc + from));                                \
+                vst1q_f32(val + k, vreinterpretq_f32_u8(vqtbl1q_u8(values, vld1q_u8(together_bytes[mask]))));         \
+                vst1q_u32(idx + k, vaddq_u32(vld1q_u32(together_lanes[mask]), vdupq_n_u32(base + from)));             \
+                k += (size_t)__builtin_popcount(mask);                                                                \
+            }                                                                                                         \
+        }                                                                                                             \
+        return k + select_generic_##NAME((const char *)grad + SIZE * i, residual ? residual + i : NULL,               \
+                                         left ? left + i : NULL, n - i, tau, base + (uint32_t)i, idx + k, val + k);   \
+    }
+
+NEON(fp32, 4)
+NEON(bf16, 2)
+NEON(fp16, 2)
+#endif
+
 static const struct {
     select_fn *select[3];
     overflow_fn *overflow[3];
@@ -420,6 +489,9 @@ static const struct {
      {overflow_avx2_fp32, overflow_avx2_bf16, overflow_avx2_fp16}},
     {{select_avx512_fp32, select_avx512_bf16, select_avx512_fp16},
      {overflow_avx512_fp32, overflow_avx512_bf16, overflow_avx512_fp16}},
+#elif defined(DCT_NEON) /* what compilers make of the portable test for overflow is as good */
+    {{select_neon_fp32, select_neon_bf16, select_neon_fp16},
+     {overflow_generic_fp32, overflow_generic_bf16, overflow_generic_fp16}},
 #endif
 };
 
@@ -435,6 +507,8 @@ static int best_isa(void) {
     if ((saved & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return ISA_GENERIC;
     if ((saved & 0xE6) == 0xE6 && (b & avx512) == avx512) return ISA_AVX512;
     if (b & avx2) return ISA_AVX2;
+#elif defined(DCT_NEON)
+    return ISA_NEON; /* every AArch64 processor has it */
 #endif
     return ISA_GENERIC;
 }
@@ -458,7 +532,7 @@ API int32_t dct_abi_version(void) { return DCT_ABI_VERSION; }
 /* Digest of source and flags, given by the builder: tells a library that no longer belongs to this source. */
 API const char *dct_build_id(void) { return DCT_BUILD_ID; }
 
-/* The instruction set in use: 0 portable, 1 AVX2, 2 AVX-512. A level >= 0 asks for it (no more than the CPU has). */
+/* The instruction set in use: 0 portable, 1 AVX2 or NEON, 2 AVX-512. A level >= 0 asks for it (no more than the CPU has). */
 API int32_t dct_isa(int32_t level) {
     if (level >= 0) {
         const int best = best_isa();

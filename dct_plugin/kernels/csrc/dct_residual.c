@@ -103,6 +103,8 @@ static pack_range_fn *const pack_ranges[] = {
 #ifdef DCT_X86
     pack_range_avx2,
     pack_range_avx512,
+#elif defined(DCT_NEON)
+    pack_range_generic, /* compilers use NEON by themselves */
 #endif
 };
 
