@@ -23,11 +23,12 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-gpu test-oldest test-onebit lint bench bench-gpu links soak fuzz audit wheel clean
+.PHONY: help setup demo test test-fast test-gpu test-oldest test-newest test-onebit test-aarch64 lint bench bench-gpu links \
+  soak fuzz audit wheels release-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(TEST_READY) ## Create .venv with everything the other commands need
 
@@ -81,6 +82,22 @@ test-oldest: $(OLDEST)/.ready ## Run tests with the oldest torch, pydantic, Deep
 	@$(OLDEST_TEST) -m 'not slow'
 	@$(OLDEST_TEST) tests/host/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py
 
+# The newest version of everything that pyproject.toml allows, in an environment of its own. Where there are several
+# Pythons, PYTHON=python3.12: new releases of megatron-core need it.
+NEWEST := $(VENV)/newest
+NEWEST_TEST = DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
+TORCH_EXTENSIONS_DIR=$(abspath $(NEWEST))/torch_extensions $(NEWEST)/bin/python -m pytest
+$(NEWEST)/.ready: pyproject.toml
+	$(call step,virtual environment,$(PYTHON) -m venv $(NEWEST))
+	$(call step,uv,$(NEWEST)/bin/python -m pip install uv)
+	$(call step,the newest versions (several minutes),$(NEWEST)/bin/uv pip install --python $(NEWEST) --upgrade -r pyproject.toml --extra test setuptools)
+	$(call step,dct-plugin,$(NEWEST)/bin/uv pip install --python $(NEWEST) --no-deps -e .)
+	@touch $@
+
+test-newest: $(NEWEST)/.ready ## Run tests with the newest torch, DeepSpeed, Megatron, transformers (6 GB on disk)
+	@$(NEWEST_TEST) -m 'not slow'
+	@$(NEWEST_TEST) tests/host/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py tests/huggingface
+
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
 test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/gpu
@@ -108,13 +125,25 @@ fuzz: $(TEST_READY) ## Mutated payloads, state files, configurations, scripts, u
 AUDIT := $(VENV)/audit
 audit: ## Look up what locks/ names in the database of known faults (needs pypi.org)
 	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
-	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes -r locks/dev.lock -r locks/demo.lock
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes -r locks/dev.lock -r locks/demo.lock -r locks/release.lock
 
 links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
 	@$(BIN)/dct bench links --out $(OUT)/links
 
-wheel: $(READY) ## Build a wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+RELEASE := $(VENV)/release
+$(RELEASE)/.ready: locks/release.lock
+	$(call step,virtual environment,$(PYTHON) -m venv $(RELEASE))
+	$(call step,compiler for all platforms and release tools,$(RELEASE)/bin/python -m pip install --require-hashes --no-deps -r locks/release.lock)
+	@touch $@
+
+wheels: $(RELEASE)/.ready ## Build wheels for every platform and a source distribution into dist/
+	@$(RELEASE)/bin/python release/wheels.py
+
+release-check: $(RELEASE)/.ready $(TEST_READY) ## Do all of a release that can be done here: build twice, check, test, SBOM
+	@TEST_PYTHON=$(BIN)/python $(RELEASE)/bin/python release/check.py
+
+test-aarch64: $(RELEASE)/.ready ## Run kernel tests of the aarch64 wheel under qemu (root, Debian's packages, 1 GB)
+	@$(RELEASE)/bin/python release/aarch64.py
 
 clean: ## Remove what the commands made
 	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ use or replaced by plain torch. A wheel that carries them is tagged ``py3-none-<
 ``py3-none-any``.
 
 ``DCT_WHEEL_TARGET`` is for releases (``release/wheels.py``): ``SYSTEM/MACHINE/TAG``, for example
-``linux/aarch64/manylinux2014_aarch64`` with a cross-compiler in ``CC``, or ``none`` for a wheel without kernels.
+``linux/aarch64/manylinux2014_aarch64`` with a cross-compiler in ``CC``, or ``none`` for no kernels.
 """
 
 from __future__ import annotations
