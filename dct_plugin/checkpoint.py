@@ -43,7 +43,7 @@ State = dict[str, Any]
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint holds for a rank.
+    """The state that a checkpoint holds for a rank.
 
     Attributes:
         state: For ``load_state_dict``.
@@ -62,7 +62,7 @@ class Loaded(NamedTuple):
 
 
 def origin_of(content: State) -> str:
-    """Of which step, version and configuration a file is, in words."""
+    """Describe step, version and configuration of a file in words."""
     configuration = content.get("configuration") or "unknown"
     return (
         f"step {content['state']['step']}, dct-plugin {content['version']}, configuration {configuration}, "
@@ -71,7 +71,7 @@ def origin_of(content: State) -> str:
 
 
 def file_of(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Where rank ``rank`` keeps its state."""
+    """Return the file of rank ``rank``."""
     return Path(folder) / f"dct_rank_{rank:05d}.pt"
 
 
@@ -102,7 +102,7 @@ def save(
 def content_of(
     state: State, *, rank: int, world_size: int, unit: float, identity: str = "", configuration: str = ""
 ) -> State:
-    """What :func:`save` writes; ``configuration`` is the fingerprint of the ``dct`` section."""
+    """Return what :func:`save` writes; ``configuration`` is the fingerprint of the ``dct`` section."""
     return {
         "rank": rank,
         "world_size": world_size,
@@ -138,7 +138,7 @@ def load(
     unit: float = 1.0,
     sizes: Mapping[str, int] | None = None,
 ) -> Loaded | None:
-    """This rank's state from a checkpoint of the same or another number of ranks.
+    """Return this rank's state from a checkpoint of the same or another number of ranks.
 
     Args:
         folder: Of the checkpoint.
@@ -217,7 +217,7 @@ def _parts(known: Path, first: State, sizes: Mapping[str, int] | None) -> Iterat
 
 
 def _check(file: Path, content: State, rank: int, sizes: Mapping[str, int] | None) -> None:
-    """Whether a reducer's file is that of ``rank`` and fits a model."""
+    """Check that a reducer's file is that of ``rank`` and fits a model."""
     if content.get("rank") != rank:
         raise DCTError(f"{file}: written by rank {content.get('rank')}, its name says {rank}")
     state = content["state"]
@@ -228,7 +228,7 @@ def _check(file: Path, content: State, rank: int, sizes: Mapping[str, int] | Non
 
 
 def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
-    """Whether what a reducer's state holds has the sizes of a model's parameters.
+    """Check that what a reducer's state holds has the sizes of a model's parameters.
 
     Args:
         file: That it was read from.
@@ -348,7 +348,7 @@ def in_unit(state: State, ratio: float) -> State:
 
 
 def _adaptive_in_unit(state: State, ratio: float) -> State | None:
-    """What Accordion knows: sums of gradients, and norms of them."""
+    """Return Accordion's state, sums of gradients and norms of them, in another unit."""
     layers: State = state.get("adaptive") or {}
     return {
         name: {**layer, "total": layer["total"] * ratio, "norm": layer["norm"] * ratio}
@@ -357,7 +357,7 @@ def _adaptive_in_unit(state: State, ratio: float) -> State | None:
 
 
 def _ahead_in_unit(ahead: State | None, ratio: float) -> State | None:
-    """What step-ahead knows: second moments of gradients, and products of residuals."""
+    """Return step-ahead's state, second moments and products of residuals, in another unit."""
     if ahead is None:
         return None
     moments = {

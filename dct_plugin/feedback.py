@@ -1,4 +1,4 @@
-"""What becomes of what was not sent: the residual of one tensor stream.
+"""The residual of one tensor stream: what was not sent, for the next step.
 
 Error feedback adds the residual to the next gradient (DCT, Gupta et al., KDD 2021, section 3: ``E = G - G *
 keep``). The residual also keeps the rounding error of the value type, so that nothing is lost, only delayed.
@@ -6,6 +6,7 @@ keep``). The residual also keeps the rounding error of the value type, so that n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -21,19 +22,25 @@ Saved: TypeAlias = Tensor | dict[str, Tensor]
 _Held = TypeVar("_Held", Tensor, "PackedTensor")
 
 
-class Rooms:
-    """Scratch memory (fp32) by use: fresh memory in large blocks is slow to touch."""
+class ScratchBuffers:
+    """Scratch memory (fp32), one buffer for each use: fresh memory in large blocks is slow to touch."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[str, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, use: str, like: Tensor) -> Tensor:
-        """fp32 [numel] of ``like`` on its device, to overwrite; the same memory at every call for one use."""
-        key = use, like.device
-        room = self._rooms.get(key)
-        if room is None or room.numel() < like.numel():
-            room = self._rooms[key] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
-        return room[: like.numel()]
+        """Return fp32 [numel] of ``like`` on its device, to overwrite; the same memory for one use."""
+        return self._buffer(use, like.numel(), like.device, torch.empty)
+
+    def zeros(self, use: str, numel: int, device: torch.device) -> Tensor:
+        """Return fp32 [numel] of zeros; whoever takes a buffer in this way leaves zeros in it."""
+        return self._buffer(use, numel, device, torch.zeros)
+
+    def _buffer(self, use: str, numel: int, device: torch.device, make: Callable[..., Tensor]) -> Tensor:
+        buffer = self._buffers.get((use, device))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[use, device] = make(numel, dtype=torch.float32, device=device)
+        return buffer[:numel]
 
 
 class PackedTensor:
@@ -110,7 +117,7 @@ def entries_of(saved: Saved) -> tuple[int, ...]:
 
 
 class _Transaction(Generic[_Held]):
-    """What is remembered, and beside it what it would be after a step that may yet be discarded."""
+    """A value, and beside it the value after a step that may yet be discarded."""
 
     _committed: _Held
     _pending: _Held | None
@@ -168,7 +175,7 @@ class Residual(_Transaction[Tensor]):
         """The residual as the next step will see it (fp32, ``[numel]``)."""
         return self._newest
 
-    def show(self, rooms: Rooms, use: str) -> Tensor:
+    def show(self, scratch: ScratchBuffers, use: str) -> Tensor:
         """:attr:`current`, to be read before the room's next use."""
         return self.current
 
@@ -214,7 +221,9 @@ class Residual(_Transaction[Tensor]):
 
 
 class PackedResidual(_Transaction[PackedTensor]):
-    """Like :class:`Residual`, kept in bf16 or int8 (``residual_dtype``); passes run on fp32 scratch memory.
+    """A :class:`Residual` that is kept in bf16 or int8 (``residual_dtype``).
+
+    Passes run on fp32 scratch memory.
 
     What a pass leaves is rounded stochastically, with random numbers that follow from the stream's seed and
     step: runs repeat bitwise, and in expectation nothing is lost. Entries that a pass left alone stay bitwise
@@ -224,7 +233,7 @@ class PackedResidual(_Transaction[PackedTensor]):
         numel, device, transactional: See :class:`Residual`.
         dtype: bf16 or int8.
         kernels: Of the device.
-        rooms: Scratch memory, of the size of the largest stream that shares it; not for passes where many
+        scratch: Scratch memory, of the size of the largest stream that shares it; not for passes where many
             streams' are one batch (:meth:`.kernels.Backend.batched`).
         seed: Of the stream.
     """
@@ -237,23 +246,23 @@ class PackedResidual(_Transaction[PackedTensor]):
         transactional: bool,
         dtype: torch.dtype,
         kernels: Backend,
-        rooms: Rooms,
+        scratch: ScratchBuffers,
         seed: int,
     ) -> None:
         self.numel = numel
         self._committed = PackedTensor(numel, dtype, kernels, device)
         self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
-        self._rooms, self._seed, self._batched = rooms, seed, kernels.batches
+        self._scratch, self._seed, self._batched = scratch, seed, kernels.batches
         self._left: Tensor | None = None
 
     @property
     def current(self) -> Tensor:
         """The residual as the next step will see it (fp32, ``[numel]``), in memory of its own."""
-        return self.show(Rooms(), "current")
+        return self.show(ScratchBuffers(), "current")
 
-    def show(self, rooms: Rooms, use: str) -> Tensor:
+    def show(self, scratch: ScratchBuffers, use: str) -> Tensor:
         """:attr:`current`, to be read before the room's next use."""
-        return self._newest.read(rooms.take(use, self._newest.values))
+        return self._newest.read(scratch.take(use, self._newest.values))
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Residual.begin`."""
@@ -261,7 +270,7 @@ class PackedResidual(_Transaction[PackedTensor]):
             source = self._newest.read(torch.empty_like(self._newest.values, dtype=torch.float32))
             self._left = torch.empty_like(source)
         else:
-            source = self._left = self.show(self._rooms, "pass")
+            source = self._left = self.show(self._scratch, "pass")
         return source, self._left
 
     def end(self, step: int) -> None:
@@ -273,11 +282,11 @@ class PackedResidual(_Transaction[PackedTensor]):
 
     def rescale(self, factor: float) -> None:
         """See :meth:`Residual.rescale`; but for powers of two it is rounded."""
-        self._newest.write(self.show(self._rooms, "pass").mul_(factor), self._seed)
+        self._newest.write(self.show(self._scratch, "pass").mul_(factor), self._seed)
 
     def add(self, values: Tensor) -> None:
         """See :meth:`Residual.add`; the sum is rounded."""
-        self._newest.write(self.show(self._rooms, "pass").add_(values), self._seed)
+        self._newest.write(self.show(self._scratch, "pass").add_(values), self._seed)
 
     def saved(self) -> Saved:
         """A copy for a checkpoint (CPU), in its own type."""

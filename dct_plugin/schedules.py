@@ -1,4 +1,4 @@
-"""How sparsity changes over training."""
+"""Schedules: how sparsity changes over training."""
 
 from __future__ import annotations
 

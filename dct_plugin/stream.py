@@ -22,7 +22,7 @@ from .codecs.payload import Header, Payload, header_bytes, payload_bound
 from .codecs.values import ValueDtype
 from .config import DataParallelConfig, KernelConfig
 from .errors import ConfigError
-from .feedback import PackedResidual, Residual, Rooms, Velocity
+from .feedback import PackedResidual, Residual, ScratchBuffers, Velocity
 from .kernels import (
     GRAD_DTYPES,
     SMALLEST_TAU,
@@ -65,7 +65,7 @@ class Totals(NamedTuple):
 
 @dataclass
 class Encoded:
-    """What was written of one tensor (or of the parts of one).
+    """The payloads of one tensor (or of its parts).
 
     Attributes:
         stats: One entry per payload.
@@ -80,7 +80,7 @@ class Encoded:
     refreshes: int = 0
 
     def totals(self) -> Totals:
-        """Of all payloads; figures that lie on a device are read, all at once."""
+        """Sum the figures of all payloads. Figures on a device are copied to the host in one transfer."""
         if len(self.stats) == 1:  # most often, and every microsecond counts where cores are busy
             _, nnz, above, nonfinite = self.stats[0].counts
             return Totals(nnz, above, nonfinite, self.stats[0].tau)
@@ -112,7 +112,7 @@ class Encoded:
 
 
 class Stream:
-    """What the streams of gradients and of activations have in common.
+    """The common part of the streams of gradients and of activations.
 
     Args:
         threshold: How tau is found.
@@ -192,7 +192,7 @@ class Compressor(Stream):
         rank: Rank in the group, seeds the sample too.
         kernels: Which kernels run; the defaults when None.
         transactional: Steps can be taken back, see :meth:`end_step` (costs a second residual buffer).
-        rooms: Scratch memory that streams on one device may share, for residuals in bf16 or int8.
+        scratch: Scratch memory that streams on one device may share, for residuals in bf16 or int8.
         overrides: Single settings over ``config``, for example ``sparsity=0.9``.
 
     Raises:
@@ -212,7 +212,7 @@ class Compressor(Stream):
         rank: int = 0,
         kernels: KernelConfig | None = None,
         transactional: bool = False,
-        rooms: Rooms | None = None,
+        scratch: ScratchBuffers | None = None,
         **overrides: Any,
     ) -> None:
         if overrides or config is None:
@@ -224,7 +224,7 @@ class Compressor(Stream):
         self.residual: Residual | PackedResidual | None = None
         self.velocity: Velocity | None = None
         self._transactional = transactional
-        self._rooms = rooms
+        self._scratch = scratch
         self._shape: torch.Size | None = None
         self._value_dtype = ValueDtype.parse(config.value_dtype)
         self._saved_threshold: dict[str, Any] | None = None
@@ -282,11 +282,12 @@ class Compressor(Stream):
         density: float | None = None,
         *,
         clear: bool = False,
-        left: Tensor | None = None,
+        unsent: Tensor | None = None,
     ) -> Encoded:
-        """Like :meth:`compress`, with one payload per part, written into the messages of the part's
-        receivers; :meth:`observe` what was written before the next call.
+        """Write the payloads of a tensor's parts into the messages of their receivers.
 
+        Each payload is what :meth:`compress` returns, for one part; :meth:`observe` what was written before
+        the next call.
         The threshold is that of the whole tensor, the payloads' positions are relative to their part. A part
         that holds a non-finite entry is flagged, and its residual stays as it was; the others are sent.
 
@@ -295,14 +296,14 @@ class Compressor(Stream):
             parts: ``(start, stop, writer)``; together they cover the tensor once.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
             clear: Leave zeros in ``grad``.
-            left: fp32, apart from ``grad``: becomes what was not sent, for callers who keep that themselves;
+            unsent: fp32, apart from ``grad``: becomes what was not sent, for callers who keep it;
                 the stream has no residual then.
         """
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
-        buffers = self._residual_buffers(numel, grad.device) if left is None else (None, left)
+        buffers = self._residual_buffers(numel, grad.device) if unsent is None else (None, unsent)
         dense = encoded.density >= 1.0 or not numel
         if self.velocity is not None:
             grad = self.velocity.accumulate(grad, clear=clear)
@@ -324,11 +325,11 @@ class Compressor(Stream):
                 clear=clear,
             )
             writer.advance(part)
-        if self.residual is not None and left is None:
+        if self.residual is not None and unsent is None:
             self.residual.end(step)
         return encoded
 
-    def lend(
+    def encode_residual(
         self, zeros: Tensor, parts: Sequence[tuple[int, int, MessageWriter]], value_dtype: ValueDtype
     ) -> Encoded:
         """Write all of the residual, and no gradient, into the messages of the parts' receivers; what
@@ -465,12 +466,12 @@ class Compressor(Stream):
             transactional=self._transactional,
             dtype=dtype,
             kernels=self.backend(device),
-            rooms=Rooms() if self._rooms is None else self._rooms,
+            scratch=ScratchBuffers() if self._scratch is None else self._scratch,
             seed=self.threshold.seed,
         )
 
     def _buffers(self) -> dict[str, Residual | PackedResidual]:
-        """What the stream remembers per entry."""
+        """Return what the stream remembers per entry."""
         buffers = {} if self.residual is None else {"residual": self.residual}
         if self.velocity is not None:
             buffers["velocity"] = self.velocity.buffer

@@ -1,4 +1,4 @@
-"""How tau is found and how long it lives.
+"""Thresholds: how tau is found, and how long it lives.
 
 DCT (Gupta et al., KDD 2021, section 3) ranks ``|G|`` once per life-span and reuses the threshold in between.
 Taken literally that goes wrong under error feedback: a threshold measured on an empty residual lets several
@@ -98,7 +98,7 @@ class Threshold:
         return cls(lifespan=_ACTIVATION_LIFESPAN, band=_ACTIVATION_BAND, seed=_seed_of(name, rank))
 
     def due(self, density: float) -> bool:
-        """Whether the threshold has to be measured before a step that keeps a share of ``density``."""
+        """Return whether the threshold has to be measured before a step that keeps a share of ``density``."""
         return (
             self.tau <= 0.0
             or self.out_of_band
@@ -130,7 +130,7 @@ class Threshold:
 
     @property
     def measuring(self) -> bool:
-        """Whether the proposed threshold was measured anew."""
+        """True if the proposed threshold was measured anew."""
         return self._proposed is not None and self._proposed.measured
 
     def accept(self, applied: float) -> None:
@@ -165,7 +165,7 @@ class Threshold:
         self.tau *= factor
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bitwise."""
+        """Return what a resumed run needs to go on bitwise."""
         return {key: getattr(self, key) for key in self._STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

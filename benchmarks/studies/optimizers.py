@@ -103,10 +103,10 @@ def look_ahead(
 
 def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> None:
     """What the reducer does after an exchange, and the end of the step."""
-    if sampled := aheads[0].sampled(names, step):
-        own = [ahead.samples(sampled, step, torch.device("cpu")) for ahead in aheads]
+    if sampled := aheads[0].coefficients.due(names, step):
+        own = [ahead.coefficients.samples(sampled, step, torch.device("cpu")) for ahead in aheads]
         for ahead, mine in zip(aheads, own, strict=True):
-            ahead.learn(sampled, mine, sum(own) / len(own))
+            ahead.coefficients.measure(sampled, mine, sum(own) / len(own))
     for ahead in aheads:
         ahead.end_step(skipped=False)
 
@@ -120,9 +120,9 @@ def average_residuals(streams: list[dict[str, Compressor]], aheads: list[StepAhe
         for residual in residuals:
             residual.copy_(mean)
     if aheads:
-        moments = torch.stack([ahead.moments_of(names) for ahead in aheads]).mean(0)
+        moments = torch.stack([ahead.moments.means(names) for ahead in aheads]).mean(0)
         for ahead in aheads:
-            ahead.share_moments(names, moments)
+            ahead.moments.replace(names, moments)
 
 
 def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Namespace) -> dict[str, float]:

@@ -13,16 +13,28 @@ every rank that holds them, so that ranks decide alike.
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Accordion"]
+from ..metrics import Record
+from ..schedules import SparsitySchedule
+from .add_on import AddOn, ReducerContext
+from .plan import ReductionPlan
+from .stream_group import Sparsity, StreamGroup
+
+__all__ = ["Accordion", "CriticalRegimes"]
+
+logger = logging.getLogger("dct_plugin")
+
+#: Most tensors that a line of the log names.
+_NAMED = 8
 
 #: Most positions of a tensor at which gradients are accumulated; memory: 8 bytes each.
 SAMPLES = 16_384
@@ -49,8 +61,8 @@ class _Layer:
     """Which of the sampled positions lie in a part of the tensor."""
 
 
-class Accordion:
-    """Which layers are in a critical regime.
+class CriticalRegimes:
+    """Decides which layers are in a critical regime.
 
     Args:
         interval: Optimizer steps.
@@ -64,26 +76,26 @@ class Accordion:
         self._loaded: dict[str, Any] = {}
 
     def follow(self, *optimizers: Any) -> None:
-        """The optimizers (``param_groups`` as in torch) whose learning rate counts, the largest of all
-        groups; without them no drop of it is seen.
+        """Watch the learning rate of optimizers (``param_groups`` as in torch), the largest of all groups;
+        without them no drop of it is seen.
         """
         self.learning_rate = lambda: max(
             (float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups), default=0.0
         )
 
     def critical(self, name: str) -> bool:
-        """Whether a layer takes the gentle setting."""
+        """Return whether a layer is in a critical regime."""
         if name in self._layers:
             return self._layers[name].critical
         return bool(self._loaded[name]["critical"]) if name in self._loaded else True
 
     def observe(self, name: str, reduced: Tensor, parts: Sequence[tuple[int, int]], step: int) -> None:
-        """A tensor whose entries ``[start, stop)`` of each part hold the reduced gradient.
+        """Add a reduced gradient.
 
         Args:
-            name: Of the tensor.
-            reduced: 1-D, any floating type.
-            parts: What this rank owns of it; may be empty.
+            name: Name of the tensor.
+            reduced: 1-D, any floating type; its entries ``[start, stop)`` of each part are reduced.
+            parts: Bounds of the parts that this rank holds; may be empty.
             step: Optimizer steps so far.
         """
         layer = self._layer(name, reduced, step)
@@ -95,20 +107,20 @@ class Accordion:
             layer.pending[span] += reduced[layer.where[span]]
 
     def due(self, tensors: Iterable[tuple[str, Tensor]], step: int) -> list[str]:
-        """Names of those tensors whose interval is over; the same on all ranks."""
+        """Return the names of those tensors whose interval is over; the same on all ranks."""
         known = [(n, self._layer(n, t, step)) for n, t in tensors if n in self._layers or n in self._loaded]
         return [name for name, layer in known if step >= layer.began + self.interval]
 
     def squares(self, names: Sequence[str]) -> Tensor:
-        """Squared norms of what this rank has of their accumulated gradients, fp64 [len(names)]."""
+        """Return the squared norms of this rank's part of accumulated gradients, fp64 [len(names)]."""
         return torch.stack([self._layers[name].total.double().square().sum() for name in names])
 
     def decide(self, names: Sequence[str], squares: Tensor, step: int) -> list[str]:
-        """Begin their next interval; returns those that entered or left a critical regime.
+        """Begin the next interval of tensors; return those that entered or left a critical regime.
 
         Args:
-            names: Of :meth:`due`.
-            squares: Of :meth:`squares`, summed over the ranks that share the tensors.
+            names: What :meth:`due` returned.
+            squares: What :meth:`squares` returned, summed over the ranks that share the tensors.
             step: Optimizer steps so far.
         """
         rate, turned = self.learning_rate(), []
@@ -124,14 +136,14 @@ class Accordion:
         return turned
 
     def end_step(self, *, skipped: bool) -> None:
-        """An optimizer step is over; a ``skipped`` one leaves no trace."""
+        """Close an optimizer step; a ``skipped`` one leaves no trace."""
         for layer in self._layers.values():
             if not skipped:
                 layer.total += layer.pending
             layer.pending.zero_()
 
     def rescale(self, factor: float) -> None:
-        """The unit of the gradients changed (loss scale)."""
+        """Follow a change of the gradients' unit (loss scale)."""
         for layer in self._layers.values():
             layer.total *= factor
             layer.pending *= factor
@@ -158,7 +170,7 @@ class Accordion:
         return layer
 
     def state_dict(self) -> dict[str, Any]:
-        """Accumulated gradients (fp32, copies on the CPU), norms and decisions of this rank."""
+        """Return accumulated gradients (fp32, copies on the CPU), norms and decisions of this rank."""
         mine = {
             name: {
                 "total": layer.total.to("cpu", copy=True),
@@ -175,3 +187,89 @@ class Accordion:
         """Restore :meth:`state_dict`; None starts afresh."""
         self._layers.clear()
         self._loaded = dict(state or {})
+
+
+class Accordion(AddOn):
+    """Less sparsity for tensors in a critical regime.
+
+    Args:
+        group: Streams and process group.
+        regimes: Decides which tensors are critical.
+        gentle: Sparsity of critical tensors.
+        steady: Sparsity of the others.
+    """
+
+    missing = "Accordion needs dct.data_parallel.adaptive = 'accordion'"
+    key = "adaptive"
+    exchanges = True
+
+    def __init__(
+        self,
+        group: StreamGroup,
+        regimes: CriticalRegimes,
+        gentle: SparsitySchedule,
+        steady: SparsitySchedule,
+    ) -> None:
+        self._group, self.regimes, self._gentle, self._steady = group, regimes, gentle, steady
+
+    @classmethod
+    def configured(cls, context: ReducerContext) -> Accordion | None:
+        adaptive, steady = context.config.adaptive, context.group.schedule
+        if adaptive is None:
+            return None
+        gentle = replace(steady, sparsity=adaptive.sparsity)
+        return cls(context.group, CriticalRegimes(adaptive.interval), gentle, steady)
+
+    def follow(self, *optimizers: Any) -> None:
+        """See :meth:`CriticalRegimes.follow`."""
+        self.regimes.follow(*optimizers)
+
+    def sparsity(self, name: str) -> Sparsity | None:
+        if not self.regimes.critical(name):
+            return None
+        return Sparsity(self._gentle.density(self._group.step), "critical")
+
+    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
+        """Decide about the tensors whose interval is over."""
+        group = self._group
+        tensors = [(each.name, each.tensor) for each in plan.tensors]
+        if due := self.regimes.due(tensors, group.step):
+            squares = self.regimes.squares(due)
+            if not plan.sums_everywhere:
+                group.exchange.all_reduce(squares)
+            turned = self.regimes.decide(due, squares, group.step)
+            if group.rank == 0:
+                self._log(turned)
+
+    def after_reduce(self, plan: ReductionPlan) -> None:
+        group = self._group
+        for each in plan.tensors:
+            if not each.small:
+                held = plan.parts_held(each, group.rank)
+                self.regimes.observe(each.name, each.tensor, held, group.step)
+
+    def end_step(self, *, skipped: bool) -> None:
+        self.regimes.end_step(skipped=skipped)
+
+    def rescale(self, factor: float) -> None:
+        self.regimes.rescale(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.regimes.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        self.regimes.load_state_dict(state)
+
+    def _log(self, turned: Sequence[str]) -> None:
+        """Write one line for the tensors that entered a critical regime, one for those that left it."""
+        for critical, what, schedule in ((True, "in", self._gentle), (False, "out of", self._steady)):
+            if names := [name for name in turned if self.regimes.critical(name) == critical]:
+                logger.warning(
+                    "dct: step %d: Accordion: %d tensor%s %s a critical regime, sparsity %g: %s",
+                    self._group.step,
+                    len(names),
+                    "" if len(names) == 1 else "s",
+                    what,
+                    schedule.sparsity,
+                    ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else ""),
+                )

@@ -43,18 +43,8 @@ def weights(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-class _Displaced(NamedTuple):
-    """A parameter that holds displaced weights."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    weight: Tensor
-    buffer: Tensor
-    version: int
-
-
 class _Computed(NamedTuple):
-    """What a buffer was computed from, and what it holds."""
+    """A buffer, the parameter that it was computed from, and a sample of what it holds."""
 
     parameter: torch.nn.Parameter
     buffer: Tensor
@@ -71,18 +61,19 @@ class DisplacedWeights:
 
     def __init__(self) -> None:
         self._computed: dict[str, _Computed] = {}
-        self._shown: list[_Displaced] = []
+        self._weights: dict[str, Tensor] = {}
+        """Weights of the parameters that hold displaced ones."""
         self.fresh = False
         """Whether the displaced weights are those of the coming passes."""
 
     @property
     def shown(self) -> bool:
-        """Whether parameters hold displaced weights now."""
-        return bool(self._shown)
+        """True while parameters hold displaced weights now."""
+        return bool(self._weights)
 
     @property
     def outdated(self) -> bool:
-        """Whether a weight was written since its displaced one was computed."""
+        """True if a weight was written since its displaced one was computed."""
         return any(each.parameter._version != each.version for each in self._computed.values())
 
     def begin(self) -> None:
@@ -96,9 +87,8 @@ class DisplacedWeights:
 
     def show(self) -> None:
         """Let the parameters hold the displaced weights."""
-        for name, (parameter, buffer, version, _) in self._computed.items():
-            weight, parameter.data = parameter.data, buffer
-            self._shown.append(_Displaced(name, parameter, weight, buffer, version))
+        for name, (parameter, buffer, _, _) in self._computed.items():
+            self._weights[name], parameter.data = parameter.data, buffer
 
     def restore(self, *, thorough: bool = True) -> None:
         """Let the parameters hold their weights again.
@@ -109,10 +99,10 @@ class DisplacedWeights:
         Raises:
             DCTError: A parameter was written meanwhile; the write is undone.
         """
-        shown, self._shown = self._shown, []
-        written = [each.name for each in shown if self._written(each, thorough)]
-        for each in shown:
-            each.parameter.data = each.weight
+        weights, self._weights = self._weights, {}
+        written = [name for name in weights if self._written(name, thorough)]
+        for name, weight in weights.items():
+            self._computed[name].parameter.data = weight
         if written:
             self.fresh = False
             raise DCTError(
@@ -126,29 +116,31 @@ class DisplacedWeights:
 
     def check(self) -> None:
         """:meth:`restore`, if a parameter was written."""
-        if any(self._written(each, True) for each in self._shown):
+        if any(self._written(name, True) for name in self._weights):
             self.restore()
 
     def weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter's weight, also while the parameter holds a displaced one."""
-        return next((each.weight for each in self._shown if each.parameter is parameter), parameter.data)
+        shown = (w for name, w in self._weights.items() if self._computed[name].parameter is parameter)
+        return next(shown, parameter.data)
 
     def register(self, module: torch.nn.Module) -> None:
         """Have :func:`weights` show those of ``module``."""
-        _MODULES[module] = self._weights
+        _MODULES[module] = self._show_weights
 
     @contextmanager
-    def _weights(self) -> Iterator[None]:
+    def _show_weights(self) -> Iterator[None]:
         shown = self.shown
         self.restore()
         yield
         if shown and not self.shown and not self.outdated:
             self.show()
 
-    def _written(self, each: _Displaced, thorough: bool) -> bool:
-        if each.parameter._version != each.version or each.parameter.data_ptr() != each.buffer.data_ptr():
+    def _written(self, name: str, thorough: bool) -> bool:
+        parameter, buffer, version, sample = self._computed[name]
+        if parameter._version != version or parameter.data_ptr() != buffer.data_ptr():
             return True
-        return thorough and not torch.equal(_sample(each.buffer), self._computed[each.name].sample)
+        return thorough and not torch.equal(_sample(buffer), sample)
 
 
 def _sample(buffer: Tensor) -> Tensor:

@@ -26,16 +26,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..config import LocalUpdatesFeedback
 from ..errors import ConfigError
+from .add_on import AddOn, ReducerContext
 from .module_hooks import register_hooks
-from .plan import Change
+from .plan import PlannedTensor, Shard
 
 #: Most entries of one exchange, which has room of so many fp32 numbers; a larger tensor is alone in its own.
 ROOM = 1 << 24
 
 
 class Weight(NamedTuple):
-    """What an optimizer steps."""
+    """A parameter, and the memory that its optimizer steps."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -62,7 +64,7 @@ class LocalUpdates:
         weights: What the optimizer has now, in an order that is the same on all ranks. Parameters that need
             no gradient are left alone until they do.
         optimizer: Whose state is kept with the local weights.
-        exchange: :meth:`~.reducer.GradientReducer.exchange_changes`.
+        average: :meth:`~.reducer.GradientReducer.average_tensors`.
         step: Optimizer steps so far.
         first: Step from which weights are local; before it the host averages gradients.
         every: Steps from one exchange to the next.
@@ -76,14 +78,14 @@ class LocalUpdates:
         self,
         weights: Callable[[], Iterable[Weight]],
         optimizer: torch.optim.Optimizer,
-        exchange: Callable[[Sequence[Change]], None],
+        average: Callable[[Sequence[PlannedTensor]], None],
         step: Callable[[], int],
         *,
         first: int,
         every: int,
         alone: bool,
     ) -> None:
-        self._weights, self._optimizer, self._exchange, self._step = weights, optimizer, exchange, step
+        self._weights, self._optimizer, self._average, self._step = weights, optimizer, average, step
         self._first, self._every, self._alone = first, every, alone
         self._pairs: dict[str, _Pair] = {}
         self._shows_anchor = self._stale = False
@@ -93,7 +95,7 @@ class LocalUpdates:
 
     @property
     def active(self) -> bool:
-        """Whether the coming step is local: the host leaves gradients as they are."""
+        """True if the coming step is local: the host leaves gradients as they are."""
         return not self._alone and self._step() >= self._first
 
     # -- what the parameters hold ---
@@ -189,13 +191,16 @@ class LocalUpdates:
                 local = _flat(pair.master)
                 torch.sub(local, _flat(pair.anchor), out=change)
                 left = local if local.dtype == torch.float32 else torch.empty_like(change)
-                changes.append(Change(name, change, left, steps * pair.parameter.element_size()))
-            self._exchange(changes)
+                whole = [Shard(0, 0, change.numel())]
+                sent = steps * pair.parameter.element_size()
+                changes.append(PlannedTensor(name, change, whole, False, left, sent))
+            self._average(changes)
             for (_, pair), change in zip(chosen, changes, strict=True):
                 anchor = _flat(pair.anchor).add_(change.tensor)
-                torch.add(change.left, anchor, out=change.left)
+                assert change.unsent is not None
+                torch.add(change.unsent, anchor, out=change.unsent)
                 if pair.master.dtype != torch.float32:
-                    _flat(pair.master).copy_(change.left)
+                    _flat(pair.master).copy_(change.unsent)
                 if pair.working is not pair.master:
                     pair.working.copy_(pair.master)
         self._stale = True
@@ -246,6 +251,67 @@ class LocalUpdates:
         self._optimizer.load_state_dict({**content, "state": state["optimizer"]})
 
 
+class LocalUpdatesAddOn(AddOn):
+    """Connects a reducer with the local weights of its model."""
+
+    missing = "local updates need dct.data_parallel.feedback = 'local_updates', it is '{feedback}'"
+    key = "local"
+    replaces_gradients = True
+
+    def __init__(self, context: ReducerContext, every: int) -> None:
+        self._context, self._every = context, every
+        self._local: LocalUpdates | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    @classmethod
+    def configured(cls, context: ReducerContext) -> LocalUpdatesAddOn | None:
+        feedback = context.config.feedback
+        return cls(context, feedback.every) if isinstance(feedback, LocalUpdatesFeedback) else None
+
+    def prepare(
+        self, weights: Callable[[], Iterable[Weight]], optimizer: torch.optim.Optimizer
+    ) -> LocalUpdates:
+        """Take in what the feedback ``local_updates`` needs to know of the host, before the first reduction.
+
+        Args:
+            weights: Returns what the optimizer has now.
+            optimizer: The one that steps, not a wrapper of it.
+
+        Returns:
+            To be attached to the model, and told of the optimizer's steps.
+
+        Raises:
+            ConfigError: The weights cannot be exchanged.
+        """
+        group, config = self._context.group, self._context.config
+        self._local = LocalUpdates(
+            weights,
+            optimizer,
+            self._context.average,
+            lambda: group.step,
+            first=config.warmup_steps,
+            every=self._every,
+            alone=group.world_size == 1,
+        )
+        self._local.load_state_dict(self._loaded)
+        return self._local
+
+    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        if self._local is None:
+            raise ConfigError(
+                "dct.data_parallel.feedback = 'local_updates': this host has not said which weights and "
+                "which optimizer are meant (LocalUpdatesAddOn.prepare); set it to 'local'"
+            )
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        return self._loaded if self._local is None else self._local.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
+        self._loaded = state
+        if self._local is not None:
+            self._local.load_state_dict(state)
+
+
 def _paired(weight: Weight) -> _Pair:
     """The parameter's weights as they are, also as the anchor."""
     _check(weight)
@@ -272,7 +338,7 @@ def _check(weight: Weight) -> None:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether the entries, in some order, fill their memory once."""
+    """Return whether the entries, in some order, fill their memory once."""
     expected = 1
     if not tensor.numel():
         return True
@@ -290,7 +356,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _fitting(sizes: Sequence[int]) -> int:
-    """How many of the first tensors go into one exchange."""
+    """Return how many of the first tensors go into one exchange."""
     total = 0
     for count, size in enumerate(sizes):
         total += size

@@ -25,13 +25,15 @@ from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
 from ..errors import ConfigError
-from ..kernels import GRAD_DTYPES
 from ..kernels.checks import split_message
 from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
-from .fixed_size import FramedUpdates
-from .plan import Item, Plan, Shard
-from .stream_group import Member, Written
+from ..transport.fixed_size import SlotTransfer
+from .fixed_size import FixedSizeReductions
+from .pipelined import PipelinedExchange
+from .plan import PlannedTensor, ReductionPlan, Shard
+from .stream_group import StreamGroup, WrittenTensor
+from .topology import Destination, Phase
 
 logger = logging.getLogger("dct_plugin")
 
@@ -46,7 +48,7 @@ def refuse(
     return ConfigError(f"{KEY}: {host}: {why}; leave it out")
 
 
-class ParameterUpdates(Member):
+class ParameterUpdates(StreamGroup):
     """Brings working weights to their owners' master weights, all ranks to bitwise the same values.
 
     Args:
@@ -87,15 +89,11 @@ class ParameterUpdates(Member):
                 config.feedback.label(),
             )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
-        self._writer = MessageWriter(self.device)
-        self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
-        self._framed = FramedUpdates(self, "parameter") if self.frames else None
-        self._master_of: Callable[[str], Tensor] | None = None
-        self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
-        """What was last thresholded here: this rank's shards, their working weights and masters."""
+        self._fixed_size = FixedSizeReductions(self, "parameter") if self.fixed_size else None
+        self._phase = _MastersToAll(self)
 
     def full(self, dtype: torch.dtype) -> bool:
-        """Whether in this step the host is to gather weights of ``dtype`` by itself, in full.
+        """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
 
         The same on all ranks. True in warm-up steps, every ``full_every`` steps, and where nothing would be
         saved or rounded.
@@ -110,7 +108,7 @@ class ParameterUpdates(Member):
 
     def record_full(self, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full: nothing is pending."""
-        self._own.clear()
+        self._phase.forget()
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
@@ -133,46 +131,26 @@ class ParameterUpdates(Member):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        self._master_of = master_of
-        framed = self._framed
-        if framed is not None and any(working.dtype not in GRAD_DTYPES for _, working, _ in entries):
-            framed = None
+        self._phase.master_of = master_of
+        fixed_size = self._fixed_size
         with self.recorded("parameter") as whole:
-            with self.exchange.preparing(announced=framed is None):
-                small = self._settings.min_numel
-                items = [Item(n, t, list(s), t.numel() < small) for n, t, s in entries]
-                plan = Plan("parameters", items, framed=framed is not None)
-            if framed is not None and framed.knows(plan):
-                framed.start(plan, 1.0, whole)
+            with self.exchange.preparing(announced=fixed_size is None):
+                small = self.settings.min_numel
+                tensors = [PlannedTensor(n, t, list(s), t.numel() < small) for n, t, s in entries]
+                plan = ReductionPlan("parameters", tensors, fixed_size=fixed_size is not None)
+            if fixed_size is not None and fixed_size.knows([self._phase], plan):
+                fixed_size.start([self._phase], plan, whole)
             else:
-                self._update(plan, whole)
-        if framed is not None:
-            framed.finish()
+                remember = None if fixed_size is None else fixed_size.remember
+                PipelinedExchange(self, [self._phase], [plan], whole, remember).finish()
+        if fixed_size is not None:
+            fixed_size.finish()
 
-    def _update(self, plan: Plan, whole: Record) -> None:
-        """With messages that say how long they are."""
-        self._writer.clear()
-        with self.exchange.preparing():
-            written = self.write(plan, [self._writer], copies=self.world_size - 1)
-            (message,) = self.complete([self._writer], written, whole)
-        with whole.timed("exchange"):
-            bounds = [plan.bound(owner) for owner in range(self.world_size)]
-            messages = self.exchange.all_gather(message, plan.fingerprint, bounds=bounds)
-        if self._framed is not None:
-            self._framed.learn(plan, 0, [message] * self.world_size, messages)
-        with whole.timed("decode"):
-            for owner, received in enumerate(messages):
-                self.add_message(plan, owner, received)
-
-    @torch.no_grad()
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
-        """This rank's shard of a name, and what its working weights lack there: fp32, to be read before the
-        next call or update. None if nothing is pending.
+        """Return this rank's shard of a name, and what its working weights lack there (fp32), to be read
+        before the next call or update. None if nothing is pending.
         """
-        if name not in self._own:
-            return None
-        shard, working, master = self._own[name]
-        return shard, self._difference(working, master)
+        return self._phase.pending_of(name)
 
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
@@ -184,79 +162,102 @@ class ParameterUpdates(Member):
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and counters of this rank; what is not sent yet follows from the weights."""
-        return {"step": self.step, "streams": self._streams_state()}
+        return {"step": self.step, "streams": self.streams_state()}
 
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.streams.clear()
-        self._own.clear()
+        self._phase.forget()
         self.step = step if state is None else int(state["step"])
-        self._loaded = {} if state is None else dict(state["streams"])
+        self.loaded = {} if state is None else dict(state["streams"])
 
-    # -- inside ---
 
-    def write(self, plan: Plan, writers: Sequence[MessageWriter], *, copies: int) -> list[Written]:
-        """This rank's shards into the message that all ranks get, the first one, which is empty."""
-        assert self._master_of is not None, "update() says what the masters are"
-        writer, density, written = writers[0], self.schedule.density(self.step), []
+class _MastersToAll(Phase):
+    """Every owner sends what its working weights lack to all ranks."""
+
+    to_all = True
+    from_owners = True
+
+    def __init__(self, group: StreamGroup) -> None:
+        super().__init__(group)
+        self.master_of: Callable[[str], Tensor] | None = None
+        """Returns the masters of this rank's shard of a name."""
+        self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
+        """What was last thresholded here: this rank's shards, their working weights and masters."""
+
+    def forget(self) -> None:
+        """Nothing is pending."""
+        self._own.clear()
+
+    @torch.no_grad()
+    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+        """See :meth:`ParameterUpdates.pending_of`."""
+        if name not in self._own:
+            return None
+        shard, working, master = self._own[name]
+        return shard, self._difference(working, master)
+
+    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
+        assert self.master_of is not None, "update() says what the masters are"
+        group, writer, written = self.group, writers[0], []
+        density, copies = group.schedule.density(group.step), group.world_size - 1
         owned = [
-            (item, shard, item.view(shard), self._master_of(item.name))
-            for item, shard in plan.owned_by(self.rank)
+            (each, shard, each.view(shard), self.master_of(each.name))
+            for each, shard in plan.owned_by(group.rank)
         ]
-        rounded = iter(_rounded([(master, held.dtype) for item, _, held, master in owned if item.small]))
-        with self.backend.batched():
-            for item, shard, working, master in owned:
+        rounded = iter(_rounded([(master, held.dtype) for each, _, held, master in owned if each.small]))
+        with group.backend.batched():
+            for each, shard, working, master in owned:
                 stream = None
-                if item.small:
-                    encoded = encode_all(self.backend, next(rounded), writer)
+                if each.small:
+                    encoded = encode_all(group.backend, next(rounded), writer)
                 else:
-                    stream = self.stream(item.name)
-                    self._own[item.name] = shard, working, master
+                    stream = group.stream(each.name)
+                    self._own[each.name] = shard, working, master
                     difference = self._difference(working, master)
                     encoded = stream.encode(difference, [(0, working.numel(), writer)], density)
-                name = "parameter_small" if item.small else "parameter"
-                dense = copies * encoded.numel * item.entry_bytes
-                written.append(Written(None, name, encoded, stream, dense, [copies]))
+                name = "parameter_small" if each.small else "parameter"
+                dense = copies * encoded.numel * each.entry_bytes
+                written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
         return written
 
+    def destinations(self, plan: ReductionPlan) -> list[Destination]:
+        return [_WeightsOf(self.group, plan, owner) for owner in range(self.group.world_size)]
+
     def _difference(self, working: Tensor, master: Tensor) -> Tensor:
-        """What the working weights lack, fp32; in memory of its own where kernels may not have been launched
-        by the next call, else in memory which that uses again.
+        """Return what the working weights lack, fp32; in scratch memory if kernels have read it by the next
+        call.
         """
-        numel = working.numel()
-        if self.backend.batches:
-            out = torch.empty(numel, dtype=torch.float32, device=self.device)
+        group = self.group
+        if group.backend.batches:  # kernels are launched later
+            out = torch.empty(working.numel(), dtype=torch.float32, device=group.device)
         else:
-            if self._scratch.numel() < numel:
-                self._scratch = torch.empty(numel, dtype=torch.float32, device=self.device)
-            out = self._scratch[:numel]
-        self.backend.difference(master, working, out)
+            out = group.scratch.take("difference", working)
+        group.backend.difference(master, working, out)
         return out
 
-    def add_frame(
-        self, plan: Plan, owner: int, buffer: Tensor, bounds: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Bring working weights to what a frame holds, see :meth:`.kernels.Backend.add_slot`."""
-        workings = self._cleared(plan, owner)
-        return self.backend.add_slot(buffer, bounds, workings)
 
-    def add_message(self, plan: Plan, owner: int, message: Tensor) -> None:
-        """Bring working weights to what an owner's message holds.
+class _WeightsOf(Destination):
+    """An owner's working weights, to which its message is added; small tensors are sent whole."""
 
-        Raises:
-            PayloadError: It is damaged.
-        """
-        workings = self._cleared(plan, owner)
-        with self._naming_sender(owner):
-            for working, payload in zip(workings, split_message([message], 0, workings), strict=True):
-                add_payload(self.backend, payload, working)
+    def __init__(self, group: StreamGroup, plan: ReductionPlan, owner: int) -> None:
+        super().__init__(group, [owner], plan.views_of(owner))
+        self._replaced = [each.view(shard) for each, shard in plan.owned_by(owner) if each.small]
 
-    def _cleared(self, plan: Plan, owner: int) -> list[Tensor]:
-        """An owner's working weights, zeros where they are sent whole."""
-        owned = [(item, item.view(shard)) for item, shard in plan.owned_by(owner)]
-        if whole := [working for item, working in owned if item.small]:
-            torch._foreach_zero_(whole)
-        return [working for _, working in owned]
+    def add_messages(self, messages: Sequence[Tensor]) -> None:
+        self._clear()
+        with self.group.naming_sender(self.senders[0]):
+            for working, payload in zip(self.tensors, split_message(messages, 0, self.tensors), strict=True):
+                add_payload(self.group.backend, payload, working)
+
+    def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
+        self._clear()
+        bounds = slots.bounds[self.senders[0]]
+        return self.group.backend.add_slot(slots.arriving, bounds, self.tensors)
+
+    def _clear(self) -> None:
+        if self._replaced:
+            torch._foreach_zero_(self._replaced)
 
 
 def _rounded(masters: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:

@@ -1,155 +1,142 @@
-"""A plan's messages: cut between tensors, several under way at once, the first before the last is made."""
+"""The transport of messages whose sizes the host knows: several chunks of a plan travel at once.
+
+A plan is cut between tensors. The message of the first chunk leaves before the last chunk is made, and sums
+begin with the first message that arrives.
+"""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ..codecs.message import MessageWriter, read_messages
 from ..metrics import Record
-from .fixed_size import Reducing
-from .plan import Item, Plan
-from .stream_group import Written
+from .plan import ReductionPlan
+from .stream_group import StreamGroup, WrittenTensor
+from .topology import Phase
 
-__all__ = ["Pieces"]
-
-
-class InPieces(Reducing, Protocol):
-    """What is asked of a :class:`.reducer.GradientReducer`."""
-
-    spare_writers: list[list[MessageWriter]]
-
-    def density(self, item: Item) -> float: ...
-    def received(
-        self, piece: Plan, sent: Sequence[Tensor], arrived: Sequence[Tensor], *, answers: bool
-    ) -> None: ...
+__all__ = ["PipelinedExchange"]
 
 
-class Pieces:
-    """The exchange of a plan. All ranks post its pieces in order and collect them in order; when they do is
-    theirs to say. A failure is passed on to the ranks that wait for any of them.
+class PipelinedExchange:
+    """The exchange of the chunks of a plan.
+
+    Every rank posts the chunks in the same order and collects them in the same order, but may do so at
+    different times. A failure is passed on to the ranks that wait for any of them.
 
     Args:
-        reducer: Whose plan it is.
-        plan: What is exchanged.
-        scale: Of the sums.
+        group: Streams and process group.
+        phases: Phases of the exchange: one, or two of which the second answers the first.
+        chunks: Parts of the plan.
         whole: Record of the exchange.
+        remember: Told the phase, the chunk and the messages sent and received, after each exchange.
     """
 
-    def __init__(self, reducer: InPieces, plan: Plan, scale: float, whole: Record) -> None:
-        self._reducer = reducer
-        self._exchange = reducer.exchange
-        self._scale = scale
-        self._whole = whole
-        with self._exchange.preparing():
-            self._pieces = plan.pieces(reducer.density)
-        self._direct, self._two_phase = plan.kind == "direct", plan.kind == "two_phase"
-        self._ends = list(itertools.accumulate(len(piece.items) for piece in self._pieces))
-        self._made = 0
-        self._lent: list[list[MessageWriter]] = []
-        self._under_way: deque[tuple[Plan, list[Tensor]]] = deque()
+    def __init__(
+        self,
+        group: StreamGroup,
+        phases: Sequence[Phase],
+        chunks: Sequence[ReductionPlan],
+        whole: Record,
+        remember: Callable[[int, ReductionPlan, Sequence[Tensor], Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        self._group, self._phases, self._chunks, self._whole = group, phases, chunks, whole
+        self._exchange = group.exchange
+        self._remember = remember
+        self._ends = list(itertools.accumulate(len(chunk.tensors) for chunk in chunks))
+        self._posted = 0
+        self._writers: list[list[MessageWriter]] = []
+        self._under_way: deque[tuple[ReductionPlan, list[Tensor]]] = deque()
 
     @property
-    def owed(self) -> int:
-        """Messages that the other ranks are still to get."""
-        return len(self._pieces) - self._made
+    def unposted(self) -> int:
+        """Number of messages that the other ranks are still to get in the first phase."""
+        return len(self._chunks) - self._posted
 
     @property
     def collectable(self) -> bool:
-        """Whether a piece has been posted that :meth:`collect` would wait for."""
-        return bool(self._under_way) and not self._two_phase
+        """True if a chunk has been posted and :meth:`collect` may wait for it."""
+        return bool(self._under_way) and len(self._phases) == 1
 
-    def post(self, there: int) -> None:
-        """Send the pieces that the first ``there`` tensors of the plan complete."""
-        end = bisect_right(self._ends, there)
-        if end <= self._made:
+    def post(self, ready: int) -> None:
+        """Send the chunks that the first ``ready`` tensors of the plan complete."""
+        end = bisect_right(self._ends, ready)
+        if end <= self._posted:
             return
-        reducer = self._reducer
-        # Everybody sends everybody the same message, or every owner its own.
-        ranks, copies = (1, reducer.world_size - 1) if self._direct else (reducer.world_size, 1)
-        with self._exchange.preparing(posts=self.owed):
-            for piece in self._pieces[self._made : end]:
-                writers = self._writers()[:ranks]
-                written = reducer.write(piece, writers, copies=copies)
-                self._under_way.append((piece, self._send(piece, writers, written)))
-                self._made += 1
+        phase = self._phases[0]
+        with self._exchange.preparing(posts=self.unposted):
+            for chunk in self._chunks[self._posted : end]:
+                writers = self._take_writers()[: 1 if phase.to_all else self._group.world_size]
+                written = phase.write(chunk, writers)
+                self._under_way.append((chunk, self._send(chunk, writers, written)))
+                self._posted += 1
 
     def collect(self) -> None:
-        """Add up the oldest piece that has been posted, in rank order."""
-        with self._exchange.collecting(posts=self.owed):
-            piece, messages = self._under_way.popleft()
-            outs = (
-                [item.tensor for item in piece.items]
-                if self._direct
-                else [item.view(shard) for item, shard in piece.owned_by(self._reducer.rank)]
-            )
-            self._reducer.sum_into(self._collect(piece, messages), outs, self._scale, self._whole)
+        """Add up the oldest chunk that has been posted, in rank order."""
+        with self._exchange.collecting(posts=self.unposted):
+            chunk, sent = self._under_way.popleft()
+            self._add(0, chunk, self._receive(0, chunk, sent))
 
     def finish(self) -> None:
-        """Post what was not, and collect everything: every tensor is there."""
-        reducer = self._reducer
+        """Post the other chunks, and collect all of them; every tensor holds its sum then."""
         self.post(self._ends[-1])
-        if self._two_phase:
+        if len(self._phases) == 2:
             self._answer()
         while self._under_way:
             self.collect()
-        reducer.spare_writers += self._lent
-
-    def _writers(self) -> list[MessageWriter]:
-        """To every rank, until all messages have left."""
-        spare, ranks = self._reducer.spare_writers, range(self._reducer.world_size)
-        made = spare.pop() if spare else [MessageWriter(self._exchange.device) for _ in ranks]
-        for writer in made:
-            writer.clear()
-        self._lent.append(made)
-        return made
+        self._group.spare_writers += self._writers
 
     def _answer(self) -> None:
-        """Owners, who got everything sparse, sum it up, threshold again and send that to all."""
-        reducer, answered = self._reducer, list[tuple[Plan, list[Tensor]]]()
-        with self._exchange.collecting():  # all: a rank that failed on the way will not answer any
-            received = [(piece, self._collect(piece, messages)) for piece, messages in self._under_way]
+        """Exchange the second phase, when all messages of the first have arrived."""
+        with self._exchange.collecting():  # all: a rank that failed on the way does not answer any
+            received = [(chunk, self._receive(0, chunk, sent)) for chunk, sent in self._under_way]
         self._under_way.clear()
+        answered = []
         with self._exchange.preparing(posts=len(received)):
-            for piece, messages in received:
-                owned, answer = piece.owned_by(reducer.rank), MessageWriter(messages[0].device)
-                totals = reducer.totals(owned)
-                reducer.sum_into(messages, totals, 1.0, self._whole)
-                written = reducer.write_answers(owned, totals, answer)
-                answered.append((piece, self._send(piece, [answer], written)))
+            for chunk, messages in received:
+                self._add(0, chunk, messages)
+                writer = MessageWriter(self._exchange.device)
+                written = self._phases[1].write(chunk, [writer])
+                answered.append((chunk, self._send(chunk, [writer], written)))
         with self._exchange.collecting():
-            for piece, messages in answered:
-                for owner, message in enumerate(self._collect(piece, messages, answers=True)):
-                    views = [item.view(shard) for item, shard in piece.owned_by(owner)]
-                    reducer.sum_into([message], views, self._scale, self._whole, sender=owner)
+            for chunk, sent in answered:
+                self._add(1, chunk, self._receive(1, chunk, sent))
+
+    def _take_writers(self) -> list[MessageWriter]:
+        """Return empty writers for every rank, in use until all messages have left."""
+        spare, ranks = self._group.spare_writers, range(self._group.world_size)
+        writers = spare.pop() if spare else [MessageWriter(self._exchange.device) for _ in ranks]
+        for writer in writers:
+            writer.clear()
+        self._writers.append(writers)
+        return writers
 
     def _send(
-        self, piece: Plan, writers: Sequence[MessageWriter], written: Sequence[Written]
+        self, chunk: ReductionPlan, writers: Sequence[MessageWriter], written: Sequence[WrittenTensor]
     ) -> list[Tensor]:
-        """The messages to all ranks, on their way; one that all get has one writer."""
+        """Post the messages and return them, one for each rank."""
         messages = read_messages(writers)
-        if len(messages) < self._reducer.world_size:
-            messages *= self._reducer.world_size
+        if len(messages) < self._group.world_size:
+            messages *= self._group.world_size
         with self._whole.timed("exchange"):
-            self._exchange.post(messages, piece.fingerprint)
-        self._reducer.account(written, self._whole)
+            self._exchange.post(messages, chunk.fingerprint)
+        self._group.account(written, self._whole)
         return messages
 
-    def _collect(self, piece: Plan, messages: Sequence[Tensor], *, answers: bool = False) -> list[Tensor]:
-        """From every rank the message with the shards owned here, or there (``answers``), in the plan's
-        order; ``messages`` were posted.
-        """
-        rank, world_size = self._reducer.rank, self._reducer.world_size
-        if answers:
-            bounds = [piece.bound(owner) for owner in range(world_size)]
-        else:
-            bounds = [piece.bound(0 if self._direct else rank)] * world_size
+    def _receive(self, phase: int, chunk: ReductionPlan, sent: Sequence[Tensor]) -> list[Tensor]:
+        """Return the messages from all ranks that belong to those that were ``sent``."""
+        bounds = self._phases[phase].largest_messages(chunk)
         with self._whole.timed("exchange"):
-            arrived = self._exchange.collect(messages[rank], bounds=bounds)
-        self._reducer.received(piece, messages, arrived, answers=answers)
-        return arrived
+            received = self._exchange.collect(sent[self._group.rank], bounds=bounds)
+        if self._remember is not None:
+            self._remember(phase, chunk, sent, received)
+        return received
+
+    def _add(self, phase: int, chunk: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        with self._whole.timed("decode"):
+            for destination in self._phases[phase].destinations(chunk):
+                destination.add_messages([messages[sender] for sender in destination.senders])

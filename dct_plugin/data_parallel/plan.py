@@ -1,4 +1,4 @@
-"""What one reduction moves where: tensors, the owners of their parts, and a fingerprint of it all."""
+"""The plan of a reduction: its tensors, the owners of their parts, and a fingerprint of both."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..transport.exchange import most_bytes
+from ..transport.fixed_size import FIXED_SIZE
 
-#: A tensor is split over owners only into shards of at least this many entries: below, headers outweigh
-#: the balance.
+#: Fewest entries of a shard when a tensor is split over owners: below, headers outweigh the balance.
 MIN_SHARD = 16_384
-#: Entries sent that are worth a message of their own, some 100 kB; and what is not, at the end.
-PIECE, SCRAP = 50_000, 12_500
+#: Entries sent that are worth a message of their own, some 100 kB; a last chunk of fewer than
+#: :data:`SMALLEST_CHUNK` joins the one before.
+CHUNK, SMALLEST_CHUNK = 50_000, 12_500
 
 
 class Shard(NamedTuple):
-    """Entries ``[start, stop)`` of a tensor, summed up at rank ``owner`` of the group."""
+    """Entries ``[start, stop)`` of a tensor, which rank ``owner`` of the group sums up."""
 
     owner: int
     start: int
@@ -28,9 +29,9 @@ class Shard(NamedTuple):
 
 
 def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list[Shard]:
-    """The parts of a tensor and their owners among ``count`` ranks; ``whole`` tensors have one.
+    """Return the parts of a tensor and their owners among ``count`` ranks; a ``whole`` tensor is one part.
 
-    By name and size only, so that residuals do not depend on the host's bucket layout.
+    They depend on name and size only, so residuals do not depend on the host's bucket layout.
     """
     parts = 1 if whole else max(1, min(count, numel // MIN_SHARD))
     first = zlib.crc32(name.encode())
@@ -39,8 +40,9 @@ def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list
 
 
 def shards_in(start: int, numel: int, each: int) -> list[Shard]:
-    """The parts of a tensor that lies at ``start`` of a buffer whose rank ``r`` owns entries
-    ``[r * each, (r + 1) * each)``.
+    """Return the parts of a tensor that lies at ``start`` of a buffer.
+
+    Rank ``r`` owns the entries ``[r * each, (r + 1) * each)`` of the buffer.
     """
     return [
         Shard(owner, max(start, owner * each) - start, min(start + numel, (owner + 1) * each) - start)
@@ -50,39 +52,31 @@ def shards_in(start: int, numel: int, each: int) -> list[Shard]:
 
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(
-    kind: str, items: tuple[tuple[str, int, tuple[Shard, ...]], ...], sampled: tuple[str, ...], framed: bool
+    operation: str, tensors: tuple[tuple[str, int, tuple[Shard, ...]], ...], compared: tuple[str, ...]
 ) -> int:
-    text = [kind, *(f"{name}:{numel}:{list(shards)}" for name, numel, shards in items)]
-    text += [*sampled, *(["in frames"] if framed else [])]
+    text = [operation, *(f"{name}:{numel}:{list(shards)}" for name, numel, shards in tensors), *compared]
     low = zlib.crc32("\n".join(text).encode())
     high = zlib.adler32("\n".join(text).encode())
-    return (high << 31 ^ low) & (2**63 - 1)
-
-
-class Change(NamedTuple):
-    """What a rank owes of one tensor, for :meth:`~.reducer.GradientReducer.exchange_changes`."""
-
-    name: str
-    tensor: Tensor
-    """fp32 [numel]; becomes the mean of what the ranks sent."""
-    left: Tensor
-    """fp32 [numel], apart from ``tensor``; becomes what this rank did not send."""
-    entry_bytes: float
-    """What the host would have sent of an entry since the last exchange."""
+    return (high << 31 ^ low) & (FIXED_SIZE - 1)
 
 
 @dataclass
-class Item:
-    """One tensor of a reduction and where its parts go."""
+class PlannedTensor:
+    """One tensor of a reduction, and where its parts go.
+
+    Raises:
+        ValueError: The shards do not cover the tensor once.
+    """
 
     name: str
     tensor: Tensor
     shards: list[Shard]
     small: bool
-    left: Tensor | None = None
+    """Whether it is sent dense."""
+    unsent: Tensor | None = None
     """Becomes what is not sent (fp32 [numel]); None: the stream keeps it."""
     entry_bytes: float = 0.0
-    """Of an entry, had the host exchanged it; 0 takes the tensor's."""
+    """Bytes that the host would have sent for an entry; 0 takes the tensor's."""
 
     def __post_init__(self) -> None:
         self.entry_bytes = self.entry_bytes or self.tensor.element_size()
@@ -103,49 +97,66 @@ class Item:
 
 
 @dataclass
-class Plan:
-    """What one reduction moves where; the same on every rank."""
+class ReductionPlan:
+    """Tensors that are exchanged together, and where their parts go; the same on every rank."""
 
-    kind: str
-    items: list[Item]
-    sampled: list[str] = field(default_factory=list)
-    """Streams whose residuals are compared afterwards, see :class:`.step_ahead.StepAhead`."""
-    framed: bool = False
-    """Whether messages travel in frames."""
+    operation: str
+    """Name of the topology or of what else is exchanged."""
+    tensors: list[PlannedTensor]
+    scale: float = 1.0
+    """Factor of the sums."""
+    compared: list[str] = field(default_factory=list)
+    """Names of tensors that add-ons compare between ranks after the reduction."""
+    sums_everywhere: bool = True
+    """Whether every rank gets the whole sums; else each owner gets its part."""
+    fixed_size: bool = False
+    """Whether messages travel in slots of fixed size, once their sizes are known."""
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
-        items = tuple([(item.name, item.tensor.numel(), tuple(item.shards)) for item in self.items])
-        self.fingerprint = _fingerprint(self.kind, items, tuple(self.sampled), self.framed)
+        tensors = tuple([(each.name, each.tensor.numel(), tuple(each.shards)) for each in self.tensors])
+        self.fingerprint = _fingerprint(self.operation, tensors, tuple(self.compared))
+        if self.fixed_size:
+            self.fingerprint |= FIXED_SIZE
 
-    def pieces(self, density: Callable[[Item], float]) -> list[Plan]:
-        """The plan in order, in pieces of whole tensors: while the message of one is on its way, the next is
-        made.
+    def chunks(self, density: Callable[[PlannedTensor], float]) -> list[ReductionPlan]:
+        """Cut the plan, in order, between tensors: while the message of a chunk travels, the next is made.
 
         Args:
             density: Share of a tensor's entries that is sent; the same on every rank.
         """
-        groups: list[list[Item]] = []
-        kept = float(PIECE)
-        for item in self.items:
-            if kept >= PIECE:
+        groups: list[list[PlannedTensor]] = []
+        kept = float(CHUNK)
+        for tensor in self.tensors:
+            if kept >= CHUNK:
                 groups.append([])
                 kept = 0.0
-            groups[-1].append(item)
-            kept += item.tensor.numel() * (1.0 if item.small else density(item))
-        if kept < SCRAP and len(groups) > 1:
-            scrap = groups.pop()
-            groups[-1] += scrap
-        if self.framed or len(groups) <= 1:
+            groups[-1].append(tensor)
+            kept += tensor.tensor.numel() * (1.0 if tensor.small else density(tensor))
+        if kept < SMALLEST_CHUNK and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        if self.fixed_size or len(groups) <= 1:
             return [self]
-        # What the whole says besides is compared with the first.
-        sampled = [self.sampled] + [[]] * (len(groups) - 1)
-        return [Plan(self.kind, group, names) for group, names in zip(groups, sampled, strict=True)]
+        # The first chunk carries the names that are compared.
+        compared = [self.compared] + [[]] * (len(groups) - 1)
+        return [
+            ReductionPlan(self.operation, group, self.scale, names)
+            for group, names in zip(groups, compared, strict=True)
+        ]
 
-    def bound(self, rank: int) -> int:
-        """Bytes that a message with the shards of ``rank`` cannot reach, however its payloads are coded."""
+    def largest_message(self, rank: int) -> int:
+        """Return bytes that a message with the shards of ``rank`` cannot reach, however it is coded."""
         return sum(most_bytes(shard.stop - shard.start) for _, shard in self.owned_by(rank))
 
-    def owned_by(self, rank: int) -> list[tuple[Item, Shard]]:
-        """Shards of ``rank`` in the order in which their payloads stand in a message."""
-        return [(item, shard) for item in self.items for shard in item.shards if shard.owner == rank]
+    def owned_by(self, rank: int) -> list[tuple[PlannedTensor, Shard]]:
+        """Return the shards of ``rank``, in the order in which their payloads stand in a message."""
+        return [(each, shard) for each in self.tensors for shard in each.shards if shard.owner == rank]
+
+    def parts_held(self, tensor: PlannedTensor, rank: int) -> list[tuple[int, int]]:
+        """Return the bounds of the parts of a tensor whose sum ``rank`` gets."""
+        return [(s.start, s.stop) for s in tensor.shards if self.sums_everywhere or s.owner == rank]
+
+    def views_of(self, rank: int) -> list[Tensor]:
+        """Return the parts of the tensors that ``rank`` owns."""
+        return [each.view(shard) for each, shard in self.owned_by(rank)]

@@ -1,6 +1,6 @@
-"""A rank as a member of a group that exchanges thresholded tensors: its streams, and what they cost.
+"""The compressed streams of one process group, and the metrics of what they send.
 
-What reductions of gradients and updates of weights have in common.
+Reductions of gradients and updates of weights have them in common.
 """
 
 from __future__ import annotations
@@ -16,43 +16,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.message import MessageWriter, read_messages
+from ..codecs.message import MessageWriter
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
-from ..feedback import Rooms
+from ..feedback import ScratchBuffers
 from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
-from ..stream import Compressor, Encoded, backend_of
+from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
 
 logger = logging.getLogger("dct_plugin")
 
 
-class Written(NamedTuple):
-    """What a message holds of one tensor, to be accounted for when the message is complete."""
+class WrittenTensor(NamedTuple):
+    """One tensor in a message, to be recorded when the message is complete."""
 
     name: str | None
-    """Of a gradient of this rank; None for weights, and for an owner's answer, where what is not finite was
-    so at other ranks.
+    """Name of a gradient of this rank, to be named where it is not finite. None for weights and for answers
+    of owners, which are not finite because of other ranks.
     """
     cls: str
+    """Class in the metrics."""
     encoded: Encoded
     stream: Compressor | None
     dense_bytes: float
+    """Bytes that the host would have sent."""
     copies: Sequence[int]
     """How often each payload leaves this rank."""
-    share: str = ""
-    """Of the class, as which it is recorded besides."""
+    label: str = ""
+    """Share of the class under which it is recorded besides."""
 
 
-class Member:
-    """The streams of a rank, and the group they are exchanged over.
+class Sparsity(NamedTuple):
+    """The sparsity of one tensor in one step."""
+
+    density: float
+    """Share of the entries that is sent."""
+    label: str = ""
+    """Share of its class under which the tensor is recorded besides."""
+
+
+class StreamGroup:
+    """The streams of this rank, and the process group that exchanges them.
 
     Args:
-        settings: Of the streams.
+        settings: Settings of the streams.
         group: Process group (gloo or nccl), None for the default one.
         metrics: Where bytes, density and times are recorded.
-        device: Of the tensors.
+        device: Device of the tensors.
         kernels: Which kernels run; the defaults when None.
         transactional: Take skipped steps back.
         step: Optimizer steps so far.
@@ -76,86 +87,83 @@ class Member:
         self.schedule = SparsitySchedule.of(settings)
         self.step = step
         """Optimizer steps so far."""
+        self.loss_scale = 1.0
+        """Factor that the host multiplies into the gradients."""
         self.streams: dict[str, Compressor] = {}
-        """By tensor: one for each that this rank sends by itself."""
-        self._settings = settings
+        """By name: one for each tensor that this rank sends by itself."""
+        self.settings = settings
         self._kernels = kernels
         self.backend = backend_of(kernels, self.device)
         self._transactional = transactional
-        self._rooms = Rooms()
-        self._loaded: dict[str, dict[str, Any]] = {}
-        """States of streams that were not used since."""
-        self._nonfinite_reported = False
+        self.scratch = ScratchBuffers()
+        self.spare_writers: list[list[MessageWriter]] = []
+        """Message writers for every rank, not in use."""
+        self.loaded: dict[str, dict[str, Any]] = {}
+        """Loaded states of streams that were not used since."""
+        self.nonfinite_reported = False
 
-    def _streams_state(self) -> dict[str, Any]:
-        return {**self._loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
+    def streams_state(self) -> dict[str, Any]:
+        """Return the states of all streams, also of those that were loaded and not used since."""
+        return {**self.loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
 
-    def owes(self, name: str) -> bool:
-        """Whether a tensor has a residual by now."""
+    def has_residual(self, name: str) -> bool:
+        """Return whether a tensor has a residual by now."""
         stream = self.streams.get(name)
         if stream is None:
-            return name in self._loaded and self._loaded[name]["residual"] is not None
+            return name in self.loaded and self.loaded[name]["residual"] is not None
         return stream.residual is not None
 
     def stream(self, name: str) -> Compressor:
-        """The stream of a tensor, made when it is first asked for."""
+        """Return the stream of a tensor, made when it is first asked for."""
         stream = self.streams.get(name)
         if stream is None:
             stream = Compressor(
-                self._settings,
+                self.settings,
                 name=name,
                 rank=self.rank,
                 kernels=self._kernels,
                 transactional=self._transactional,
-                rooms=self._rooms,
+                scratch=self.scratch,
             )
-            if name in self._loaded:
-                stream.load_state_dict(self._loaded.pop(name))
+            if name in self.loaded:
+                stream.load_state_dict(self.loaded.pop(name))
             self.streams[name] = stream
         return stream
 
+    def return_to_residual(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """Add to the residuals what an exchange left in these tensors, where no rank used it."""
+        for name, tensor in entries:
+            stream = self.streams.get(name)
+            if stream is not None and stream.residual is not None:
+                stream.residual.add(as_flat(tensor))
+
+    def sparsity(self, name: str) -> Sparsity:
+        """Return the sparsity of a tensor in this step."""
+        return Sparsity(self.schedule.density(self.step))
+
     @property
-    def frames(self) -> bool:
-        """Whether messages travel in frames."""
+    def fixed_size(self) -> bool:
+        """True if messages travel in slots of fixed size, because their sizes stay on the device."""
         return self.backend.writes_slots and self.world_size > 1
 
-    def complete(
-        self, writers: Sequence[MessageWriter], written: Sequence[Written], whole: Record
-    ) -> list[Tensor]:
-        """The complete messages, and with them, in one read from the device, what was written: thresholds
-        follow, metrics record.
-        """
-        messages = read_messages(writers)
-        self.account(written, whole)
-        return messages
-
-    def account(self, written: Sequence[Written], whole: Record) -> None:
-        """Thresholds follow what was written, metrics record it; the first look reads all figures."""
-        for name, cls, encoded, stream, dense_bytes, copies, share in written:
+    def account(self, written: Sequence[WrittenTensor], whole: Record) -> None:
+        """Let thresholds follow what was written, and record it; the first figure read reads all of them."""
+        for name, cls, encoded, stream, dense_bytes, copies, label in written:
             totals = encoded.totals()
-            if totals.nonfinite and name is not None and not self._nonfinite_reported:
-                self._report_nonfinite(name)
+            if totals.nonfinite and name is not None and not self.nonfinite_reported:
+                self.report_nonfinite(name)
             if stream is not None:
                 stream.observe(encoded, totals)
             sent = sum([n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True)])
             record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
-            self._record(record, whole)
-            if share and self.metrics is not None:
-                self.metrics.record(replace(record, cls=f"{cls}/{share}"))
+            self.record(record, whole)
+            if label and self.metrics is not None:
+                self.metrics.record(replace(record, cls=f"{cls}/{label}"))
 
-    def sum_messages(
-        self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float, *, sender: int = 0
-    ) -> None:
-        """``outs``, which hold zeros, become ``scale`` times the sum of the messages of ``sender`` and the
-        ranks behind it, added up in fp32 in rank order.
-        """
-        with self._naming_sender(sender):
-            self.backend.sum_messages(messages, outs, scale)
-
-    def _report_nonfinite(self, name: str) -> None:
+    def report_nonfinite(self, name: str) -> None:
         """Say, on the rank where it arose, which gradient poisons the step."""
-        self._nonfinite_reported = True
-        skips = self._settings.nonfinite_action == "skip"
+        self.nonfinite_reported = True
+        skips = self.settings.nonfinite_action == "skip"
         logger.warning(
             "dct: rank %d: the gradient of %s is not finite in step %d%s",
             self.rank,
@@ -168,8 +176,10 @@ class Member:
         )
 
     @contextmanager
-    def _naming_sender(self, first: int = 0) -> Iterator[None]:
-        """A message that is found damaged in the block came from ``first`` or so many ranks behind it."""
+    def naming_sender(self, first: int = 0) -> Iterator[None]:
+        """Name the sender of a message that is found damaged within the block: ``first``, or the rank so many
+        messages behind it.
+        """
         try:
             yield
         except PayloadError as error:
@@ -182,8 +192,8 @@ class Member:
 
     @contextmanager
     def recorded(self, cls: str) -> Iterator[Record]:
-        """The record of an exchange as a whole: size messages, the time of exchange and decoding, and as time
-        of selection whatever no other figure holds.
+        """Record an exchange as a whole: announcements of sizes, the time of exchange and decoding, and as
+        time of selection whatever no other figure holds.
         """
         whole = Record(cls, tensors=0)
         with self.recording(whole):
@@ -193,7 +203,7 @@ class Member:
 
     @contextmanager
     def recording(self, whole: Record) -> Iterator[None]:
-        """Adds what the block takes of an exchange to the record of the ``whole``."""
+        """Add what the block sends and takes to the record of the ``whole``."""
         exchange = self.exchange
         exchange.step = self.step
         sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
@@ -204,8 +214,8 @@ class Member:
         elsewhere -= whole.exchange_ms + whole.decode_ms
         whole.select_ms += 1e3 * (time.perf_counter() - began) + elsewhere
 
-    def _record(self, record: Record, whole: Record) -> None:
-        """A tensor's share of the exchange."""
+    def record(self, record: Record, whole: Record) -> None:
+        """Record the share of one tensor in the exchange."""
         whole.sent_bytes -= record.sent_bytes
         whole.select_ms -= record.select_ms + record.encode_ms
         if self.metrics is not None:

@@ -12,7 +12,7 @@ CAPACITY = 1024
 
 
 class BoundedTable(OrderedDict[int, _Value]):
-    """What ranks know about the last :data:`CAPACITY` fingerprints that were asked for or entered.
+    """A table of the last :data:`CAPACITY` fingerprints that were asked for or entered.
 
     Ranks that ask and enter in the same order, as they do in collectives, hold the same entries.
     """

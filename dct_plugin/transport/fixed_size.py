@@ -32,7 +32,7 @@ FIXED_SIZE = 1 << 62
 
 
 class MessageSize(NamedTuple):
-    """What sender and receiver know of the size of a message beforehand.
+    """The size of a message, as far as sender and receiver know it beforehand.
 
     Attributes:
         entries: The size grows with them; 0: nothing is sent.

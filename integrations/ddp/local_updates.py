@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.local import LocalUpdates, Weight
+from dct_plugin.data_parallel.local import LocalUpdates, LocalUpdatesAddOn, Weight
 from dct_plugin.errors import ConfigError
 
 from ..host.steps import StepHooks
@@ -57,7 +57,7 @@ def attach(
                 if id(parameter) in names:
                     yield Weight(names[id(parameter)], parameter, parameter)
 
-    local = reducer.local_updates(weights, optimizer)
+    local = reducer.add_on(LocalUpdatesAddOn).prepare(weights, optimizer)
     local.attach(model)
 
     def stepped(*_: Any) -> None:

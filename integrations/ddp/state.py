@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.reducer import Reduction
-from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, units_of
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics
 
@@ -137,7 +138,7 @@ class DCTState:
         """
         units, named = units_of(optimizer), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
-        self._ahead = self.reducer(device).step_ahead(named.items(), units)
+        self._ahead = self.reducer(device).add_on(StepAheadAddOn).prepare(named.items(), units)
         self._ahead.attach(model, optimizer)
         model.register_forward_pre_hook(_EndOfStep(self), prepend=True)
 
@@ -169,8 +170,9 @@ class DCTState:
                 kernels=self.config.kernels,
                 transactional=self._scale.scaler is not None,
             )
-            if self._reducer.adaptive is not None and self._optimizer is not None:
-                self._reducer.adaptive.follow(self._optimizer)
+            accordion = self._reducer.find(Accordion)
+            if accordion is not None and self._optimizer is not None:
+                accordion.follow(self._optimizer)
             self.steps.members = [self._reducer]
             self.steps.replicas = Replicas(self.config.data_parallel, self._weights, self.process_group)
             self.load_state_dict({"reducer": self._loaded})
@@ -227,7 +229,7 @@ class DCTState:
             reducer = self.reducer(device)
         facts = {
             "optimizer steps so far": reducer.step,
-            "step_ahead() called": reducer.looks_ahead,
+            "step_ahead() called": self._ahead is not None,
             "local() called": self._local is not None,
         }
         agreement.confirm(startup.facts_of(self.config, facts))

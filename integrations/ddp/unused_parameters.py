@@ -41,4 +41,4 @@ def take_back_unused(reducer: GradientReducer, gradients: Sequence[BucketGradien
     """Add the gradients that DDP did not use back to the residuals."""
     unused = [(each.name, each.view) for each in gradients if each.unused()]
     if unused:
-        reducer.take_back(unused)
+        reducer.return_to_residual(unused)

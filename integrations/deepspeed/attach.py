@@ -12,6 +12,7 @@ import torch
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
 from dct_plugin.data_parallel.step_ahead import StepAhead
@@ -92,8 +93,8 @@ class Attachment:
             if config.model_parallel.expert_gradients and engine.has_moe_layers
             else {}
         )
-        if self.reducer.adaptive is not None:
-            self.reducer.adaptive.follow(engine.optimizer)
+        if (accordion := self.reducer.find(Accordion)) is not None:
+            accordion.follow(engine.optimizer)
         self.steps = StepHooks([self.reducer], self.metrics, rank=engine.global_rank)
         self._patches = Patches()
         self._load: Callable[..., bool] = lambda folder: False

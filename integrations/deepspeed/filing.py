@@ -42,7 +42,7 @@ class Filing:
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _: False)
         stays = optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.cpu_offload
         stays = stays and not any(compact(group) for group in range(len(optimizer.bit16_groups)))
-        if not reducer.frames or not stays or getattr(optimizer, "zenflow", False):
+        if not reducer.fixed_size or not stays or getattr(optimizer, "zenflow", False):
             return None
         return cls(optimizer, reducer)
 
@@ -63,7 +63,7 @@ class Filing:
             def reduce_ipg_grads(comm_dtype: Any = None) -> None:
                 original(comm_dtype)
                 for name, numel in self._unfiled.values():  # other ranks': their memory may be given back
-                    self._reducer.moved(name, self._nothing.expand(numel))
+                    self._reducer.replace_result(name, self._nothing.expand(numel))
                 self._unfiled.clear()
                 if comm_dtype is None:  # the end of the backward pass
                     stream = optimizer.reduction_stream if optimizer.overlap_comm else None
@@ -78,7 +78,7 @@ class Filing:
                 original(parameter, *arguments)
                 if (unfiled := self._unfiled.pop(id(parameter), None)) is not None:
                     filed = optimizer.get_gradient_for_reduction(parameter)
-                    self._reducer.moved(unfiled[0], filed.detach().view(-1))
+                    self._reducer.replace_result(unfiled[0], filed.detach().view(-1))
 
             return copy_grads_in_partition
 

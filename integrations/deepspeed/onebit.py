@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
+from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.stream import Compressor
 
@@ -151,11 +152,27 @@ class Backend:
         return buffer_m
 
 
+class _BuffersOfOptimizer(TwoPhase):
+    """Owners own what the optimizer gave them buffers for; small tensors need no buffers."""
+
+    part = 0
+    """Entries that each rank owns."""
+
+    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+        return super().shards(name, numel, small=small) if small else shards_in(0, numel, self.part)
+
+
 class MomentumReducer(GradientReducer):
     """Averages one momentum after the other; the residuals are the optimizer's."""
 
-    _lent: dict[str, Tensor]
-    _part: int
+    _errors: dict[str, Tensor]
+    """Residuals by stream, in the optimizer's memory."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._layout = _BuffersOfOptimizer(self)
+        if isinstance(self.topology, TwoPhase):
+            self.topology = self._layout
 
     def average(self, name: str, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
         """Replace ``momentum`` (1-D) by the mean of what the ranks send of ``momentum + worker_error``.
@@ -164,11 +181,11 @@ class MomentumReducer(GradientReducer):
             name: Of the stream.
             momentum, worker_error, server_error: See :meth:`Backend.compressed_allreduce`.
         """
-        numel, self._part = momentum.numel(), server_error.numel()
-        self._lent = {name: worker_error[:numel]}
-        for owner, start, stop in self._shards(name, numel):
+        numel, self._layout.part = momentum.numel(), server_error.numel()
+        self._errors = {name: worker_error[:numel]}
+        for owner, start, stop in self._layout.shards(name, numel, small=numel < self.config.min_numel):
             if owner == self.rank:
-                self._lent[f"{name}[{start}:{stop}]"] = server_error[: stop - start]
+                self._errors[f"{name}[{start}:{stop}]"] = server_error[: stop - start]
         self.all_reduce([(name, momentum)], scale=1.0 / self.world_size)
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
@@ -177,14 +194,10 @@ class MomentumReducer(GradientReducer):
         """
         super().load_state_dict(state)
 
-    def _shards(self, name: str, numel: int) -> list[Shard]:
-        # As the optimizer laid out its buffers; small tensors need none.
-        return super()._shards(name, numel) if self._small(numel) else shards_in(0, numel, self._part)
-
     def stream(self, name: str) -> Compressor:
-        """The stream of a tensor, with its residual where the optimizer keeps it."""
+        """Return the stream of a tensor, with its residual where the optimizer keeps it."""
         stream = super().stream(name)
-        stream.keep_in(self._lent[name])
+        stream.keep_in(self._errors[name])
         return stream
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.local import LocalUpdates, Weight
+from dct_plugin.data_parallel.local import LocalUpdates, LocalUpdatesAddOn, Weight
 
 from ..host.patches import Patches
 from ..host.steps import StepHooks
@@ -91,7 +91,9 @@ class BoundaryHooks:
     def update_locally(self) -> LocalUpdates:
         """For ``"feedback": "local_updates"``: gradients stay as they are, and weights are exchanged."""
         optimizer = self.engine.optimizer
-        self.local = self.reducer.local_updates(self._weights, getattr(optimizer, "optimizer", optimizer))
+        self.local = self.reducer.add_on(LocalUpdatesAddOn).prepare(
+            self._weights, getattr(optimizer, "optimizer", optimizer)
+        )
         return self.local
 
     def _leave_gradients(self) -> None:

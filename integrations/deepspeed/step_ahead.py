@@ -7,7 +7,7 @@ from typing import Any
 
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, units_of
 
 from ..host.patches import Patches
 
@@ -37,7 +37,7 @@ def prepared(
         engine: DeepSpeed's engine.
         reducer: Of its gradients.
         name_of: Name of a parameter's stream, from the index of its group and the parameter.
-        unit: See :meth:`~dct_plugin.data_parallel.GradientReducer.step_ahead`.
+        unit: See :meth:`~dct_plugin.data_parallel.step_ahead.StepAheadAddOn.prepare`.
         updates: Of the engine's weights, if they are thresholded.
 
     Raises:
@@ -46,9 +46,10 @@ def prepared(
     named = named_parameters(engine, name_of)
     unit_of = units_of(engine.optimizer, [[parameter for _, parameter in group] for group in named])
     pairs = [pair for group in named for pair in group]
+    ahead = reducer.add_on(StepAheadAddOn)
     if updates is None:
-        return reducer.step_ahead(pairs, unit_of, unit=unit)
-    return reducer.step_ahead(pairs, unit_of, unit=unit, pending_of=updates.pending_of)
+        return ahead.prepare(pairs, unit_of, unit=unit)
+    return ahead.prepare(pairs, unit_of, unit=unit, pending_of=updates.pending_of)
 
 
 def displace_in_batches(engine: Any, ahead: StepAhead, patches: Patches) -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from dct_plugin import checkpoint
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.errors import ConfigError
 
 from ..host.overlap import Overlap, PendingReduction, overlap_of
@@ -116,7 +117,7 @@ class Reductions:
             factor = bucket.gradient_scaling_factor
             for gradient in gradients_in(bucket):
                 view = gradient.view if factor == 1.0 else gradient.view * factor
-                reducer.look([(gradient.name, view)])
+                reducer.observe([(gradient.name, view)])
 
     def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
         """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
@@ -158,8 +159,9 @@ class Reductions:
         )
         wanted = group.ddp_config.overlap_grad_reduce
         overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")
-        if reducer.adaptive is not None and self._followed is not None:
-            reducer.adaptive.follow(self._followed)
+        accordion = reducer.find(Accordion)
+        if accordion is not None and self._followed is not None:
+            accordion.follow(self._followed)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
@@ -199,6 +201,6 @@ class Reductions:
                 "gradients is known after the step only; set it to 'local'"
             )
         summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
-        return reducer.step_ahead(
+        return reducer.add_on(StepAheadAddOn).prepare(
             parameters, optimizers.unit_of, unit=summed, pending_of=self.session.pending_of
         )

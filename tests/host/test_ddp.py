@@ -152,13 +152,13 @@ def _beside_and_within(rank: int, world_size: int) -> None:
             ddp, state = hooked()
             train(ddp, rank, range(1))
         reducer, threads = state.reducer(torch.device("cpu")), set()
-        look = reducer.look
+        look = reducer.observe
 
         def noted(*arguments: Any, look: Any = look, threads: set[str] = threads) -> None:
             threads.add(threading.current_thread().name)
             look(*arguments)
 
-        reducer.look = noted  # type: ignore[method-assign]
+        reducer.observe = noted  # type: ignore[method-assign]
         train(ddp, rank, range(1, 6))
         assert (threads == {"dct gradients"}) == beside
         found.append((residuals(state), train(ddp, rank, range(6, 7))))

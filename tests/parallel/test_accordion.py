@@ -9,7 +9,7 @@ from support.processes import run as run_ranks
 
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.accordion import SAMPLES, Accordion
+from dct_plugin.data_parallel.accordion import SAMPLES, Accordion, CriticalRegimes
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
@@ -31,18 +31,18 @@ def test_norms_that_stay_leave_the_critical_regime_and_changes_enter_it() -> Non
     one = torch.ones(50)
     gradients = [one] * 8 + [2 * one] * 8
     # Nothing to compare with in the first interval; a change is seen when its interval is over.
-    assert run(Accordion(4), gradients) == [True] * 8 + [False] * 4 + [True] * 4
-    assert run(Accordion(4, change=1.5), gradients) == [True] * 8 + [False] * 8
+    assert run(CriticalRegimes(4), gradients) == [True] * 8 + [False] * 4 + [True] * 4
+    assert run(CriticalRegimes(4, change=1.5), gradients) == [True] * 8 + [False] * 8
 
 
 def test_accumulated_gradients_count_not_single_ones() -> None:
     one = torch.ones(50)
     noise = [one, -one] * 8  # norms of single gradients stay; their sums are zero
-    assert all(run(Accordion(4), noise))
+    assert all(run(CriticalRegimes(4), noise))
 
 
 def test_a_learning_rate_that_drops_is_critical_and_one_that_decays_is_not() -> None:
-    accordion, one = Accordion(2), torch.ones(10)
+    accordion, one = CriticalRegimes(2), torch.ones(10)
     rates = iter([1.0, 1.0, 0.9, 0.8, 0.3])
     accordion.learning_rate = lambda: next(rates)
     assert run(accordion, [one] * 10) == [True] * 4 + [False] * 4 + [True] * 2
@@ -51,7 +51,7 @@ def test_a_learning_rate_that_drops_is_critical_and_one_that_decays_is_not() -> 
 def test_large_tensors_are_sampled_and_owners_share_the_norm() -> None:
     numel = 3 * SAMPLES
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    whole, left, right = Accordion(1), Accordion(1), Accordion(1)
+    whole, left, right = CriticalRegimes(1), CriticalRegimes(1), CriticalRegimes(1)
     for accordion, parts in (
         (whole, [(0, numel)]),
         (left, [(0, 1000), (30_000, numel)]),
@@ -66,19 +66,19 @@ def test_large_tensors_are_sampled_and_owners_share_the_norm() -> None:
 
 def test_skipped_steps_leave_no_trace_and_states_continue() -> None:
     gradients = [torch.full((9,), float(value)) for value in (1, 1, 1, 1, 5, 5, 5, 5)]
-    expected = run(Accordion(2), gradients)
-    first = Accordion(2)
+    expected = run(CriticalRegimes(2), gradients)
+    first = CriticalRegimes(2)
     seen = run(first, gradients[:4])
     first.observe("w", torch.full((9,), float("nan")), [(0, 9)], 4)
     first.end_step(skipped=True)
-    second = Accordion(2)
+    second = CriticalRegimes(2)
     second.load_state_dict(first.state_dict())
     assert second.critical("w") == first.critical("w")
     assert seen + run(second, gradients[4:], first=4) == expected
 
 
 def test_the_unit_of_gradients_may_change() -> None:
-    accordion, one = Accordion(2), torch.ones(5)
+    accordion, one = CriticalRegimes(2), torch.ones(5)
     assert run(accordion, [one] * 5)[-1] is False
     accordion.rescale(1024.0)
     assert run(accordion, [1024 * one] * 3, first=5)[-1] is False
@@ -107,8 +107,7 @@ def _reduced(rank: int, world_size: int, kind: str) -> tuple[list[bool], int]:
             reducer.all_reduce([("w", gradient)], scale=0.5)
         else:
             reducer.reduce_scatter([("w", gradient, shards)], scale=0.5)
-        assert reducer.adaptive is not None
-        critical.append(reducer.adaptive.critical("w"))
+        critical.append(reducer.add_on(Accordion).regimes.critical("w"))
         reducer.end_step()
         metrics.step(step)
         if step == 9:

@@ -189,35 +189,36 @@ def test_overflow_reaches_every_rank_and_leaves_residuals(exchange: str, kept_in
 
 
 @contextmanager
-def _pieces_of(kept: int) -> Iterator[None]:
+def _chunks_of(kept: int) -> Iterator[None]:
     """With messages of so many entries; the process serves other tests afterwards."""
-    with patch.dict(vars(plan), {"PIECE": kept, "SCRAP": kept // 4}):
+    with patch.dict(vars(plan), {"CHUNK": kept, "SMALLEST_CHUNK": kept // 4}):
         yield
 
 
 def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
     sizes = (60_000, 2_000, 70_000, 64, 64)
     items = [
-        plan.Item(f"{n}", torch.zeros(size), [Shard(0, 0, size)], size < 100) for n, size in enumerate(sizes)
+        plan.PlannedTensor(f"{n}", torch.zeros(size), [Shard(0, 0, size)], size < 100)
+        for n, size in enumerate(sizes)
     ]
 
     def cut(kept: int, density: float) -> list[list[int]]:
-        with _pieces_of(kept):
-            pieces = plan.Plan("direct", items, ["0"]).pieces(lambda _: density)
+        with _chunks_of(kept):
+            pieces = plan.ReductionPlan("direct", items, compared=["0"]).chunks(lambda _: density)
         assert len({piece.fingerprint for piece in pieces}) == len(pieces)
-        return [[item.tensor.numel() for item in piece.items] for piece in pieces]
+        return [[each.tensor.numel() for each in piece.tensors] for piece in pieces]
 
     assert cut(1000, 0.01) == [list(sizes)]
     assert cut(600, 0.01) == [[60_000], [2_000, 70_000, 64, 64]]
     assert cut(600, 0.1) == [[60_000], [2_000, 70_000, 64, 64]]
     assert cut(100, 0.1) == [[60_000], [2_000], [70_000], [64, 64]]
-    assert plan.Plan("direct", []).pieces(lambda _: 1.0)[0].items == []
+    assert plan.ReductionPlan("direct", []).chunks(lambda _: 1.0)[0].tensors == []
 
 
 def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[torch.Tensor], int]:
     engine = reducer(sparsity=0.9, exchange="direct" if kind == "direct" else "two_phase")
     found = []
-    with _pieces_of(kept):
+    with _chunks_of(kept):
         for step in range(3):
             mine = tensors(rank, step)
             if kind == "reduce_scatter":
@@ -246,7 +247,7 @@ def test_messages_in_pieces_change_no_bit(kind: str) -> None:
 def _fails_on_the_way(rank: int, world_size: int, exchange: str) -> tuple[str, bool]:
     """One rank fails when some of its messages are on their way; afterwards all go on."""
     engine, mine, text = reducer(sparsity=0.9, exchange=exchange), tensors(rank, 0), ""
-    with _pieces_of(3000):
+    with _chunks_of(3000):
         engine.all_reduce(list(mine.items()))
         if rank == 1:
             mine["layer"] = torch.randn(SIZES["layer"] + 1)
@@ -272,7 +273,7 @@ def _one_after_the_other(rank: int, world_size: int, exchange: str, parts: bool)
     """Every rank begins when it likes."""
     engine, found = reducer(sparsity=0.9, exchange=exchange, warmup_steps=1), []
     choice = random.Random(rank)
-    with _pieces_of(3000):
+    with _chunks_of(3000):
         for step in range(4):
             mine = list(tensors(rank, step).items())
             if parts:
@@ -298,7 +299,7 @@ def test_tensors_that_come_one_after_the_other_are_reduced_alike(exchange: str) 
 def _fails_between(rank: int, world_size: int, exchange: str) -> tuple[str, bool]:
     """One rank fails when it has begun a reduction and others are waiting for the rest of it."""
     engine, mine, text = reducer(sparsity=0.9, exchange=exchange), list(tensors(rank, 0).items()), ""
-    with _pieces_of(3000):
+    with _chunks_of(3000):
         engine.all_reduce(mine)
         reduction = engine.begin(mine)
         reduction.advance(1, lambda: False)

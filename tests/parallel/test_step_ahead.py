@@ -18,15 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
-from dct_plugin.data_parallel.step_ahead import (
-    INTERVAL,
-    LIMIT,
-    Moments,
-    StepAhead,
-    StepUnit,
-    displaced,
-    units_of,
-)
+from dct_plugin.data_parallel.residual_coefficients import INTERVAL
+from dct_plugin.data_parallel.second_moments import LIMIT, Moments
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, StepUnit, displaced, units_of
 from dct_plugin.errors import ConfigError, DCTError
 
 
@@ -520,21 +514,23 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, i
     config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=1000)
     reducer = GradientReducer(config)
     weights = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(10))]
-    ahead = reducer.step_ahead(list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights)))
-    first = ahead.coefficient("a")
+    ahead = reducer.add_on(StepAheadAddOn).prepare(
+        list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights))
+    )
+    first = ahead.coefficients.of("a")
     generator = torch.Generator().manual_seed(1 if same else rank)
     samples = 0
     for step in range(4 * INTERVAL + 1):
         for _ in range(2):  # micro-batches
-            pending = len(ahead._measured)
+            pending = len(ahead.coefficients._measured)
             entries = [
                 (n, torch.randn(w.numel(), generator=generator)) for n, w in zip("ab", weights, strict=True)
             ]
             reducer.all_reduce(entries, scale=1 / world_size)
-            samples += len(ahead._measured) - pending
+            samples += len(ahead.coefficients._measured) - pending
         reducer.end_step(skipped=step == 5)
     assert first == 0.5 + 0.5 / world_size
-    return ahead.coefficient("a"), samples, len(reducer.state_dict()["ahead"]["moments"])
+    return ahead.coefficients.of("a"), samples, len(reducer.state_dict()["ahead"]["moments"])
 
 
 @pytest.mark.slow
@@ -566,7 +562,9 @@ def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
         reducer = GradientReducer(config)
         if state is not None:
             reducer.load_state_dict(state)
-        return reducer, reducer.step_ahead([("a", weight)], units_of(torch.optim.SGD([weight], lr=1.0)))
+        return reducer, reducer.add_on(StepAheadAddOn).prepare(
+            [("a", weight)], units_of(torch.optim.SGD([weight], lr=1.0))
+        )
 
     def displacement(ahead: StepAhead) -> Tensor:
         ahead.displace()
@@ -608,7 +606,7 @@ def _out_of_step(rank: int, world_size: int) -> str:
     config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=10)
     reducer = GradientReducer(config, step=INTERVAL + rank)
     weight = nn.Parameter(torch.zeros(100))
-    reducer.step_ahead([("a", weight)], units_of(torch.optim.SGD([weight])))
+    reducer.add_on(StepAheadAddOn).prepare([("a", weight)], units_of(torch.optim.SGD([weight])))
     try:
         reducer.all_reduce([("a", torch.ones(100))])
     except Exception as error:

@@ -122,7 +122,7 @@ def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[d
                 reducer.all_reduce(list(entries.items()))
                 kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
             reducer.end_step()
-        return kept, len(reducer._framed._sizes) if reducer._framed is not None else 0
+        return kept, len(reducer._fixed_size._exchanges) if reducer._fixed_size is not None else 0
     finally:
         bounded_table.CAPACITY = before
 

@@ -1,0 +1,86 @@
+"""The interface of add-ons: features beside the reduction, and the reducer as they see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from ..config import DataParallelConfig
+from ..metrics import Record
+from .plan import PlannedTensor, ReductionPlan
+from .stream_group import Sparsity, StreamGroup
+from .topology import Topology
+
+
+class AddOn:
+    """A feature that sees every reduction of a reducer, and may keep a state of its own.
+
+    Attributes:
+        missing: Error for a host that wants the add-on where the configuration does not ask for it;
+            ``{feedback}`` stands for the feedback that it asks for.
+        key: Name of the state in what the reducer saves; "" saves nothing.
+        exchanges: Whether it exchanges something before a reduction, so that all gradients must be there.
+        replaces_gradients: Whether streams carry something else than gradients.
+    """
+
+    missing: ClassVar[str] = ""
+    key: ClassVar[str] = ""
+    exchanges: ClassVar[bool] = False
+    replaces_gradients: ClassVar[bool] = False
+
+    @classmethod
+    def configured(cls, context: ReducerContext) -> AddOn | None:
+        """Return the add-on that a configuration asks for; None if it does not."""
+        raise NotImplementedError
+
+    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """See gradients of this rank before they are reduced, and cleared.
+
+        Raises:
+            ConfigError: The host has not said what the feature needs to know.
+        """
+
+    def compared(self, names: Iterable[str]) -> list[str]:
+        """Return those of ``names`` that :meth:`after_reduce` compares between ranks."""
+        return []
+
+    def sparsity(self, name: str) -> Sparsity | None:
+        """Return the sparsity of a tensor in this step; None leaves it to the configuration."""
+        return None
+
+    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
+        """Exchange what has to be known before the tensors of ``plan`` are sent; a collective."""
+
+    def residuals_averaged(self, names: Sequence[str]) -> None:
+        """Follow residuals that became the mean of the ranks' residuals; a collective."""
+
+    def after_reduce(self, plan: ReductionPlan) -> None:
+        """See the reduced gradients; a collective."""
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Close an optimizer step; a ``skipped`` one leaves no trace."""
+
+    def rescale(self, factor: float) -> None:
+        """Follow a change of the gradients' unit (loss scale)."""
+
+    def state_dict(self) -> Any:
+        """Return what a resumed run needs."""
+        return None
+
+    def load_state_dict(self, state: Any, *, step: int) -> None:
+        """Restore :meth:`state_dict`; None starts afresh, ``step`` optimizer steps into the training."""
+
+
+class ReducerContext(NamedTuple):
+    """The reducer as add-ons see it."""
+
+    group: StreamGroup
+    config: DataParallelConfig
+    topology: Topology
+    """Topology of sums that all ranks get."""
+    average: Callable[[Sequence[PlannedTensor]], None]
+    """Replaces tensors by the mean of what the ranks send of them; a collective."""
+    add_ons: list[AddOn]
+    """All add-ons of the reducer."""

@@ -1,0 +1,22 @@
+"""The table of add-ons. Deleting a row and the file that it names removes the feature."""
+
+from __future__ import annotations
+
+from .accordion import Accordion
+from .add_on import AddOn, ReducerContext
+from .averaging import ErrorAveraging
+from .local import LocalUpdatesAddOn
+from .step_ahead import StepAheadAddOn
+
+#: In the order in which they see a reduction.
+ADD_ONS: tuple[type[AddOn], ...] = (Accordion, ErrorAveraging, StepAheadAddOn, LocalUpdatesAddOn)
+
+
+def add_ons_of(context: ReducerContext) -> list[AddOn]:
+    """Return the add-ons that a configuration asks for."""
+    return [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
+
+
+def replaces_gradients(keys: set[str]) -> set[str]:
+    """Return those keys of a saved state that say that streams carried something else than gradients."""
+    return {kind.key for kind in ADD_ONS if kind.replaces_gradients} & keys

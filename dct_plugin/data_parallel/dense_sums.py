@@ -1,0 +1,107 @@
+"""Steps in which nothing is thresholded: warm-up, and a group of one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..codecs.copies import to_host
+from ..feedback import unpacked
+from ..kernels.reference import has_overflow, overflow_flags
+from ..metrics import Record
+from ..transport.bounded_table import BoundedTable
+from .plan import PlannedTensor, ReductionPlan
+from .stream_group import StreamGroup
+
+
+class DenseSums:
+    """Sums gradients as the host framework would.
+
+    Args:
+        group: Streams and process group.
+        warmup_steps: First optimizer steps, in which gradients are summed densely.
+    """
+
+    def __init__(self, group: StreamGroup, warmup_steps: int) -> None:
+        self._group, self._warmup_steps = group, warmup_steps
+        self._agreed: BoundedTable[None] = BoundedTable()
+        """Fingerprints of what all ranks were found to sum densely."""
+        self._suspects: list[tuple[list[str], Tensor]] = []
+        """Names of tensors that were summed, and flags of those that are not finite."""
+        self._flushed: set[str] = set()
+        """Names of tensors whose loaded residual was added in this step."""
+
+    @property
+    def active(self) -> bool:
+        """True if this step's gradients are summed densely."""
+        return self._group.world_size == 1 or self._group.step < self._warmup_steps
+
+    def reduce(self, plan: ReductionPlan, whole: Record) -> None:
+        """Sum the tensors of ``plan`` over the ranks; a collective."""
+        if self._group.world_size == 1:
+            self._add_loaded_residuals(plan)
+        else:
+            self._agree(plan)
+            for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
+                self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], whole)
+        if plan.scale != 1.0:
+            for each in plan.tensors:
+                each.tensor.mul_(plan.scale)
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Name gradients that were not finite; loaded residuals that were used are gone."""
+        suspects, self._suspects = self._suspects, []
+        if suspects:
+            names = [name for names, _ in suspects for name in names]
+            flags = to_host(torch.cat([flags for _, flags in suspects])).tolist()
+            if (name := next(itertools.compress(names, flags), None)) is not None:
+                self._group.report_nonfinite(name)
+        if not skipped:
+            for name in self._flushed:
+                del self._group.loaded[name]
+        self._flushed.clear()
+
+    def forget(self) -> None:
+        """Another state is loaded: what was added in this step belongs to the state before."""
+        self._flushed.clear()
+
+    def _agree(self, plan: ReductionPlan) -> None:
+        # A rank whose warm-up is over would wait in another collective for ever.
+        exchange, step = self._group.exchange, self._group.step
+        if not plan.fixed_size:
+            exchange.agree(plan.fingerprint)
+        elif not self._agreed.has(plan.fingerprint):  # waits for a device: once, on the step as well
+            exchange.agree((plan.fingerprint + step) % (1 << 63))
+            self._agreed[plan.fingerprint] = None
+
+    def _sum(self, planned: Sequence[PlannedTensor], whole: Record) -> None:
+        """Sum tensors of one type."""
+        group, same = self._group, [each.tensor for each in planned]
+        flat = torch.cat(same)
+        with whole.timed("exchange"):
+            size = group.exchange.all_reduce(flat)
+        group.record(Record("gradient_warmup", size, size, flat.numel()), whole)
+        if not group.nonfinite_reported:
+            self._look_for_nonfinite(planned, flat)
+        for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(reduced)
+
+    def _look_for_nonfinite(self, planned: Sequence[PlannedTensor], reduced: Tensor) -> None:
+        if self._group.fixed_size:
+            flags = overflow_flags([each.tensor for each in planned])
+            self._suspects.append(([each.name for each in planned], flags))
+        elif has_overflow(reduced):  # perhaps because of other ranks alone
+            name = next((each.name for each in planned if has_overflow(each.tensor)), None)
+            if name is not None:
+                self._group.report_nonfinite(name)
+
+    def _add_loaded_residuals(self, plan: ReductionPlan) -> None:
+        """Add what a checkpoint of several ranks had not sent: a single rank thresholds nothing."""
+        for each in plan.tensors:
+            saved = self._group.loaded.get(each.name)
+            if saved is not None and saved["residual"] is not None and each.name not in self._flushed:
+                each.tensor.add_(unpacked(saved["residual"]).to(each.tensor))
+                self._flushed.add(each.name)

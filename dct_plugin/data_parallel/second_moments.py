@@ -1,0 +1,198 @@
+"""Second moments of a rank's dense gradients, kept as row and column means.
+
+Source: Shazeer and Stern, *Adafactor*, ICML 2018, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..feedback import ScratchBuffers
+
+#: Steps' worth of gradients that an entry of a residual is believed to hold at most, if the optimizer divides
+#: by a second moment: with an exact one, k gradients are k root mean squares at most, and the square root of
+#: k roots of a sum (Cauchy and Schwarz). Row and column means underestimate the moment of an entry that is
+#: large where its row and column are not, and an owner's displacement is the number of ranks times the
+#: mean's: single entries ended runs.
+LIMIT = 50.0
+
+
+class Moments:
+    """Second moment of one tensor's gradients as row and column means, ``outer(rows, columns) / mean(rows)``.
+
+    Memory: ``shape[0] + numel / shape[0]`` fp32 numbers for a tensor of two or more dimensions, one for a
+    vector.
+
+    Args:
+        shape: Of the parameter.
+        device: Where its gradients live.
+        missed: Optimizer steps that were made before; a sum (Adagrad) counts them as what it has seen since.
+    """
+
+    def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device, *, missed: int = 0) -> None:
+        rows = int(shape[0]) if len(shape) > 1 else 1
+        columns = math.prod(shape[1:]) if len(shape) > 1 else 1
+        self._matrix = (rows, columns if len(shape) > 1 else -1)
+        self.rows = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.columns = torch.zeros(columns, dtype=torch.float32, device=device)
+        self._seen_rows, self._seen_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
+        self.steps = 0
+        """Optimizer steps that went into the means."""
+        self.missed = missed
+
+    def add(self, gradient: Tensor, room: Tensor | None = None) -> None:
+        """A gradient of this step (1-D, any floating type); micro-batches add up as independent ones.
+
+        ``room``, fp32 of the same shape, is overwritten; without it memory is allocated.
+        """
+        room = torch.empty_like(gradient, dtype=torch.float32) if room is None else room
+        squares = room.copy_(gradient).square_().view(self._matrix)
+        if self.columns.numel() == 1:
+            self._seen_rows.add_(squares.mean())
+            return
+        self._seen_rows.add_(squares.mean(1))
+        self._seen_columns.add_(squares.mean(0))
+
+    def end_step(self, *, skipped: bool, decay: float | None) -> None:
+        """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
+        if not skipped:
+            for mean, seen in ((self.rows, self._seen_rows), (self.columns, self._seen_columns)):
+                # Gradients that are not finite teach nothing.
+                if decay is None:
+                    mean.add_(seen.nan_to_num_(0.0, 0.0, 0.0))
+                else:
+                    mean.lerp_(torch.where(seen.isfinite(), seen, mean), 1.0 - decay)
+            self.steps += 1
+        self._seen_rows.zero_()
+        self._seen_columns.zero_()
+
+    def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
+        """``sqrt(second moment) + eps`` of every entry into ``out`` (fp32, 1-D); infinite before a step."""
+        if self.steps == 0:
+            return out.fill_(float("inf"))
+        sees = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
+        tiny = torch.finfo(torch.float32).tiny
+        eps = max(eps, tiny)  # nothing over nothing is nothing
+        if self.columns.numel() == 1:
+            return out.copy_((self.rows[0] / sees).sqrt().add(eps))
+        rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt()
+        torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
+        return out.add_(eps)
+
+    def limit(self, decay: float | None) -> float:
+        """Return how many root mean squares a residual is believed to be, see :data:`LIMIT`."""
+        return LIMIT if decay is not None else math.sqrt(min(LIMIT, self.steps + self.missed))
+
+    def means(self) -> Tensor:
+        """Row and column means one behind the other, fp32, a copy."""
+        return torch.cat([self.rows, self.columns])
+
+    def replace(self, means: Tensor) -> None:
+        """Take over what :meth:`means` gives."""
+        self.rows.copy_(means[: self.rows.numel()])
+        self.columns.copy_(means[self.rows.numel() :])
+
+    def rescale(self, factor: float) -> None:
+        """Follow a change of the gradients' unit (loss scale)."""
+        for mean in (self.rows, self.columns, self._seen_rows, self._seen_columns):
+            mean.mul_(factor * factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Means (fp32, copies on the CPU) and counts of steps."""
+        means = {"rows": self.rows.to("cpu", copy=True), "columns": self.columns.to("cpu", copy=True)}
+        return {**means, "steps": self.steps, "missed": self.missed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`; raises ``ValueError`` when the shape differs."""
+        for name in ("rows", "columns"):
+            mine, saved = getattr(self, name), state[name]
+            if mine.shape != saved.shape:
+                raise ValueError(
+                    f"{name} of the second moment: {tuple(saved.shape)}, expected {tuple(mine.shape)}"
+                )
+            mine.copy_(saved)
+        self.steps, self.missed = int(state["steps"]), int(state["missed"])
+
+
+class SecondMoments:
+    """The second moments of a model's gradients, by name of the stream.
+
+    Args:
+        parameters: Parameters by name of the stream.
+        decay_of: Decay of a parameter's second moment; None: it is a sum.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        decay_of: Callable[[torch.nn.Parameter], float | None],
+    ) -> None:
+        self._parameters, self._decay_of = parameters, decay_of
+        self._moments: dict[str, Moments] = {}
+        self._loaded: dict[str, Any] = {}
+        self._averaged: dict[str, Tensor] = {}
+        """Means that take effect at the end of the step, which may yet be taken back."""
+        self._missed = 0
+
+    def observe(self, name: str, gradient: Tensor, scratch: ScratchBuffers) -> None:
+        """Add a gradient (1-D) of this step."""
+        parameter = self._parameters.get(name)
+        if parameter is None or not parameter.numel():
+            return
+        moments = self.of(name)
+        if moments is None:
+            moments = self._moments[name] = Moments(parameter.shape, gradient.device, missed=self._missed)
+        moments.add(gradient, scratch.take("step", gradient))
+
+    def of(self, name: str) -> Moments | None:
+        """Return the moments of a stream; None before its first gradient."""
+        if name in self._loaded:
+            parameter = self._parameters[name]
+            self._moments[name] = Moments(parameter.shape, parameter.device)
+            self._moments[name].load_state_dict(self._loaded.pop(name))
+        return self._moments.get(name)
+
+    def means(self, names: Iterable[str]) -> Tensor:
+        """Return the means of those of ``names`` that have them, fp32, 1-D."""
+        found = [moments.means() for name in names if (moments := self.of(name)) is not None]
+        return torch.cat(found) if found else torch.empty(0)
+
+    def replace(self, names: Iterable[str], means: Tensor) -> None:
+        """Go on from ``means``, the mean over the ranks of :meth:`means`, when the step is over.
+
+        With error averaging: a rank gets residuals where it may have seen no gradient, and what it would
+        divide them by is almost nothing.
+        """
+        known = [name for name in names if self.of(name) is not None]
+        sizes = [self._moments[name].means().numel() for name in known]
+        self._averaged.update(zip(known, means.split(sizes), strict=True))
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Close an optimizer step; a ``skipped`` one leaves no trace."""
+        if not skipped:
+            for name, means in self._averaged.items():
+                self._moments[name].replace(means)
+        self._averaged.clear()
+        for name, moments in self._moments.items():
+            moments.end_step(skipped=skipped, decay=self._decay_of(self._parameters[name]))
+
+    def rescale(self, factor: float) -> None:
+        """Follow a change of the gradients' unit (loss scale)."""
+        for moments in self._moments.values():
+            moments.rescale(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all moments, by name."""
+        return {**self._loaded, **{name: m.state_dict() for name, m in self._moments.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Restore :meth:`state_dict`; others start ``step`` optimizer steps into the training."""
+        self._moments.clear()
+        self._averaged.clear()
+        self._loaded = {name: saved for name, saved in state.items() if name in self._parameters}
+        self._missed = step

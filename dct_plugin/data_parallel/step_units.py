@@ -1,0 +1,107 @@
+"""Units of an optimizer's steps: the factor from a gradient to the change of a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepUnit:
+    """The step for a gradient: ``lr * g``, divided by ``sqrt(second moment) + eps`` if there is one.
+
+    Attributes:
+        lr: Learning rate times what momentum makes of one gradient in the long run.
+        preconditioned: Whether the step is divided by the root of a second moment.
+        decay: Of the second moment; None: it is a sum (Adagrad).
+        eps: Beside the root, in the optimizer's unit of gradients.
+    """
+
+    lr: float
+    preconditioned: bool = False
+    decay: float | None = None
+    eps: float = 0.0
+
+    @classmethod
+    def of(cls, optimizer: Any, group: Mapping[str, Any]) -> StepUnit:
+        """Return the unit of a parameter group, as its settings are now (schedulers change them).
+
+        Raises:
+            ConfigError: The unit of this optimizer's steps is not known.
+        """
+        if hasattr(optimizer, "step_unit"):  # it says so itself
+            own: StepUnit = optimizer.step_unit(group)
+            return own
+        name = type(optimizer).__name__
+        rule = _RULES.get(name.lower())
+        if rule is None:
+            raise ConfigError(
+                f"dct.data_parallel.feedback = 'step_ahead': the step of {name} is not known; known "
+                f"are {', '.join(KNOWN)}; give it a method step_unit(group), or set feedback to 'local'"
+            )
+        unit = rule(group)
+        return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
+
+
+def _adam(group: Mapping[str, Any]) -> StepUnit:
+    return StepUnit(float(group["lr"]), True, float(group["betas"][1]), float(group["eps"]))
+
+
+def _rmsprop(group: Mapping[str, Any]) -> StepUnit:
+    lr = float(group["lr"]) / (1.0 - float(group.get("momentum", 0.0)))
+    return StepUnit(lr, True, float(group["alpha"]), float(group["eps"]))
+
+
+def _adagrad(group: Mapping[str, Any]) -> StepUnit:
+    # What the sum starts with lies beside its root like eps, within a factor of sqrt(2).
+    start = math.sqrt(float(group.get("initial_accumulator_value", 0.0)))
+    return StepUnit(float(group["lr"]), True, None, float(group["eps"]) + start)
+
+
+def _sgd(group: Mapping[str, Any]) -> StepUnit:
+    momentum = float(group.get("momentum", 0.0))
+    damped = 1.0 - float(group.get("dampening", 0.0)) if momentum else 1.0
+    return StepUnit(float(group["lr"]) * damped / (1.0 - momentum))
+
+
+_BY_NAME: dict[str, Callable[[Mapping[str, Any]], StepUnit]] = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam"), _adam),
+    "RMSprop": _rmsprop,
+    "Adagrad": _adagrad,
+    "SGD": _sgd,
+}
+#: Optimizers whose step in units of a gradient is known, by class name.
+KNOWN = tuple(_BY_NAME)
+_RULES = {name.lower(): rule for name, rule in _BY_NAME.items()}
+
+
+def units_of(
+    optimizer: Any, parameters: Sequence[Sequence[torch.nn.Parameter]] | None = None
+) -> Callable[[torch.nn.Parameter], StepUnit | None]:
+    """Return a look-up of a parameter's unit, which reads the settings of its group at every call.
+
+    Args:
+        optimizer: With ``param_groups`` as in torch; a wrapper has the optimizer proper as its ``optimizer``.
+        parameters: Of each group, where the groups hold something else (flat or sharded master weights).
+
+    Raises:
+        ConfigError: The unit of this optimizer's steps is not known.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for group in optimizer.param_groups:  # refused now rather than in a forward pass
+        StepUnit.of(inner, group)
+    if parameters is None:
+        parameters = [group["params"] for group in optimizer.param_groups]
+    group_of = {id(parameter): i for i, group in enumerate(parameters) for parameter in group}
+
+    def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
+        index = group_of.get(id(parameter))
+        return None if index is None else StepUnit.of(inner, optimizer.param_groups[index])
+
+    return unit_of

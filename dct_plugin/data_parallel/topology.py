@@ -1,0 +1,131 @@
+"""The interface of topologies: which rank sends what to whom, and where a message is added.
+
+A reduction is one exchange of messages or two, its *phases*. A topology names the phases; a transport
+(:mod:`.pipelined`, :mod:`.fixed_size`) carries the messages of any phase. Updates of weights and averaged
+residuals are phases, too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..codecs.message import MessageWriter
+from ..kernels import GRAD_DTYPES
+from ..transport.fixed_size import SlotTransfer
+from .plan import ReductionPlan, Shard
+from .stream_group import StreamGroup, WrittenTensor
+
+
+class Destination(ABC):
+    """Tensors that the messages of some ranks are added to."""
+
+    def __init__(self, group: StreamGroup, senders: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self.group, self.senders, self.tensors = group, senders, tensors
+
+    @abstractmethod
+    def add_messages(self, messages: Sequence[Tensor]) -> None:
+        """Add the messages of :attr:`senders`.
+
+        Raises:
+            PayloadError: A message is damaged; names its sender.
+        """
+
+    @abstractmethod
+    def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
+        """Add the messages in slots; return what is wrong with each, and whether each did not fit, as
+        :meth:`.kernels.Backend.sum_slots` does.
+        """
+
+    def add_again(self, messages: Sequence[Tensor]) -> None:
+        """Replace what :meth:`add_slots` made of messages of which one did not fit."""
+        self.add_messages(messages)
+
+
+class Sum(Destination):
+    """Tensors, zeros at first, that become ``scale`` times the sum of messages, in the order of the ranks."""
+
+    def __init__(
+        self, group: StreamGroup, senders: Sequence[int], tensors: Sequence[Tensor], scale: float
+    ) -> None:
+        super().__init__(group, senders, tensors)
+        self.scale = scale
+
+    def add_messages(self, messages: Sequence[Tensor]) -> None:
+        # What the kernels do not write themselves (fp64) is added up beside.
+        sums = [
+            each if each.dtype in GRAD_DTYPES else torch.zeros_like(each, dtype=torch.float32)
+            for each in self.tensors
+        ]
+        with self.group.naming_sender(self.senders[0]):
+            self.group.backend.sum_messages(messages, sums, self.scale)
+        for tensor, total in zip(self.tensors, sums, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
+
+    def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
+        bounds = [slots.bounds[sender] for sender in self.senders]
+        return self.group.backend.sum_slots(slots.arriving, bounds, self.tensors, self.scale)
+
+    def add_again(self, messages: Sequence[Tensor]) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+        self.add_messages(messages)
+
+
+class Phase(ABC):
+    """One exchange of messages.
+
+    Attributes:
+        to_all: Every rank sends one message to all ranks; else it sends one to each owner of a part.
+        from_owners: A message holds the sender's shards; else it holds those of the receiver, or all.
+    """
+
+    to_all: ClassVar[bool]
+    from_owners: ClassVar[bool] = False
+
+    def __init__(self, group: StreamGroup) -> None:
+        self.group = group
+
+    @abstractmethod
+    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
+        """Write this rank's messages: one, or one for each rank, into empty ``writers``."""
+
+    @abstractmethod
+    def destinations(self, plan: ReductionPlan) -> list[Destination]:
+        """Return the tensors that messages are added to, by senders."""
+
+    def largest_messages(self, plan: ReductionPlan) -> list[int]:
+        """Return, for each sender, bytes that its message cannot reach."""
+        ranks = range(self.group.world_size)
+        if self.from_owners:
+            return [plan.largest_message(owner) for owner in ranks]
+        # Messages to all hold every tensor whole, with rank 0 as its nominal owner.
+        return [plan.largest_message(0 if self.to_all else self.group.rank)] * len(ranks)
+
+
+class Topology(ABC):
+    """Which parts of the gradients go where.
+
+    Attributes:
+        name: In fingerprints.
+        sums_everywhere: Every rank gets the whole sums; else each owner gets its part.
+    """
+
+    name: ClassVar[str]
+    sums_everywhere: ClassVar[bool] = True
+    phases: Sequence[Phase]
+
+    @abstractmethod
+    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+        """Return the parts of a tensor and their owners."""
+
+    def held_back(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
+        """Yield the parts of the sum of a tensor that this rank has residuals of, as their owner, and the
+        names of their streams.
+        """
+        return iter(())
