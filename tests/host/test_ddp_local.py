@@ -185,13 +185,13 @@ def _exchanges(rank: int, world_size: int) -> dict[str, Any]:
     (ddp(x) - x[:, 0]).square().mean().backward()
     optimizer.register_step_pre_hook(lambda *_: None)
     anchor = {name: pair.anchor.clone() for name, pair in updates._pairs.items()}
-    exchange, before = updates._exchange, {}
+    exchange, before = updates._average, {}
 
     def looking(changes: Any) -> None:
         before.update({c.name: c.tensor.clone() for c in changes})
         exchange(changes)
 
-    updates._exchange = looking
+    updates._average = looking
     optimizer.step()
 
     def in_order(weight: torch.Tensor) -> torch.Tensor:
