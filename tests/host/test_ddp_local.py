@@ -61,7 +61,7 @@ def made(section: dict[str, Any] | None, kind: str = "AdamW", **more: Any) -> tu
     if section is not None:
         state = DCTState({"data_parallel": section}, named_parameters=model.named_parameters())
         ddp.register_comm_hook(state, dct_hook)
-        if section.get("update") == "local":
+        if state.config.data_parallel.feedback.steps_locally:
             state.local(model, optimizer)
     return ddp, state, optimizer, schedule
 

@@ -304,7 +304,7 @@ def _fails_between(rank: int, world_size: int, exchange: str) -> tuple[str, bool
         reduction = engine.begin(mine)
         reduction.advance(1, lambda: False)
         if rank == 1:
-            engine.look = lambda _: {}["nothing"]  # type: ignore[method-assign]
+            engine.observe = lambda _: {}["nothing"]  # type: ignore[method-assign]
         try:
             reduction.advance(2, lambda: True)
             reduction.finish()
@@ -312,7 +312,7 @@ def _fails_between(rank: int, world_size: int, exchange: str) -> tuple[str, bool
             text = str(error)
         again = torch.full((10_000,), float(rank + 1))
         if rank == 1:
-            del engine.look  # type: ignore[method-assign]
+            del engine.observe  # type: ignore[method-assign]
         engine.all_reduce([("more", again)])
     dist.barrier()
     return text, bool((again[again != 0] == 6.0).all())

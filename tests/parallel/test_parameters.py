@@ -23,7 +23,7 @@ TOTAL = sum(SIZES.values())
 
 
 def updates_of(config: dict[str, Any], metrics: Metrics | None = None) -> ParameterUpdates:
-    parameters = {"enabled": True, **config.pop("parameters", {})}
+    parameters = config.pop("parameters", {})
     return ParameterUpdates(
         DataParallelConfig.of({"min_numel": 1000, "parameters": parameters, **config}), metrics=metrics
     )
