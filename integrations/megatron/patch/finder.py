@@ -252,10 +252,10 @@ class _Finder:
                 return
             if outcome and complaint is None and not self.variables.is_complete(variable_name(word.text)):
                 complaint = (word.start, outcome)
-        if command.error is not None:
+        if command.is_broken:
             text = self.text[command.words[0].start : command.words[-1].end]
             if any(map(self.variables.trains, _LOOSE_WORD.findall(text))):
-                self._refuse(command.error, "here a launch stands in what is no valid shell syntax")
+                self._refuse(command.words[0].start, "here a launch stands in what is no valid shell syntax")
         elif command.name is not None or ASSIGNMENT.match(words[0].text):
             return  # may be completed where the variable is used
         elif complaint:
@@ -307,8 +307,8 @@ class _Finder:
                 f"{words[0].text} is set elsewhere: -m is right if it is python or torchrun, not for "
                 "deepspeed",
             )
-        if trains and command.error is not None:
-            self._refuse(command.error, f"the launch of {name} stands in what is no valid shell syntax")
+        if trains and command.is_broken:
+            self._refuse(script.start, f"the launch of {name} stands in what is no valid shell syntax")
             return
         place, present = (removal[0], self.text[slice(*removal)]) if removal else (script.start, "")
         self.launches[place] = Launch(

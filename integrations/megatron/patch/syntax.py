@@ -8,7 +8,6 @@ nobody can tell what the rest of the script is.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -49,7 +48,8 @@ _COMPOSED = word_set("concatenation command_name variable_assignment")
 _DECLARATIONS = word_set("declaration_command unset_command")
 # How many characters open and close each form of quotes.
 _QUOTES = {"string": (1, 1), "raw_string": (1, 1), "ansi_c_string": (2, 1), "translated_string": (2, 1)}
-_NESTING = word_set("command_substitution expansion")
+_NESTING = word_set("command_substitution expansion heredoc_body")
+_STATEMENTS = word_set("command declaration_command variable_assignment redirected_statement")
 _CLOSERS = frozenset(['"', ")", "))", "}", "`"])
 
 
@@ -79,13 +79,13 @@ class Command(NamedTuple):
     """The words of one simple command, of one array, or of the values of a loop.
 
     ``name`` is the variable that holds them, if any. ``in_string`` is set inside quoted strings,
-    substitutions and here-documents. ``error`` is the offset of a syntax error in the command.
+    substitutions and here-documents, ``is_broken`` where a syntax error touches the command.
     """
 
     words: tuple[Word, ...]
     name: str | None = None
     in_string: bool = False
-    error: int | None = None
+    is_broken: bool = False
 
 
 class Script:
@@ -156,8 +156,8 @@ class Script:
 
     def _new(self, commands: Iterable[Command]) -> list[Command]:
         """Return the commands that were not found before: substitutions in quotes are read twice."""
-        new = [each for each in commands if each.error is not None or each.words[0].start not in self._found]
-        self._found.update(each.words[0].start for each in new if each.error is None)
+        new = [each for each in commands if each.is_broken or each.words[0].start not in self._found]
+        self._found.update(each.words[0].start for each in new if not each.is_broken)
         return new
 
 
@@ -186,84 +186,83 @@ class _Reader:
         self.documents: list[tuple[int, int, int]] = []
         self.cut_document: tuple[int, bytes] | None = None
         self._commands: list[Command] = []
-        self._errors: list[tuple[int, int]] = []
         self._open: list[ShellError] = []
         # Words that stand behind a redirection, by the node of their command.
         self._behind_redirection: dict[int, list[Word]] = {}
 
     def read(self, root: Node) -> list[Command]:
         """Return the commands; raise :class:`DepthError` where the tree nests too deep."""
-        pending: list[tuple[Node, Node | None, int]] = [(root, None, self.depth)]
+        pending: list[tuple[Node, Node | None, int, bool]] = [(root, None, self.depth, False)]
         while pending:
-            node, parent, depth = pending.pop()
+            node, parent, depth, is_broken = pending.pop()
             if node.is_error or node.is_missing:
-                self._add_error(node, parent)
-            if node.type in _NESTING or node.type == "heredoc_body":
+                self._check_error(node, parent)
+            if node.is_error or (node.has_error and node.type in _STATEMENTS):
+                is_broken = True
+            if node.type in _NESTING:
                 depth += 1
                 if depth > DEEPEST:
                     opened = parent if node.type == "heredoc_body" and parent is not None else node
                     what = self._source_of(opened)[:2]
                     raise DepthError(f"{what} nested more than {DEEPEST} deep", self._start(opened))
-            self._add_commands(node, parent, depth)
-            pending += [(child, node, depth) for child in node.children]
-        errors = _disjoint(self._errors)
-        return [command._replace(error=_error_in(errors, command)) for command in self._commands]
+            if node.type == "heredoc_body":
+                self.documents.append((self._start(node), self._end(node), depth))
+            for words, name in self._commands_at(node, parent):
+                self._add(words, name, depth, is_broken)
+            pending += [(child, node, depth, is_broken) for child in node.children]
+        return self._commands
 
     def open_error(self) -> ShellError | None:
         """Return the first error that leaves a quote or a bracket open."""
         return min(self._open, key=lambda error: error.offset, default=None)
 
-    def _add_commands(self, node: Node, parent: Node | None, depth: int) -> None:
+    def _commands_at(self, node: Node, parent: Node | None) -> Iterator[tuple[list[Word], str | None]]:
+        """Yield the words of the command or array that a node is, and the variable that holds them."""
         kind = node.type
         if kind == "command" or kind in _DECLARATIONS:
-            self._add(self._words_of(node) + self._behind_redirection.pop(node.id, []), depth)
+            yield self._words_of(node) + self._behind_redirection.pop(node.id, []), None
         elif kind == "variable_assignment":
             if parent is None or (parent.type != "command" and parent.type not in _DECLARATIONS):
-                self._add(self._words_of(node, (node,)), depth)
+                yield self._words_of(node, (node,)), None
         elif kind == "array":
             match = ASSIGNMENT.match(self.text, self._start(parent)) if parent is not None else None
-            self._add(self._words_of(node), depth, match[1] if match else "")
+            yield self._words_of(node), match[1] if match else ""
         elif kind == "for_statement":
             variable = node.child_by_field_name("variable")
             values = self._words_of(node, node.children_by_field_name("value"))
-            self._add(values, depth, self._source_of(variable) if variable is not None else "")
+            yield values, self._source_of(variable) if variable is not None else ""
         elif kind == "redirected_statement":
-            self._add_redirected(node, depth)
+            yield self._without_command(node), None
         elif kind == "heredoc_redirect":
             self._check_document(node)
-        elif kind == "heredoc_body":
-            self.documents.append((self._start(node), self._end(node), depth))
         elif node.is_error:
-            self._add([Word(self._start(node), self._end(node), self._source_of(node), False, ())], depth)
+            yield [Word(self._start(node), self._end(node), self._source_of(node), False, ())], None
 
-    def _add_redirected(self, node: Node, depth: int) -> None:
-        """Give the words behind the redirections of a statement to its last command."""
-        words = [
-            word for child in node.children if child.type in _REDIRECTIONS for word in self._redirected(child)
-        ]
+    def _without_command(self, node: Node) -> list[Word]:
+        """Give the words behind the redirections of a statement to its last command; else return them."""
+        redirections = [child for child in node.children if child.type in _REDIRECTIONS]
+        words = [word for child in redirections for word in self._redirected(child)]
         last: Node | None = node.child_by_field_name("body")
         while last is not None and last.type in ("list", "pipeline", "negated_command"):
             last = last.named_children[-1]
-        if last is not None and last.type == "command":
-            self._behind_redirection.setdefault(last.id, []).extend(words)
-        elif not all(word.is_target for word in words):
-            self._add(words, depth)
+        if last is None or last.type != "command":
+            return [] if all(word.is_target for word in words) else words
+        self._behind_redirection.setdefault(last.id, []).extend(words)
+        return []
 
-    def _add(self, words: list[Word], depth: int, name: str | None = None) -> None:
+    def _add(self, words: list[Word], name: str | None, depth: int, is_broken: bool) -> None:
         """Add a command; an unescaped line end between two words, which the grammar may skip, ends it."""
-        run: list[Word] = []
+        runs: list[list[Word]] = []
         for word in sorted(words):
-            gap = self.text[run[-1].end : word.start] if run else " "
+            gap = self.text[runs[-1][-1].end : word.start] if runs else "\n"
             rest = _CONTINUATION.sub("", gap)
-            if run and gap and not rest:  # one word, continued on the next line
-                run[-1] = _joined(run[-1], word)
-                continue
-            if "\n" in rest and name is None:
-                self._commands.append(Command(tuple(run), name, depth > 0))
-                run = []
-            run.append(word)
-        if run:
-            self._commands.append(Command(tuple(run), name, depth > 0))
+            if gap and not rest:  # one word, continued on the next line
+                runs[-1][-1] = _joined(runs[-1][-1], word)
+            elif not runs or ("\n" in rest and name is None):
+                runs.append([word])
+            else:
+                runs[-1].append(word)
+        self._commands += [Command(tuple(run), name, depth > 0, is_broken) for run in runs]
 
     # -- words ---
 
@@ -319,14 +318,13 @@ class _Reader:
 
     # -- errors ---
 
-    def _add_error(self, node: Node, parent: Node | None) -> None:
-        start, end = self._start(node), self._end(node)
-        self._errors.append((start, end))
+    def _check_error(self, node: Node, parent: Node | None) -> None:
+        """Note an error that leaves something open."""
         if node.is_missing:
             if node.type not in _CLOSERS or parent is None or parent.type == "compound_statement":
                 return
             # In ${NAME:$OTHER+1} the bracket is not missing: the grammar does not know the form.
-            if parent.type == "expansion" and _EXPANSION_END.match(self.text, start, self.end):
+            if parent.type == "expansion" and _EXPANSION_END.match(self.text, self._start(node), self.end):
                 return
             opener = _OPENER.match(self._source_of(parent))
             what = "array" if parent.type == "array" or opener is None else opener[0]
@@ -384,18 +382,3 @@ def _joined(first: Word, second: Word) -> Word:
 def _left_open(opener: str, offset: int) -> ShellError:
     name = {'"': "quote", "'": "quote", "`": "backtick"}.get(opener, opener)
     return ShellError(f"{name} without an end", offset)
-
-
-def _disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans in order, without those that lie in another one."""
-    result: list[tuple[int, int]] = []
-    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if not result or end > result[-1][1]:
-            result.append((start, end))
-    return result
-
-
-def _error_in(errors: Sequence[tuple[int, int]], command: Command) -> int | None:
-    """Return where the error begins that overlaps a command; ``errors`` are in order and disjoint."""
-    last = bisect_left(errors, (command.words[-1].end,)) - 1
-    return errors[last][0] if last >= 0 and errors[last][1] > command.words[0].start else None
