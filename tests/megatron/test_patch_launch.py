@@ -174,6 +174,10 @@ def test_patched_scripts_hand_over_the_plugin(path: Path, config: str | None, tm
             "A=$(bash <<E\ntorchrun train.py\nE)\necho 'b'",
             "A=$(bash <<E\ntorchrun -m dct_plugin.megatron train.py\nE)\necho 'b'",
         ),
+        ('torchrun train.py > a 2>&1 <<< "$B"', 'torchrun -m dct_plugin.megatron train.py > a 2>&1 <<< "$B"'),
+        ("torchrun --a=\\\nb train.py", "torchrun --a=\\\nb -m dct_plugin.megatron train.py"),
+        ("srun > log torchrun train.py", "srun > log torchrun -m dct_plugin.megatron train.py"),
+        ("a && b > log torchrun train.py", "a && b > log torchrun -m dct_plugin.megatron train.py"),
         ("torchrun\ttrain.py;ls train.py", "torchrun\t-m dct_plugin.megatron train.py;ls train.py"),
     ],
 )  # fmt: skip
@@ -217,6 +221,27 @@ def test_refusals_name_the_line(text: str, number: int, what: str) -> None:
 def test_a_launch_near_a_syntax_error_is_refused_with_the_line(text: str, number: int) -> None:
     with pytest.raises(LaunchError, match=f"^line {number}: "):
         patch(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun train.py 2>&1 | tee >(cat > log)",
+        "[[ $x =~ ^[0-9]+$ && ( -n $C ) ]] && torchrun train.py",
+        "declare -A M=([a]=1 [b]=2); torchrun train.py ${M[a]} ${B//,/ } ${C%%.*} ${#D[@]} ${!E} ${F^^}",
+        "for ((i=0;i<3;i++)); do torchrun train.py; done; while read -r x; do :; done < file",
+        'case "$1" in a|b) torchrun train.py ;; *) exit 1;; esac; f() { torchrun train.py; }',
+        "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py; ((i++)); let x=1+2",
+        "exec > >(tee log) 2>&1; torchrun train.py |& tee log & wait $!",
+        'ssh host "cd x && torchrun train.py --a \'b c\'"; sbatch --wrap="torchrun train.py"',
+        'HOSTS=($(scontrol show hostnames "$L")); srun torchrun --master_addr ${HOSTS[0]} train.py "${@:2}"',
+        'python - <<E\nprint("it\'s (x)")\nE\ntorchrun train.py',
+        'V="${A:$K+1}"; N=${N:=4}; torchrun train.py --a {1..3} --x "`date +%s`" --d "a\\"b"',
+        "A=(\n  a # it's\n  b\n)\ntorchrun train.py ${A[@]}",
+    ],
+)
+def test_constructs_of_scripts_in_use(text: str) -> None:
+    assert patch(text)[0] == text.replace("train.py", "-m dct_plugin.megatron train.py")
 
 
 def test_a_syntax_error_elsewhere_does_not_matter() -> None:

@@ -43,7 +43,7 @@ _WORDS = word_set(
     "command_substitution process_substitution arithmetic_expansion brace_expression command_name "
     "variable_name variable_assignment"
 )
-_REDIRECTIONS = word_set("file_redirect heredoc_redirect herestring_redirect")
+_REDIRECTIONS = word_set("file_redirect heredoc_redirect")
 _COMPOSED = word_set("concatenation command_name variable_assignment")
 _DECLARATIONS = word_set("declaration_command unset_command")
 # How many characters open and close each form of quotes.
@@ -96,6 +96,7 @@ class Script:
         # One byte for each character, so that offsets in the tree are offsets in the text. To the grammar,
         # all characters beyond ASCII are alike.
         source = _PLACEHOLDER.sub(lambda match: "_" * len(match[0]), text)
+        source = source.replace("<<<", "  <")  # behind another redirection the grammar does not know it
         self._source = re.sub(r"[^\x01-\x7f]", "_", source).encode()
         self._found: set[int] = set()  # where the commands found so far begin
 
