@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from .section import Variant, chosen_by, written_short
+from .section import Variant, written_short
 
 
 class FeedbackConfig(Variant):
@@ -80,10 +80,7 @@ class LocalUpdatesFeedback(FeedbackConfig):
 
 #: Any kind of feedback; its name alone stands for the kind with default settings.
 Feedback = Annotated[
-    Annotated[LocalFeedback, Tag("local")]
-    | Annotated[StepAheadFeedback, Tag("step_ahead")]
-    | Annotated[LocalUpdatesFeedback, Tag("local_updates")]
-    | Annotated[NoFeedback, Tag("none")],
-    chosen_by("kind"),
+    LocalFeedback | StepAheadFeedback | LocalUpdatesFeedback | NoFeedback,
+    Field(discriminator="kind"),
     written_short("kind"),
 ]

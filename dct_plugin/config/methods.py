@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from .section import Variant, chosen_by, written_short
+from .section import Variant, written_short
 
 KeptType = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
 Bits = Literal[16, 8, 4, 3, 2, 1]
@@ -225,37 +225,18 @@ class AnswerMethod(Method):
     """Rounding of these values; null takes that of forward."""
 
 
-_Threshold = Annotated[ThresholdMethod, Tag("threshold")]
-_TopK = Annotated[TopKMethod, Tag("topk")]
-_RandomK = Annotated[RandomKMethod, Tag("randomk")]
-_Quantise = Annotated[QuantiseMethod, Tag("quantise")]
-_Bound = Annotated[BoundMethod, Tag("bound")]
-_LowRank = Annotated[LowRankMethod, Tag("lowrank")]
-_Learned = Annotated[LearnedMethod, Tag("learned")]
-_Transform = Annotated[TransformMethod, Tag("transform")]
-_None = Annotated[NoMethod, Tag("none")]
-_Answer = Annotated[AnswerMethod, Tag("answer")]
-
-_CHOSEN, _SHORT = chosen_by("method"), written_short("method")
+_CHOSEN, _SHORT = Field(discriminator="method"), written_short("method")
+_Entries = ThresholdMethod | TopKMethod
+_Known = RandomKMethod | QuantiseMethod | LowRankMethod | TransformMethod  # the size of a message is known
 
 #: Methods between tensor-parallel ranks.
-TensorForward = Annotated[
-    _Threshold | _TopK | _RandomK | _Quantise | _Bound | _LowRank | _Learned | _Transform | _None,
-    _CHOSEN,
-    _SHORT,
-]
-TensorBackward = Annotated[
-    _Answer | _Threshold | _TopK | _RandomK | _Quantise | _Bound | _LowRank | _Transform | _None,
-    _CHOSEN,
-    _SHORT,
-]
+TensorForward = Annotated[_Entries | _Known | BoundMethod | LearnedMethod | NoMethod, _CHOSEN, _SHORT]
+TensorBackward = Annotated[AnswerMethod | _Entries | _Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]
 #: Methods between pipeline stages, where a receiver knows the size of a message in advance: no bound.
-PipelineForward = Annotated[
-    _Threshold | _TopK | _RandomK | _Quantise | _LowRank | _Learned | _Transform | _None, _CHOSEN, _SHORT
-]
-PipelineBackward = Annotated[
-    _Answer | _Threshold | _TopK | _RandomK | _Quantise | _LowRank | _Transform | _None, _CHOSEN, _SHORT
-]
+PipelineForward = Annotated[_Entries | _Known | LearnedMethod | NoMethod, _CHOSEN, _SHORT]
+PipelineBackward = Annotated[AnswerMethod | _Entries | _Known | NoMethod, _CHOSEN, _SHORT]
 #: Methods for tokens on their way to experts.
-ExpertsForward = Annotated[_Threshold | _TopK | _Quantise | _Bound | _None, _CHOSEN, _SHORT]
-ExpertsBackward = Annotated[_Answer | _Threshold | _TopK | _Quantise | _Bound | _None, _CHOSEN, _SHORT]
+ExpertsForward = Annotated[_Entries | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT]
+ExpertsBackward = Annotated[
+    AnswerMethod | _Entries | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT
+]

@@ -14,7 +14,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
@@ -92,16 +91,6 @@ class Variant(Section):
     def _with_selector(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Write the selecting key in any case, although its value is the field's default."""
         return {self.selector: self.label(), **dump(self)}
-
-
-def chosen_by(selector: str) -> Discriminator:
-    """Return the pydantic metadata of a union of :class:`Variant` classes."""
-
-    def tag(value: Any) -> str | None:
-        found = value.get(selector) if isinstance(value, Mapping) else getattr(value, selector, None)
-        return found if isinstance(found, str) else None
-
-    return Discriminator(tag)
 
 
 def written_short(selector: str) -> BeforeValidator:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import ActivationConfig, KernelConfig, NoMethod
+from ..config import ActivationConfig, KernelConfig
+from ..config.methods import NoMethod
 from ..stream import Encoded
 from .compressors import ActivationCompressor, AnsweringCompressor, Site, Written, create
 from .compressors.compressor import GROUP_SIZE

@@ -19,7 +19,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 from dct_plugin import kernels
-from dct_plugin.config import BoundMethod, EmbeddingChannelConfig, KernelConfig
+from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
+from dct_plugin.config.methods import BoundMethod
 from dct_plugin.embedding.messages import VectorBlock, VectorMessages
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError

@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 from support import processes
 
-from dct_plugin.config import DCTConfig, ParametersConfig, ThresholdMethod, options
+from dct_plugin.config import DCTConfig, ParametersConfig, options
+from dct_plugin.config.methods import ThresholdMethod
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states

@@ -13,7 +13,8 @@ from support import ROOT, processes
 from torch import Tensor
 
 from dct_plugin.codecs.quantised import Quantiser, hadamard, pack, uniform, unpack
-from dct_plugin.config import DCTConfig, NoMethod, PipelineConfig, TensorConfig
+from dct_plugin.config import DCTConfig, PipelineConfig, TensorConfig
+from dct_plugin.config.methods import NoMethod
 from dct_plugin.config.options import models
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.integrations.host.streams import average

@@ -28,7 +28,7 @@ from dct_plugin.config import (
     options,
 )
 from dct_plugin.config.options import documentation, models
-from dct_plugin.config.reference_page import updated
+from dct_plugin.tools.reference_page import updated
 
 FEEDBACK = 'one of "local", "step_ahead", "local_updates", "none", or an object with "kind" and settings'
 READY_MADE = sorted(CONFIGS.glob("*.json"))
@@ -515,7 +515,7 @@ def test_there_are_ready_made_files() -> None:
 
 def test_the_page_is_generated_from_the_models() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert updated(page) == page, "run python -m dct_plugin.config.reference_page"
+    assert updated(page) == page, "run python -m dct_plugin.tools.reference_page"
 
 
 def test_every_option_is_documented_with_default_and_range() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...config import Method
+from ...config.methods import Method
 from .bounded import Bounded
 from .compressor import ActivationCompressor, AnsweringCompressor, Site, Written
 from .learned import Learned

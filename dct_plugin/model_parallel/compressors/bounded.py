@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...config import BoundMethod
+from ...config.methods import BoundMethod
 from ...errors import PayloadError
 from ...kernels.embedding import device_code_kernels, say_once
 from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing

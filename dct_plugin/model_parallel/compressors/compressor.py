@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...codecs.quantised import Quantiser
 from ...codecs.stats import Stats
-from ...config import AnswerMethod, FewBitsMethod, KernelConfig, Method
+from ...config import KernelConfig
+from ...config.methods import AnswerMethod, FewBitsMethod, Method
 from ...stream import Encoded
 
 #: What precedes a message of known size: its number, int64.

@@ -13,7 +13,7 @@ from ...codecs.index import IndexEncoding
 from ...codecs.payload import HEADER_NBYTES, Header, header_bytes, payload_bound
 from ...codecs.stats import read_stats
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
-from ...config import EntriesMethod
+from ...config.methods import EntriesMethod
 from ...kernels import Tau
 from ...stream import Encoded, Stream, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
 from ...thresholds import Threshold

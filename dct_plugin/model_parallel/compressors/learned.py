@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...config import LearnedMethod
+from ...config.methods import LearnedMethod
 from ...stream import Encoded
 from .compressor import QuantisedAnswers, Site, Written, add, rows_of, size_of_rows
 from .lowrank import random_basis

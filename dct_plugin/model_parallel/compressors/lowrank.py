@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
-from ...config import LowRankMethod
+from ...config.methods import LowRankMethod
 from ...stream import Encoded
 from .compressor import QuantisedAnswers, Written, add, rows_of, size_of_rows
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.payload import payload_bound
-from ...config import Method
+from ...config.methods import Method
 from ...stream import Encoded, as_flat, wire_dtype
 from .compressor import ActivationCompressor, Site, Written
 from .entries import add_entries, stream_of, write_entries

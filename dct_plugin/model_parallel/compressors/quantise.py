@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
-from ...config import QuantiseMethod
+from ...config.methods import QuantiseMethod
 from .compressor import RoundingCompressor, Written, add
 
 

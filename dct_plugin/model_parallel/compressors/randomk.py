@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import uniform
-from ...config import RandomKMethod
+from ...config.methods import RandomKMethod
 from ...errors import PayloadError
 from ...stream import Encoded
 from ...thresholds import wanted

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import EntriesMethod
+from ...config.methods import EntriesMethod
 from ...kernels import SMALLEST_TAU, Tau
 from ...stream import Encoded
 from .compressor import Site

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
-from ...config import TransformMethod
+from ...config.methods import TransformMethod
 from ...errors import PayloadError
 from .compressor import ActivationCompressor, Site, Written, add, rows_of, size_of_rows
 from .lowrank import BASIS, random_basis

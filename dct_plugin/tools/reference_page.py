@@ -1,4 +1,4 @@
-"""The tables of ``docs/configuration.md``, written by ``python -m dct_plugin.config.reference_page``."""
+"""The tables of ``docs/configuration.md``, written by ``python -m dct_plugin.tools.reference_page``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,25 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig, VerifyConfig
-from .dct import DCTConfig, KernelConfig, MetricsConfig
-from .embedding import EmbeddingChannelConfig
-from .methods import AnswerMethod, Method
-from .model_parallel import ActivationConfig, ExpertsConfig, ModelParallelConfig, PipelineConfig, TensorConfig
-from .options import allowed, as_json, documentation, models
-from .section import Section, Variant
+from dct_plugin.config.data_parallel import (
+    AccordionConfig,
+    DataParallelConfig,
+    ExpertSettings,
+    ParametersConfig,
+    VerifyConfig,
+)
+from dct_plugin.config.dct import DCTConfig, KernelConfig, MetricsConfig
+from dct_plugin.config.embedding import EmbeddingChannelConfig
+from dct_plugin.config.methods import AnswerMethod, Method
+from dct_plugin.config.model_parallel import (
+    ActivationConfig,
+    ExpertsConfig,
+    ModelParallelConfig,
+    PipelineConfig,
+    TensorConfig,
+)
+from dct_plugin.config.options import allowed, as_json, documentation, models
+from dct_plugin.config.section import Section, Variant
 
 _BEGIN, _END = "<!-- generated from the models: begin -->", "<!-- generated from the models: end -->"
 _HEAD = "| Option | Default | Allowed | What it does | When to change it |\n|---|---|---|---|---|"
