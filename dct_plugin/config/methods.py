@@ -23,6 +23,8 @@ class Method(Variant):
 
     #: Settings of :class:`AnswerMethod` that apply to gradients that answer this method's messages.
     answer_settings: ClassVar[tuple[str, ...]] = ()
+    #: What :attr:`summary` says, with settings in braces.
+    in_words: ClassVar[str] = "{method}"
 
     @property
     def density(self) -> float:
@@ -31,17 +33,19 @@ class Method(Variant):
 
     @property
     def compresses(self) -> bool:
-        """Whether the method leaves anything out."""
+        """True if the method leaves anything out."""
         return True
 
     @property
     def summary(self) -> str:
         """The method and its strength in words."""
-        return self.label()
+        return self.in_words.format(**dict(self))
 
 
 class NoMethod(Method):
     """Everything crosses, by the host's own transfer."""
+
+    in_words = "dense"
 
     method: Literal["none"] = "none"
 
@@ -49,13 +53,11 @@ class NoMethod(Method):
     def compresses(self) -> bool:
         return False
 
-    @property
-    def summary(self) -> str:
-        return "dense"
-
 
 class SparseMethod(Method):
     """Base class of methods that send a part of the entries."""
+
+    in_words = "{method}, sparsity {sparsity:g}"
 
     sparsity: float = Field(ge=0, lt=1)
     """Share of the entries that do not cross; 0 leaves the host's own transfer in place.
@@ -70,10 +72,6 @@ class SparseMethod(Method):
     @property
     def compresses(self) -> bool:
         return self.sparsity > 0
-
-    @property
-    def summary(self) -> str:
-        return f"{self.label()}, sparsity {self.sparsity:g}"
 
 
 class EntriesMethod(SparseMethod):
@@ -91,11 +89,9 @@ class EntriesMethod(SparseMethod):
 class ThresholdMethod(EntriesMethod):
     """Entries that reach a threshold cross."""
 
-    method: Literal["threshold"] = "threshold"
+    in_words = "sparsity {sparsity:g}"
 
-    @property
-    def summary(self) -> str:
-        return f"sparsity {self.sparsity:g}"
+    method: Literal["threshold"] = "threshold"
 
 
 class TopKMethod(EntriesMethod):
@@ -118,6 +114,8 @@ class RoundedMethod(Method):
 class FewBitsMethod(RoundedMethod):
     """Base class of methods with the same number of bits for every value."""
 
+    in_words = "{method}, {bits} bits"
+
     answer_settings: ClassVar[tuple[str, ...]] = ("bits", "stochastic")
 
     bits: Bits = 8
@@ -125,10 +123,6 @@ class FewBitsMethod(RoundedMethod):
 
     4 with `lowrank` and `learned`; 16 is lossless for bf16 tensors.
     """
-
-    @property
-    def summary(self) -> str:
-        return f"{self.label()}, {self.bits} bits"
 
 
 class RandomKMethod(SparseMethod, FewBitsMethod):
@@ -153,6 +147,8 @@ class QuantiseMethod(FewBitsMethod):
 class BoundMethod(Method):
     """All entries cross within a bound of the error."""
 
+    in_words = "bound, error {error_bound:g}"
+
     method: Literal["bound"] = "bound"
     error_bound: float = Field(gt=0)
     """Largest error of an entry, as a multiple of the root mean square of the message's values.
@@ -160,23 +156,17 @@ class BoundMethod(Method):
     0.02 to 0.1: as close as 8 bits, in fewer bytes.
     """
 
-    @property
-    def summary(self) -> str:
-        return f"bound, error {self.error_bound:g}"
-
 
 class ProjectionMethod(FewBitsMethod):
     """Base class of methods that send fewer numbers for each row."""
+
+    in_words = "{method}, {bits} bits, rank {rank}"
 
     rank: int = Field(default=16, ge=1, le=65536)
     """Numbers per row, in place of the hidden size.
 
     A quarter to a third of the hidden size.
     """
-
-    @property
-    def summary(self) -> str:
-        return f"{super().summary}, rank {self.rank}"
 
 
 class LowRankMethod(ProjectionMethod):
@@ -199,16 +189,14 @@ class LearnedMethod(ProjectionMethod):
 class TransformMethod(RoundedMethod):
     """Coordinates in the principal directions cross, in as many bits as each earns."""
 
+    in_words = "transform, {rate:g} bits per entry"
+
     method: Literal["transform"] = "transform"
     rate: float = Field(default=1.42, gt=0, le=8)
     """Bits per entry, on average over directions.
 
     1.42 is 20 times fewer bytes than fp32, 10 times fewer than bf16.
     """
-
-    @property
-    def summary(self) -> str:
-        return f"transform, {self.rate:g} bits per entry"
 
 
 class AnswerMethod(Method):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from .methods import (
     AnswerMethod,
@@ -88,7 +88,7 @@ class ActivationConfig(Section):
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is left out of what crosses forward or backward."""
+        """True if anything is left out of what crosses forward or backward."""
         return self.forward.compresses or (self.own_backward is not None and self.own_backward.compresses)
 
     @property
@@ -106,14 +106,14 @@ class PipelineConfig(ActivationConfig):
 
     forward: PipelineForward = NoMethod()
     backward: PipelineBackward | None = None
-    boundaries: tuple[int, ...] | None = Field(
+    boundaries: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None, strict=False, json_schema_extra={"allowed": "a list of integers >= 0 or null"}
     )
     """Boundaries at which anything is compressed: 0 is behind the first stage; null is all of them.
 
     The first boundaries are the most sensitive: `[1, 2]` spares the first of three.
     """
-    boundary_sparsity: tuple[float, ...] = Field(
+    boundary_sparsity: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(), strict=False, json_schema_extra={"allowed": "a list of numbers in [0, 1)"}
     )
     """Sparsity of the first, second, ... boundary instead of `forward.sparsity`; the one from the last
@@ -121,20 +121,6 @@ class PipelineConfig(ActivationConfig):
 
     0 for boundaries on fast links, more where the slow network lies.
     """
-
-    @field_validator("boundaries")
-    @classmethod
-    def _boundary_numbers(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if values is not None and any(value < 0 for value in values):
-            raise ValueError("out of range")  # replaced by the field's own text
-        return values
-
-    @field_validator("boundary_sparsity")
-    @classmethod
-    def _sparsities(cls, values: tuple[float, ...]) -> tuple[float, ...]:
-        if not all(0 <= value < 1 for value in values):
-            raise ValueError("out of range")  # replaced by the field's own text
-        return values
 
     @model_validator(mode="after")
     def _boundaries_are_sparse(self) -> Self:

@@ -29,7 +29,7 @@ class OptionDoc(NamedTuple):
 
     @property
     def description(self) -> str:
-        """What the option does, in words."""
+        """The text that says what the option does."""
         return documentation(self.model, self.path.rpartition(".")[2])[0]
 
 
