@@ -12,8 +12,8 @@ __all__ = ["Mirror", "start_to_host", "to_device", "to_host"]
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, through pinned memory and a stream of its own: what is queued behind the tensor
-    meanwhile is not waited for.
+    """Return a copy on the host, through pinned memory and a stream of its own. Work that is queued behind
+    the tensor is not waited for.
     """
     if not tensor.is_cuda:
         return tensor.cpu()
@@ -23,7 +23,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """:func:`to_host` of the tensor as it is now, which is waited for when the copy is asked for."""
+    """Start a copy of the tensor as it is now; the function that is returned waits for it."""
     if not tensor.is_cuda:
         copy = tensor.detach().to("cpu", copy=True)
         return lambda: copy
@@ -43,26 +43,28 @@ def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, through pinned memory: nobody waits for the copy."""
+    """Return a tensor of the host on the device, through pinned memory: nobody waits for the copy."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Mirror:
-    """What a tensor of a device holds, on the host: copied only after it was written, or replaced."""
+    """The content of a device's tensor on the host. It is copied only after the tensor was written or
+    replaced.
+    """
 
     def __init__(self) -> None:
         self._seen: tuple[Tensor, int] | None = None
         self._copy: Callable[[], Tensor] = lambda: torch.empty(0)
 
     def begin(self, tensor: Tensor) -> None:
-        """Start to copy what the tensor holds now, if that is not known."""
+        """Start to copy the content of the tensor, if it is not known."""
         if not self._knows(tensor):
             self.keep(tensor, start_to_host(tensor))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What the tensor holds; not to be written."""
+        """Return the content of the tensor; it must not be written."""
         if not self._knows(tensor):
             copy = to_host(tensor) if tensor.is_cuda else tensor.detach().to("cpu", copy=True)
             self.keep(tensor, lambda: copy)
@@ -73,7 +75,7 @@ class Mirror:
         return seen is not None and seen[0] is tensor and seen[1] == tensor._version
 
     def keep(self, tensor: Tensor, copy: Callable[[], Tensor]) -> None:
-        """The tensor holds what ``copy()`` gives."""
+        """Note that the tensor holds what ``copy()`` returns."""
         self._seen, self._copy = (tensor, tensor._version), copy
 
 

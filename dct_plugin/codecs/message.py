@@ -37,7 +37,7 @@ class MessageWriter:
         self._unpacked.clear()
 
     def reserve(self, size: int) -> Tensor:
-        """Room for ``size`` more bytes, uninitialised; valid until the next call."""
+        """Return memory for ``size`` more bytes, uninitialised; valid until the next call."""
         needed = self._length + size
         if needed > self._buffer.numel():
             grown = self._buffer.new_empty(needed + needed // 4)
@@ -48,7 +48,9 @@ class MessageWriter:
         return self._room
 
     def advance(self, written: int | Stats) -> None:
-        """The reserved room holds a payload of ``written`` bytes, or of as many as the statistics say."""
+        """Note that the reserved memory holds a payload of ``written`` bytes, or of as many as the statistics
+        say.
+        """
         pending = isinstance(written, Stats) and written.pending
         if pending and not self._unpacked and self._length:
             self._unpacked.append((self._buffer[: self._length], self._length))
@@ -61,12 +63,12 @@ class MessageWriter:
 
     @property
     def parts(self) -> list[tuple[Tensor, Stats]]:
-        """``(room, figures)`` of the payloads whose figures are on the device."""
+        """The memory and the figures of each payload whose figures are on the device."""
         return [(room, size) for room, size in self._unpacked if isinstance(size, Stats)]
 
     @property
     def message(self) -> Tensor:
-        """What was written since :meth:`clear` (a view: gone at the next :meth:`clear`)."""
+        """All that was written since :meth:`clear`; a view, valid until the next :meth:`clear`."""
         return read_messages([self])[0]
 
     def _pack(self) -> Tensor:
@@ -85,7 +87,7 @@ class MessageWriter:
 
 
 def read_messages(writers: Iterable[MessageWriter]) -> list[Tensor]:
-    """:attr:`MessageWriter.message` of each, with one device-to-host copy for all their payloads' sizes.
+    """Return the message of each writer, with one device-to-host copy for all their payloads' sizes.
 
     The :class:`~dct_plugin.codecs.stats.Stats` they were advanced by are read with it.
     """

@@ -70,7 +70,7 @@ class Header(NamedTuple):
 
     @classmethod
     def flagged(cls, value_dtype: ValueDtype, numel: int) -> Header:
-        """The header, and all there is, of a tensor with a non-finite entry."""
+        """Return the header of a tensor with a non-finite entry; there is nothing else in its payload."""
         return cls(IndexEncoding.DENSE, value_dtype, True, 0, numel, 0, 0)
 
     @property
@@ -79,21 +79,21 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole payload."""
+        """Size of the whole payload, bytes."""
         return HEADER_NBYTES + self.index_nbytes + self.value_nbytes
 
     @property
     def body_checks(self) -> tuple[int, int]:
-        """What the body alone adds to both checksums."""
+        """The share of the body in both checksums."""
         check1, check2 = _sums(self._pack_checked())
         return (self.check1 - check1) & 0xFFFFFFFF, (self.check2 - check2) & 0xFFFFFFFF
 
     def pack(self) -> bytes:
-        """The 40 bytes, with the checksums this header carries."""
+        """Return the 40 bytes, with the checksums that this header has."""
         return self._pack_checked() + _CHECKS.pack(self.check1, self.check2)
 
     def with_checks(self, body: Tensor) -> Header:
-        """This header with the checksums of itself and ``body`` (uint8)."""
+        """Return this header with the checksums of itself and ``body`` (uint8)."""
         check1, check2 = checksum(self._pack_checked(), body)
         return self._replace(check1=check1, check2=check2)
 
@@ -143,13 +143,13 @@ class Header(NamedTuple):
 
 
 def _sums(checked: bytes) -> tuple[int, int]:
-    """Both checksums of a header's first 32 bytes, not reduced."""
+    """Return both checksums of a header's first 32 bytes, not reduced."""
     words = struct.unpack("<8I", checked)
     return sum(words), sum((i + 1) * w for i, w in enumerate(words))
 
 
 def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
-    """Both checksums of the header's first 32 bytes followed by ``body``, uint8 [any]."""
+    """Return both checksums of the header's first 32 bytes followed by ``body``, uint8 [any]."""
     check1, check2 = _sums(checked)
     size = body.numel()
     # Sums wrap modulo 2**64, which keeps them right modulo 2**32.
@@ -167,7 +167,9 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=8192)  # asked for every tensor in every step
 def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: int | None = None) -> int:
-    """Largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity`` (None: all)."""
+    """Return the largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity``
+    (None: all).
+    """
     nnz = numel if capacity is None else max(0, min(capacity, numel))
     return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
 
@@ -184,7 +186,7 @@ def write_payload(out: Tensor, header: Header, *sections: Tensor) -> int:
 
 
 def header_bytes(data: Tensor) -> bytes:
-    """The first (at most) 40 bytes of a uint8 tensor on any device."""
+    """Return the first (at most) 40 bytes of a uint8 tensor on any device."""
     return data[:HEADER_NBYTES].cpu().numpy().tobytes()
 
 
@@ -245,7 +247,7 @@ class Payload:
 
     @classmethod
     def split(cls, message: Tensor, *, verify: bool = True) -> list[Payload]:
-        """The payloads of a message, uint8, which is a concatenation of them (views, no copies).
+        """Return the payloads of a message, uint8, which is a concatenation of them (views, no copies).
 
         A message on a device is copied to the host once, to find the headers.
 
@@ -267,7 +269,7 @@ class Payload:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Payload:
-        """Inverse of :meth:`to_bytes`; checks everything :meth:`from_tensor` checks."""
+        """Do the inverse of :meth:`to_bytes`; check everything that :meth:`from_tensor` checks."""
         return cls.from_tensor(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
 
     def to_bytes(self) -> bytes:

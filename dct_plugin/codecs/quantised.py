@@ -25,7 +25,7 @@ class Quantiser(NamedTuple):
     """Settings: what encoder and decoder have to know of each other.
 
     Attributes:
-        bits: of a value, 1 to 8; 16 is bf16 without scales.
+        bits: Bits of a value, 1 to 8; 16 is bf16 without scales.
         group: Values that share a scale of bf16, a power of two of at least 8.
         rotate: Mix the values of each group by a Hadamard transform (TAH-Quant, arXiv 2506.01352).
 
@@ -40,13 +40,13 @@ class Quantiser(NamedTuple):
     rotate: bool = False
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` values."""
+        """Return the bytes of ``numel`` values."""
         if self.bits == 16:
             return 2 * numel
         return 2 * -(-numel // self.group) + self.bits * -(-numel // 8)
 
     def encode(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
-        """The values of ``x``, any shape and floating type, as uint8 [nbytes].
+        """Return the values of ``x``, any shape and floating type, as uint8 [nbytes].
 
         Groups follow each other in memory: those of [rows, hidden] lie within a row if ``group`` divides
         ``hidden``. A group with a non-finite entry decodes to no finite entry.
@@ -73,7 +73,7 @@ class Quantiser(NamedTuple):
         return torch.cat([scales, pack(codes.view(-1)[: 8 * -(-numel // 8)], self.bits)])
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """fp32 [numel] of what :meth:`encode` wrote, uint8; more bytes may follow.
+        """Return fp32 [numel] of what :meth:`encode` wrote, uint8; more bytes may follow.
 
         Raises:
             PayloadError: There are fewer bytes than ``numel`` values take.
@@ -94,7 +94,7 @@ class Quantiser(NamedTuple):
         return table.view(-1)[:numel]
 
     def _nearest(self, table: Tensor) -> Tensor:
-        """Distance of levels of each group, fp32 [groups, 1]."""
+        """Return the distance of levels of each group, fp32 [groups, 1]."""
         levels = 2**self.bits
         if self.bits == 1:  # the mean magnitude is best whatever the distribution
             return _stored(table.abs().mean(dim=1, keepdim=True) * 2)
@@ -114,18 +114,20 @@ class Quantiser(NamedTuple):
 
 
 def _stored(step: Tensor) -> Tensor:
-    """As the receiver will read it."""
+    """Return ``step`` as the receiver will read it."""
     return step.to(torch.bfloat16).to(torch.float32)
 
 
 def _codes(table: Tensor, step: Tensor, half: Tensor | float, levels: int) -> Tensor:
-    """Number of each value's level, fp32; a step of zero has no levels."""
+    """Return the number of each value's level, fp32; a step of zero has no levels."""
     scaled = table / step.clamp_min(torch.finfo(torch.float32).tiny)
     return scaled.add_(half).floor_().clamp_(0, levels - 1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [n], n a multiple of 8, each below ``2**bits``, as uint8 [n * bits / 8], lowest bits first."""
+    """Return uint8 [n], n a multiple of 8, each below ``2**bits``, as uint8 [n * bits / 8], lowest bits
+    first.
+    """
     if bits == 8:
         return codes
     if 8 % bits:
@@ -141,7 +143,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
-    """Inverse of :func:`pack`."""
+    """Do the inverse of :func:`pack`."""
     if bits == 8:
         return data
     mask = 2**bits - 1
@@ -155,14 +157,16 @@ def unpack(data: Tensor, bits: int) -> Tensor:
 
 
 def uniform(numel: int, seed: Tensor) -> Tensor:
-    """fp32 [numel] in [0, 1), by ``seed``, int64 [], and position alone; nothing is read from its device."""
+    """Return random fp32 [numel] in [0, 1) that follow from ``seed``, int64 [], and position; read
+    nothing.
+    """
     words = splitmix64(torch.arange(numel, dtype=torch.int64, device=seed.device), seed)
     return shift_right(words, 40).to(torch.float32).mul_(2.0**-24)
 
 
 @functools.lru_cache(maxsize=16)
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """The orthonormal, symmetric Hadamard matrix of a power of two, fp32: its own inverse."""
+    """Return the orthonormal, symmetric Hadamard matrix of a power of two, fp32: its own inverse."""
     matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def signed(value: int, bits: int = 64) -> int:
-    """The signed number of so many bits that is ``value`` modulo 2**bits."""
+    """Return the signed number of so many bits that is ``value`` modulo 2**bits."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
 
@@ -16,12 +16,12 @@ _ROUNDS = ((30, signed(0xBF58476D1CE4E5B9)), (27, signed(0x94D049BB133111EB)))
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 to the right; zeros come in."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def splitmix64(counter: Tensor, seed: Tensor | int) -> Tensor:
-    """64 random bits for each number of ``counter``, int64 of its shape.
+    """Return 64 random bits for each number of ``counter``, int64 of its shape.
 
     Args:
         counter: int64.

@@ -1,4 +1,4 @@
-"""What encoding one tensor did; on an accelerator the figures stay there until many are read at once."""
+"""Figures of a compression. Those of an accelerator stay there until many are read at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stats:
     def on_device(
         cls, counts: Tensor, *, tau: float | Tensor = 0.0, launch: Callable[[], None] | None = None
     ) -> Stats:
-        """Figures that a kernel writes or has written: not read, and not to be overwritten before they are.
+        """Return figures that a kernel writes or has written. Nobody may overwrite them before they are read.
 
         Args:
             counts: int64 [4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload that was
@@ -78,12 +78,12 @@ class Stats:
 
     @property
     def pending(self) -> bool:
-        """Whether the figures have not been read from the device yet."""
+        """True if the figures have not been read from the device yet."""
         return self._device_counts is not None
 
     @property
     def device_counts(self) -> Tensor:
-        """Where the figures are while they are pending: int64 [4], see :meth:`on_device`."""
+        """The pending figures, int64 [4], see :meth:`on_device`."""
         assert self._device_counts is not None
         return self._device_counts
 
@@ -140,7 +140,9 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
 
 
 def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[int]]:
-    """:func:`read_stats`, and in the same copy what ``also`` holds, int64 [any] each."""
+    """Do what :func:`read_stats` does; return what ``also`` holds, int64 [any] each, read in the same
+    copy.
+    """
     parts: dict[torch.device, list[Tensor]] = {}
     pending: dict[torch.device, list[Stats]] = {}
     for each in stats:

@@ -41,7 +41,7 @@ class ValueDtype(IntEnum):
 
     @classmethod
     def parse(cls, value: int | str) -> ValueDtype:
-        """The member for a name (``"bf16"``) or a number; ``ValueError`` names the allowed ones."""
+        """Return the member for a name (``"bf16"``) or a number; ``ValueError`` names the allowed ones."""
         try:
             return cls[value.upper()] if isinstance(value, str) else cls(value)
         except (KeyError, ValueError):
@@ -50,8 +50,8 @@ class ValueDtype(IntEnum):
 
     @classmethod
     def lossless(cls, dtype: torch.dtype) -> ValueDtype:
-        """The type that holds what the kernels read of a ``dtype`` tensor: fp32, bf16 and fp16 as they are,
-        fp32 for all others (fp64), which are rounded to it first.
+        """Return the type that holds what the kernels read of a ``dtype`` tensor: fp32, bf16 and fp16 as they
+        are, fp32 for all others (fp64), which are rounded to it first.
         """
         return _LOSSLESS.get(dtype, cls.FP32)
 
@@ -75,11 +75,11 @@ class _ValueCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Section, uint8, and decoded values, fp32 [nnz], of ``x``, fp32 [nnz] within the limit."""
+        """Return section, uint8, and decoded values, fp32 [nnz], of ``x``, fp32 [nnz] within the limit."""
 
     @abstractmethod
     def decode(self, data: Tensor, nnz: int) -> Tensor:
-        """Values, fp32 [nnz], of a section of the right size that starts aligned."""
+        """Return the values, fp32 [nnz], of a section of the right size that starts aligned."""
 
 
 class _Float(_ValueCodec):
@@ -183,13 +183,13 @@ class _Levels(_ValueCodec):
         return torch.where(code >= self._levels, -value, value)
 
     def _scale(self, ends: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Lowest level and distance of levels, fp32 [groups, 1] each."""
+        """Return the lowest level and the distance of levels, fp32 [groups, 1] each."""
         low, high = ends.to(torch.float32).split(1, dim=1)
         return low, (high - low) / torch.full((), self._levels - 1.0, device=like.device)
 
 
 def _in_groups(x: Tensor, padding: float) -> Tensor:
-    """``x``, fp32 [n], as [groups, 256]."""
+    """Return ``x``, fp32 [n], as [groups, 256]."""
     padded = x.new_full((-(-x.numel() // VALUE_GROUP) * VALUE_GROUP,), padding)
     padded[: x.numel()] = x
     return padded.view(-1, VALUE_GROUP)
@@ -213,7 +213,7 @@ if list(VALUE_CODECS) != list(ValueDtype):  # pragma: no cover
 
 
 def value_nbytes(nnz: int, dtype: int) -> int:
-    """Bytes of the value section of ``nnz`` values."""
+    """Return the bytes of the value section of ``nnz`` values."""
     return VALUE_CODECS[ValueDtype(dtype)].nbytes(nnz)
 
 

@@ -1,4 +1,4 @@
-"""Finds or builds the compiled CPU kernels.
+"""The compiled CPU kernels: finding them, or building them.
 
 Order: the library beside this file (put there at installation) if it belongs to this source; the user's
 cache; a build into that cache. Standard library only: the installation runs this file on its own.
@@ -69,7 +69,7 @@ def build_id(target: Target = Target()) -> str:  # noqa: B008 - immutable
 
 
 def compilers() -> list[list[str]]:
-    """Command prefixes of the C compilers to try: ``$CC`` alone if it is set, else cc, gcc, clang."""
+    """Return the commands of the C compilers to try: ``$CC`` alone if it is set, else cc, gcc, clang."""
     if chosen := os.environ.get("CC", "").strip():
         try:
             return [shlex.split(chosen)]
@@ -138,14 +138,16 @@ def _check(path: Path) -> None:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether another user could have written a file or folder."""
+    """Return whether another user could have written a file or folder."""
     info = path.stat()
     owner = hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0)
     return owner or bool(info.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 
 
 def cache_dirs() -> list[Path]:
-    """Where built libraries are kept: the user's cache, else a private folder among the temporary ones."""
+    """Return the folders of built libraries: the user's cache, else a private folder among the temporary
+    ones.
+    """
     home_cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     user = os.getuid() if hasattr(os, "getuid") else 0
     return [Path(home_cache) / "dct_plugin", Path(tempfile.gettempdir()) / f"dct_plugin-{user}"]
@@ -185,7 +187,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what builds that were killed have left."""
+    """Remove temporary files of builds that were killed."""
     for path in folder.glob("dct_kernels-*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > 2 * COMPILE_TIMEOUT:
@@ -210,10 +212,10 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def load() -> tuple[ctypes.CDLL, Path]:
-    """The kernels and the file they come from, built first if need be.
+    """Return the kernels and the file they come from, built first if need be.
 
     Raises:
-        BuildError: with the reason.
+        BuildError: They can be neither loaded nor built; the message says why.
     """
     if PREBUILT.exists():
         with contextlib.suppress(BuildError):

@@ -190,7 +190,7 @@ class CpuBackend(Backend):
         return ISA_NAMES[self._library.dct_isa(-1)]
 
     def set_isa(self, name: str) -> str:
-        """Ask for an instruction set, process-wide (tests, benchmarks); returns the one used from now on."""
+        """Ask for an instruction set, process-wide (tests, benchmarks); return the one used from now on."""
         return ISA_NAMES[self._library.dct_isa(ISA_NAMES.index(name))]
 
     def compress(self, job: Job) -> Stats:
@@ -270,7 +270,7 @@ class CpuBackend(Backend):
             _check(status)
 
     def _zeros(self, numel: int) -> Tensor:
-        """fp32 zeros, this thread's own; whoever writes there puts zeros back."""
+        """Return fp32 zeros, this thread's own; the kernel that writes there puts zeros back."""
         zeros: Tensor | None = getattr(self._local, "zeros", None)
         if zeros is None or zeros.numel() < numel:
             zeros = self._local.zeros = torch.zeros(numel, dtype=torch.float32)

@@ -182,12 +182,12 @@ class CompiledEmbeddingKernels(EmbeddingKernels):
         self._library.dct_add_rows(out.data_ptr(), rows.data_ptr(), x.data_ptr(), len(x), x.shape[1])
 
     def _workers(self, messages: int) -> int:
-        """Threads: as many as torch uses, none for a single message."""
+        """Return the number of threads: as many as torch uses, at most one per message."""
         return min(self._threads or torch.get_num_threads(), messages)
 
     @staticmethod
     def _call(parts: Sequence[Outgoing], bit_cost: int) -> tuple[_Encode, ctypes.Array[_Outgoing], object]:
-        """The argument, its messages, and what has to live until the call is over."""
+        """Return the argument, its messages, and the arrays that have to live until the call is over."""
         messages = (_Outgoing * len(parts))()
         first = 0
         for message, part in zip(messages, parts, strict=True):

@@ -1,4 +1,4 @@
-"""The embedding exchange's hot loops in numpy and torch: they define the results of the compiled ones."""
+"""The embedding kernels in numpy and torch, which define the results of the compiled ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ BitTokens = tuple[npt.NDArray[np.uint64], IntArray]  # codes, and bits of each
 
 
 def half_steps(bounds: FloatArray) -> FloatArray:
-    """Half step widths for bounds: the largest bf16 number safely below each; 0: too small to work with."""
+    """Return half step widths for bounds: the largest bf16 number safely below each; 0: too small to work
+    with.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         target = (bounds * SLACK).astype(np.float32)
     half = (target.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
@@ -154,12 +156,12 @@ def _segments(array: npt.NDArray[Any], lengths: IntArray) -> list[npt.NDArray[An
 
 
 def _zigzag(q: IntArray) -> IntArray:
-    """0, 1, -1, 2, -2, ... to 0, 1, 2, 3, 4, ..."""
+    """Map 0, 1, -1, 2, -2, ... to 0, 1, 2, 3, 4, ..."""
     return 2 * np.abs(q) - (q > 0)
 
 
 def _best_rice(v: IntArray) -> tuple[int, int]:
-    """Parameter (the smallest one of equals) and bits, as if no quotient was escaped."""
+    """Return the best parameter (the smallest of equals) and the bits, as if no quotient was escaped."""
     best, least = 0, int(v.sum()) + len(v)
     for k in range(1, MAX_RICE + 1):
         bits = int((v >> k).sum()) + len(v) * (k + 1)
@@ -171,7 +173,7 @@ def _best_rice(v: IntArray) -> tuple[int, int]:
 
 
 def _choose(z: IntArray, bit_cost: int) -> tuple[int, list[BitTokens]]:
-    """The cheapest method for a segment's codes, and its bits."""
+    """Return the cheapest method for a segment's codes, and its bits."""
     n, at = len(z), np.flatnonzero(z)
     nnz = len(at)
     if not nnz:
@@ -220,11 +222,11 @@ def _pack(tokens: Sequence[BitTokens]) -> bytes:
 
 
 class _Fault(Exception):
-    """Status, and what was found."""
+    """A fault of a payload: its number, and what was found."""
 
 
 def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.float32]) -> int | None:
-    """Fill ``out``; the number of raw entries if the others are deflated."""
+    """Fill ``out``. Return the number of raw entries if the others are deflated."""
     payload = data.tobytes()
     if len(payload) < HEADER_SIZE:
         raise _Fault(1, len(payload))
@@ -299,7 +301,7 @@ class _Reader:
         return zeros << k | (word >> (zeros + 1) & ((1 << k) - 1))
 
     def segment(self, method: int, n: int) -> IntArray:
-        """z of ``n`` entries, int64."""
+        """Return z of ``n`` entries, int64."""
         total = 8 * len(self._data)
         z = np.zeros(n, dtype=np.int64)
         if method <= MAX_RICE:
@@ -339,7 +341,7 @@ class _Reader:
         return z
 
     def end(self) -> None:
-        """Nothing may be left but zeros in the last byte."""
+        """Raise unless nothing is left but zeros in the last byte."""
         if -(-self._bit // 8) != len(self._data) or (self._bit & 7 and self._data[-1] >> (self._bit & 7)):
             raise _Fault(13, 0)
 

@@ -100,7 +100,7 @@ class Job:
 
     @property
     def dense(self) -> bool:
-        """Whether every entry is sent."""
+        """True if every entry is sent."""
         return not isinstance(self.tau, Tensor) and self.tau == 0.0
 
     def applied_tau(self) -> Tau:

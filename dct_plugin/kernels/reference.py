@@ -1,4 +1,4 @@
-"""Kernels in plain torch, for any device: what compiled backends are tested against, and the fallback.
+"""Kernels in plain torch, for any device. They define the results of compiled backends, and are the fallback.
 
 Large temporaries are kept from call to call, per thread and device: fresh pages cost more than arithmetic.
 """
@@ -42,7 +42,7 @@ _PACK_LARGEST = 127 * 2.0 ** PACK_EXPONENTS[1]
 
 
 def sample_positions(numel: int, num_samples: int, seed: int, device: torch.device) -> Tensor:
-    """Random positions with replacement, int64 [num_samples].
+    """Return random positions with replacement, int64 [num_samples].
 
     SplitMix64 over a counter, its upper half scaled to ``numel``.
     """
@@ -51,7 +51,8 @@ def sample_positions(numel: int, num_samples: int, seed: int, device: torch.devi
 
 
 def _mixed(counter: Tensor, seed: int) -> Tensor:
-    """32 random bits each, int64: the hash "lowbias32" (C. Wellons) of a counter (int64) plus a hashed seed.
+    """Return 32 random bits each, int64: the hash "lowbias32" (C. Wellons) of a counter (int64) plus a hashed
+    seed.
 
     In 64 bits, of which a product's lower 32 are those of the 32-bit product.
     """
@@ -66,12 +67,12 @@ def _mixed(counter: Tensor, seed: int) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """``2**exponent``, fp32, of int32 exponents of normal numbers."""
+    """Return ``2**exponent``, fp32, of int32 exponents of normal numbers."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def rank_of(keep_fraction: float, count: int) -> int:
-    """How many of ``count`` entries ``keep_fraction`` keeps: rounded half up, at least 1."""
+    """Return how many of ``count`` entries ``keep_fraction`` keeps: rounded half up, at least 1."""
     return max(1, min(count, int(keep_fraction * count + 0.5)))
 
 
@@ -81,7 +82,7 @@ def _kth_largest(magnitude: Tensor, k: int) -> float:
 
 
 def has_overflow(x: Tensor) -> bool:
-    """Whether an entry is non-finite or of magnitude >= 2**126 (one read pass, no temporary)."""
+    """Return whether an entry is non-finite or of magnitude >= 2**126 (one read pass, no temporary)."""
     if x.numel() == 0:
         return False
     low, high = torch.stack(torch.aminmax(x)).tolist()  # NaN propagates
@@ -89,7 +90,7 @@ def has_overflow(x: Tensor) -> bool:
 
 
 def overflow_flags(tensors: Sequence[Tensor]) -> Tensor:
-    """:func:`has_overflow` of each, bool [tensors] on their device, without a look at them."""
+    """Return :func:`has_overflow` of each, bool [tensors] on their device; the host does not wait for it."""
     where = tensors[0].device
     flags = torch.zeros(len(tensors), dtype=torch.bool, device=where)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -173,7 +174,7 @@ class ReferenceBackend(Backend):
         return _stats(nbytes, nnz, above, False, tau, began, selected)
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
-        """fp32(grad) + residual, in ``residual_out`` if there is one; else to be read only."""
+        """Return fp32(grad) + residual, in ``residual_out`` if there is one; else it must not be written."""
         if residual is None:
             if residual_out is None:
                 return grad.to(torch.float32)
@@ -306,7 +307,9 @@ def _keep_residual(residual: Tensor | None, residual_out: Tensor) -> None:
 
 
 def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
-    """At most ``capacity`` of the ascending ``idx``, from the first one >= start on and wrapping around."""
+    """Return at most ``capacity`` of the ascending ``idx``, from the first one >= start on and wrapping
+    around.
+    """
     count = idx.numel()
     if count <= capacity:
         return idx

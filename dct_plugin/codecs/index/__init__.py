@@ -47,7 +47,7 @@ __all__ = [
 
 
 def _table(*codecs: IndexCodec) -> dict[IndexEncoding, IndexCodec]:
-    """Codecs by encoding, ascending; ``ImportError`` unless every encoding has exactly one."""
+    """Return the codecs by encoding, ascending; ``ImportError`` unless every encoding has exactly one."""
     found = [codec.encoding for codec in codecs]
     if found != list(IndexEncoding):
         expected = ", ".join(encoding.label for encoding in IndexEncoding)
@@ -66,7 +66,7 @@ ANY_POSITIONS = tuple(encoding for encoding, codec in CODECS.items() if codec.ca
 
 
 def index_bound(numel: int, nnz: int, encoding: int | None = None) -> int:
-    """Upper bound of the index section's bytes for at most ``nnz`` kept of ``numel`` entries.
+    """Return an upper bound of the index section's bytes for at most ``nnz`` kept of ``numel`` entries.
 
     ``encoding`` None is the encoder's own choice, which is never larger than any single encoding.
     """
@@ -77,12 +77,13 @@ def index_bound(numel: int, nnz: int, encoding: int | None = None) -> int:
 
 
 def check_section(encoding: int, param: int, nbytes: int, nnz: int, numel: int) -> IndexEncoding:
-    """Whether an index section of ``nbytes`` can hold ``nnz`` of ``numel`` entries: every decoder checks it.
+    """Check that an index section of ``nbytes`` can hold ``nnz`` of ``numel`` entries, and return its
+    encoding.
 
     After it, ``nnz`` is bounded by the bytes that are there (dense: by ``numel``).
 
     Raises:
-        PayloadError: it cannot, or parameter or counts are out of range.
+        PayloadError: It cannot, or parameter or counts are out of range.
     """
     codec = CODECS[IndexEncoding(encoding)]
     label = codec.encoding.label

@@ -1,4 +1,4 @@
-"""What an index codec is: the interface behind the table in :mod:`dct_plugin.codecs.index`."""
+"""The interface of index codecs, which are listed in :mod:`dct_plugin.codecs.index`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class IndexEncoding(IntEnum):
 
     @classmethod
     def parse(cls, value: int | str) -> IndexEncoding:
-        """The member for a name (``"rice"``) or a number; ``ValueError`` names the allowed ones."""
+        """Return the member for a name (``"rice"``) or a number; ``ValueError`` names the allowed ones."""
         try:
             return cls[value.upper()] if isinstance(value, str) else cls(value)
         except (KeyError, ValueError):
@@ -76,31 +76,32 @@ class IndexCodec(ABC):
     bounds_choice: ClassVar[bool] = True
 
     def can_hold(self, nnz: int, numel: int) -> bool:
-        """Whether any ``nnz`` of ``numel`` positions can be written."""
+        """Return whether any ``nnz`` of ``numel`` positions can be written."""
         return True
 
     @abstractmethod
     def bound(self, nnz: int, numel: int) -> int:
-        """Upper bound of a section's bytes for at most ``nnz`` of ``numel`` positions."""
+        """Return an upper bound of a section's bytes for at most ``nnz`` of ``numel`` positions."""
 
     @abstractmethod
     def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
-        """Smallest and largest section that holds exactly ``nnz`` positions, bytes; none if they cross over.
+        """Return the smallest and the largest section that holds exactly ``nnz`` positions, bytes; none if
+        they cross over.
 
         ``nnz`` must follow from the smallest one (or be ``numel``): decoders allocate by it.
         """
 
     @abstractmethod
     def plan(self, positions: Positions) -> tuple[int, int]:
-        """Exact size of the section in bytes, and the parameter to write it with."""
+        """Return the exact size of the section in bytes, and the parameter to write it with."""
 
     @abstractmethod
     def encode(self, positions: Positions, param: int) -> Tensor:
-        """The section, uint8 [size], with a parameter of :meth:`plan`."""
+        """Return the section, uint8 [size], with a parameter of :meth:`plan`."""
 
     @abstractmethod
     def decode(self, data: Tensor, param: int, nnz: int, numel: int) -> Tensor:
-        """Positions of a section, uint8, whose size :meth:`section_sizes` allows: int64 [nnz].
+        """Return the positions of a section, uint8, whose size :meth:`section_sizes` allows: int64 [nnz].
 
         Raises:
             PayloadError: the section is not exactly what :meth:`encode` writes for ``nnz`` of ``numel``.

@@ -20,7 +20,7 @@ _WINDOW = 1 << 17  # bytes decoded at once
 
 
 def candidates(nnz: int, numel: int) -> list[int]:
-    """Parameters that are tried, ascending: floor(log2 of the mean gap) and its two neighbours."""
+    """Return the parameters that are tried, ascending: floor(log2 of the mean gap) and its two neighbours."""
     if nnz == 0:
         return [0]
     b = ((numel - nnz) // nnz).bit_length()

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA tensors (device code: :mod:`dct_plugin.kernels.triton_kernels`).
+"""Triton kernels for CUDA tensors (device code: :mod:`.selection_kernels` and :mod:`.message_kernels`).
 
 Nothing here waits for the device. Thresholds and figures stay there; what is wrong with a payload that is
 decoded is found there before anything is written, leaves the output alone, and raises
@@ -114,7 +114,7 @@ class TritonBackend(Backend):
 
     @contextlib.contextmanager
     def _batch(self, where: torch.device) -> Iterator[Batch]:
-        """The open batch; or one that is launched at once."""
+        """Give the open batch, or one that is launched at once."""
         batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
         if batches is None:
             batch = Batch(where, self._error(where), 1)
@@ -127,7 +127,7 @@ class TritonBackend(Backend):
         yield batches[where]
 
     def _catch_up(self) -> None:
-        """Launch what waits: what follows may need it."""
+        """Launch the open batches: the next kernel may need their results."""
         for batch in (getattr(self._waiting, "batches", None) or {}).values():
             batch.launch()
 
@@ -323,7 +323,9 @@ class TritonBackend(Backend):
     # -- inside ---
 
     def _error(self, where: torch.device) -> Tensor:
-        """What was wrong with a payload, until the next one that is written takes it to the host: int32."""
+        """Return int32 [1]: what was wrong with a payload. The next payload that is written takes it to the
+        host.
+        """
         error = self._errors.get(where)
         if error is None:
             error = self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
@@ -333,8 +335,8 @@ class TritonBackend(Backend):
 def _kth_largest(
     grad: Tensor, residual: Tensor | None, *, share: float = 0.0, rank: int | None = None
 ) -> Tensor:
-    """fp32 []: the ``rank``-th largest magnitude, or the one that keeps a ``share`` of what is finite; by
-    torch, of more entries than a kernel looks through.
+    """Return fp32 []: the ``rank``-th largest magnitude, or the one that keeps a ``share`` of the finite
+    entries. torch sorts more entries than one program searches.
     """
     acc = grad.to(torch.float32) if residual is None else residual + grad
     bits = acc.view(torch.int32) & 0x7FFFFFFF

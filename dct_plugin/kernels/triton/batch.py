@@ -1,7 +1,7 @@
-"""What writes payloads, for any number of tensors with one launch of every kernel.
+"""Batches of payloads: any number of tensors with one launch of every kernel.
 
-A :class:`Batch` takes down what is wanted and gives out the places where figures and thresholds will be; its
-launch sorts the tensors by kind (types, with residual or without, ...), of which a bucket of gradients has
+A :class:`Batch` notes what is wanted and returns the places where figures and thresholds will be. Its launch
+sorts the tensors by kind (types, with residual or without, ...), of which a bucket of gradients has
 two or three, and goes through the kernels of :mod:`.selection_kernels` once for each kind.
 """
 
@@ -37,17 +37,17 @@ STATE = device.STATE.value
 
 
 def programs(count: int, each: int) -> int:
-    """How many programs share so much work; one has to say that there is none."""
+    """Return how many programs share so much work: at least one."""
     return max(1, -(-count // each))
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """What the kernels take for a gradient: bf16 as its bits."""
+    """Return a gradient as the kernels read it: bf16 as its bits."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def grad_code(tensor: Tensor) -> int:
-    """The kernels' number for a gradient's type."""
+    """Return the kernels' number for a gradient's type."""
     return _GRAD_CODE[tensor.dtype]
 
 
@@ -162,7 +162,7 @@ class _Sample(NamedTuple):
     slot: int
 
     def row(self, first: int) -> list[int]:
-        """Of the table of samples."""
+        """Return a row of the table of samples."""
         row = [0] * ROW
         row[device.GRAD_AT.value] = self.grad.data_ptr()
         row[device.RESIDUAL_AT.value] = _address(self.residual)
@@ -178,13 +178,13 @@ class _Sample(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What is done entry by entry: a kernel, its constants, and what it is done to."""
+    """An operation on every entry: a kernel, its constants and its tensors."""
 
     kernel: str
     constants: tuple[tuple[str, Any], ...]
     tensors: tuple[Tensor | None, ...]
     numbers: tuple[tuple[int, int], ...] = ()
-    """Places in the row, and what is there besides."""
+    """Places in the row, and the numbers there."""
 
     def undo(self) -> None:
         """Put the old velocity where a launch, which failed, should have written what is kept of the new."""
@@ -196,12 +196,12 @@ class _Pass(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """The tensor that the entries are counted of."""
+        """The tensor whose entries are counted."""
         assert self.tensors[0] is not None
         return self.tensors[0]
 
     def row(self, first: int) -> list[int]:
-        """Of the table of entries."""
+        """Return a row of the table of operations."""
         row = [0] * ROW
         row[: len(self.tensors)] = map(_address, self.tensors)
         row[device.NUMEL.value] = self.first.numel()
@@ -212,12 +212,13 @@ class _Pass(NamedTuple):
 
 
 class Batch:
-    """Payloads and thresholds of tensors on one device, and what is done to the tensors before and after.
+    """Payloads and thresholds of tensors on one device, and the operations before and after them.
 
     Args:
         where: The device.
-        errors: int32 [1], what was wrong with payloads read before; goes to the host with the next figures.
-        room: Payloads, and thresholds, that it takes.
+        errors: int32 [1], what was wrong with payloads read before. It goes to the host with the next
+        figures.
+        room: The most payloads, and the most thresholds, that the batch takes.
     """
 
     def __init__(self, where: torch.device, errors: Tensor, room: int) -> None:
@@ -234,7 +235,7 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether it should be launched, and another one taken."""
+        """True if the batch should be launched, and another one begun."""
         return max(self._payloads, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
 
     def compress(self, job: Job) -> Stats:
@@ -258,7 +259,9 @@ class Batch:
         share: float = 0.0,
         rank: int = 0,
     ) -> Tensor:
-        """fp32 []: what keeps a ``share``, or the ``rank``-th largest; of random positions, or of all."""
+        """Return fp32 []: the threshold that keeps a ``share``, or the ``rank``-th largest magnitude; of
+        random positions, or of all.
+        """
         slot, self._thresholds = self._thresholds, self._thresholds + 1
         self._samples.append(_Sample(grad, residual, samples, seed, everything, share, rank, slot))
         return self._taus[slot]
@@ -294,7 +297,7 @@ class Batch:
         self._after.append(_Pass("pack", constants, (values, readable(out), exponents), numbers))
 
     def launch(self) -> None:
-        """Do what was taken down since the last launch."""
+        """Do what was noted since the last launch."""
         writes, self._writes = self._writes, []
         samples, self._samples = self._samples, []
         before, self._before = _alike(self._before), []
@@ -345,7 +348,7 @@ class Batch:
     # -- inside ---
 
     def _tau(self, tau: float | Tensor) -> tuple[int, int]:
-        """Slot of a threshold, or -1 and its bits."""
+        """Return the slot of a threshold and 0, or -1 and its bits."""
         if not isinstance(tau, Tensor):
             return -1, _float_bits(tau)
         slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)
@@ -420,7 +423,7 @@ class Batch:
 
 
 def launch_write(*arguments: Any, grid: int, **constants: Any) -> None:
-    """Values, and positions that are not known."""
+    """Launch the kernel that writes values, and positions that the receiver does not know."""
     if constants["ACCUMULATED"]:  # one form of the kernel serves all types of gradients
         constants |= {"GRAD": 0, "HAS_RESIDUAL": False}
     # Multiplications and additions are rounded one by one, as everywhere else.
@@ -430,7 +433,7 @@ def launch_write(*arguments: Any, grid: int, **constants: Any) -> None:
 def launch_seal(
     table: Tensor, state: Tensor, counts: Tensor, errors: Tensor, count: int, entries: int, value: int
 ) -> None:
-    """Headers and figures."""
+    """Launch the kernel that writes headers and figures."""
     device.seal[(count,)](table, state, counts, errors, ENTRIES=entries, VALUE=value)
 
 
@@ -444,13 +447,13 @@ def _laid_out(writes: Sequence[_Write]) -> tuple[list[list[int]], tuple[int, ...
 
 
 def _float_bits(number: float) -> int:
-    """Of the fp32 number that it is rounded to."""
+    """Return the bits of the fp32 number that ``number`` is rounded to."""
     bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
     return bits
 
 
 def _alike(passes: Sequence[_Pass]) -> list[list[_Pass]]:
-    """Passes by kernel and constants."""
+    """Return the operations in groups of one kernel and its constants."""
     groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[_Pass]] = {}
     for each in passes:
         groups.setdefault((each.kernel, each.constants), []).append(each)
@@ -458,17 +461,17 @@ def _alike(passes: Sequence[_Pass]) -> list[list[_Pass]]:
 
 
 def _drawn(samples: Sequence[_Sample]) -> tuple[list[list[int]], int]:
-    """Rows of samples of one kind, and the chunks of all."""
+    """Return the rows of samples of one kind, and the chunks of all."""
     return _counted(samples, [each.samples for each in samples])
 
 
 def _in_chunks(group: Sequence[_Pass]) -> tuple[list[list[int]], int]:
-    """Rows of passes of one kind, and the chunks of all."""
+    """Return the rows of operations of one kind, and the chunks of all."""
     return _counted(group, [each.first.numel() for each in group])
 
 
 def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[list[list[int]], int]:
-    """Rows of jobs that look at so many entries each, and the chunks of all."""
+    """Return the rows of operations on so many entries each, and the chunks of all."""
     firsts = list(itertools.accumulate((programs(numel, CHUNK) for numel in numels), initial=0))
     rows = [job.row(first) for job, first in zip(jobs, firsts, strict=False)]
     last = [0] * ROW
@@ -480,20 +483,20 @@ def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[li
 
 
 def upload(table: Any, where: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Tensor of numbers that the host has, without waiting."""
+    """Return a tensor of numbers that the host has; nobody waits for the copy."""
     if where.type != "cuda":
         return torch.tensor(table, dtype=dtype, device=where)
     return torch.tensor(table, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
 
 
 def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
+    """Make a device the current one, on which kernels are launched."""
     return torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
 
 
 class _Tables:
-    """Tables on their devices. What a CUDA graph records finds its table here, from the same call made before
-    the recording: nothing may be uploaded there.
+    """Tables on their devices. Nothing may be uploaded while a CUDA graph is recorded: the recorded call
+    finds here the table of the same call, which was made before the recording.
     """
 
     def __init__(self) -> None:
@@ -501,7 +504,7 @@ class _Tables:
         self._recorded: list[Tensor] = []
 
     def of(self, rows: Sequence[Sequence[int]], where: torch.device) -> Tensor:
-        """int64 [rows, places]."""
+        """Return a table on its device, int64 [rows, places]."""
         if where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self._recent.append((where, rows, upload(rows, where)))
             return self._recent[-1][2]

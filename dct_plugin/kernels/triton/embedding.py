@@ -1,4 +1,4 @@
-"""Error-bounded codes on CUDA (device code: :mod:`dct_plugin.kernels.triton_embedding_kernels`).
+"""Error-bounded codes on CUDA (device code: :mod:`.embedding_kernels`).
 
 The bytes are those that the host's kernels write at a bit cost of 0: packed codes. The host waits once for
 the messages of all ranks, to learn their sizes, and once for what is wrong with those that arrive.
@@ -182,7 +182,7 @@ def _decoding(status: int, shown: int, numel: int, segments: int) -> Decoding | 
 
 
 def _segments(lengths: Sequence[IntArray], where: torch.device) -> tuple[Tensor, int]:
-    """The kernels' table of segments, and their units of work."""
+    """Return the kernels' table of segments, and their units of work."""
     flat = np.concatenate(lengths)
     units = np.concatenate([[0], np.cumsum(-(-flat // _CHUNK))])
     begins = np.concatenate([[0], np.cumsum(flat)])
@@ -192,7 +192,9 @@ def _segments(lengths: Sequence[IntArray], where: torch.device) -> tuple[Tensor,
 
 
 def _halves(bounds: FloatArray | Tensor, where: torch.device) -> Tensor:
-    """Half step widths for bounds, the bits of bf16 in int32; see :func:`.embedding_reference.half_steps`."""
+    """Return half step widths for bounds, the bits of bf16 in int32; see
+    :func:`.embedding_reference.half_steps`.
+    """
     if not isinstance(bounds, Tensor):
         bounds = upload(bounds, where, torch.float64)
     bits = (bounds * SLACK).to(torch.float32).view(torch.int32) & -65536
@@ -216,7 +218,7 @@ def check(
 
 @functools.cache
 def advances(where: torch.device) -> tuple[Tensor, Tensor]:
-    """For the device's CRC-32: what moves it on by 0, 4, 8, ... bytes, and by 1, 2, 4, ... bytes; int32."""
+    """Return the factors that move a CRC-32 on by 0, 4, 8, ... bytes, and by 1, 2, 4, ... bytes; int32."""
 
     def times(a: int, b: int) -> int:
         product = 0

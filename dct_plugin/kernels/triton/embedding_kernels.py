@@ -47,7 +47,7 @@ FOR_THE_HOST = tl.constexpr(20)  # a method that is not read here
 
 @triton.jit
 def _segment_of(segments, count, unit):
-    """The segment that a unit of work belongs to; ``count``: none."""
+    """Return the segment that a unit of work belongs to; ``count``: none."""
     lanes = tl.arange(0, _LOOK)
     found = tl.zeros((_LOOK,), tl.int32)
     first = 0
@@ -61,20 +61,22 @@ def _segment_of(segments, count, unit):
 
 @triton.jit
 def _half(word):
-    """Half a step width, fp64, from its bf16 bits."""
+    """Return half a step width, fp64, from its bf16 bits."""
     return (word.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
 
 
 @triton.jit
 def _rounded(x, half):
-    """``x / (2 * half)`` to the nearest integer, int64."""
+    """Round ``x / (2 * half)`` to the nearest integer, int64."""
     step = tl.where(half > 0, half * 2.0, 1.0)
     return (((x.to(tl.float64) / step) + ROUNDER) - ROUNDER).to(tl.int64)
 
 
 @triton.jit
 def _lay_out(plan, there, raw, entries, width, word, raws, bits):
-    """Width, place and step width of segments behind so many raw entries and bits; both with theirs."""
+    """Return the numbers of raw entries and bits behind segments; write width, place and step width of
+    these.
+    """
     raw_entries = tl.where(raw & there, entries, 0)
     code_bits = tl.where(raw | (there == 0), 0, entries * width)
     at = tl.where(
@@ -88,7 +90,9 @@ def _lay_out(plan, there, raw, entries, width, word, raws, bits):
 
 @triton.jit(do_not_specialize=["count"])
 def extremes(x, segments, largest, status, count):
-    """Bits of the largest entry of each segment and of the largest negated one, int32 [segments, 2]."""
+    """Write the bits of the largest entry of each segment and of the largest negated one, int32 [segments,
+    2].
+    """
     unit = tl.program_id(0).to(tl.int64)
     row = _segment_of(segments, count, unit)
     if row < count:
@@ -107,7 +111,7 @@ def extremes(x, segments, largest, status, count):
 
 @triton.jit
 def plan_codes(segments, parts, largest, halves, plans, sizes, buffer, words):
-    """Method, step width and place of every segment of a message, its headers and its size."""
+    """Write method, step width and place of every segment of a message, its headers and its size."""
     part = parts + tl.program_id(0).to(tl.int64) * 5
     size = sizes + tl.program_id(0).to(tl.int64) * 4
     first = tl.load(part)
@@ -156,7 +160,7 @@ def plan_codes(segments, parts, largest, halves, plans, sizes, buffer, words):
 
 @triton.jit
 def _first_bit(plan, part, size):
-    """Where the bits of a segment begin, from the start of its message."""
+    """Return the first bit of a segment, from the start of its message."""
     raw = tl.load(plan + WIDTH) == 32
     begin = 8 * (3 * tl.load(part + 1) + HEADER)
     at = tl.load(plan + AT)
@@ -165,7 +169,7 @@ def _first_bit(plan, part, size):
 
 @triton.jit(do_not_specialize=["count"])
 def write_codes(x, segments, parts, plans, sizes, words, decoded, count, DECODED: tl.constexpr):
-    """The bits of a chunk of entries, into words that are 0, and (DECODED) what a receiver makes of them."""
+    """Write the bits of a chunk of entries into words that are 0, and (DECODED) what a receiver decodes."""
     unit = tl.program_id(0).to(tl.int64)
     row = _segment_of(segments, count, unit)
     if row < count:
@@ -199,7 +203,7 @@ def write_codes(x, segments, parts, plans, sizes, words, decoded, count, DECODED
 
 @triton.jit
 def _times(a, b):
-    """Product of polynomials over GF(2) modulo that of CRC-32, uint32, the highest bit for 1."""
+    """Multiply polynomials over GF(2) modulo that of CRC-32, uint32, the highest bit for 1."""
     product = a ^ a
     for i in range(32):
         product = product ^ (b * ((a >> (31 - i)) & 1))
@@ -209,7 +213,9 @@ def _times(a, b):
 
 @triton.jit
 def _advance(powers, nbytes):
-    """What moves a checksum ``nbytes`` on: uint32; ``powers`` has that of 1, 2, 4, ... bytes."""
+    """Return the factor that moves a checksum ``nbytes`` on, uint32; ``powers`` has that of 1, 2, 4, ...
+    bytes.
+    """
     found = (nbytes * 0 + 0x80000000).to(tl.uint32)
     left = nbytes
     while left > 0:
@@ -222,8 +228,8 @@ def _advance(powers, nbytes):
 
 @triton.jit
 def checksum(words, parts, sizes, advances, powers, checks, AT: tl.constexpr, COUNTED: tl.constexpr):
-    """A chunk's share of a message's CRC-32, without its first and last inversion. The word AT is that of the
-    CRC-32 itself: left out, or (COUNTED) 0. ``advances``: by 4 bytes times 0, 1, 2, ...
+    """Add a chunk's share of a message's CRC-32, without its first and last inversion. The word AT is that of
+    the CRC-32 itself: left out, or (COUNTED) 0. ``advances``: by 4 bytes times 0, 1, 2, ...
     """
     chunk = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
@@ -253,14 +259,14 @@ def checksum(words, parts, sizes, advances, powers, checks, AT: tl.constexpr, CO
 
 @triton.jit
 def _crc(checks, powers, message, nbytes):
-    """CRC-32 of so many bytes of a message, uint32, from what :func:`checksum` found."""
+    """Return the CRC-32 of so many bytes of a message, uint32, from what :func:`checksum` found."""
     begin = _times(_advance(powers, nbytes), (nbytes * 0 + 0xFFFFFFFF).to(tl.uint32))
     return begin ^ tl.load(checks + message).to(tl.uint32, bitcast=True) ^ 0xFFFFFFFF
 
 
 @triton.jit
 def seal_codes(parts, sizes, checks, powers, buffer, words):
-    """The checksum in the header, and the byte behind the payload."""
+    """Write the checksum in the header, and the byte behind the payload."""
     message = tl.program_id(0).to(tl.int64)
     part = parts + message * 5
     start = tl.load(part + 3)
@@ -348,7 +354,7 @@ def open_codes(segments, parts, plans, sizes, buffer, words):
 
 @triton.jit
 def judge(parts, sizes, checks, powers, words):
-    """Whether a payload's checksum is right."""
+    """Check a payload's checksum."""
     message = tl.program_id(0).to(tl.int64)
     size = sizes + message * 4
     status = tl.load(size + STATUS)
@@ -360,7 +366,7 @@ def judge(parts, sizes, checks, powers, words):
 
 @triton.jit(do_not_specialize=["count"])
 def read_codes(segments, parts, plans, sizes, words, outs, places, count):
-    """The values of a chunk of entries; ``places``: where a message's output begins behind ``outs``."""
+    """Read the values of a chunk of entries; ``places``: the begin of a message's output behind ``outs``."""
     unit = tl.program_id(0).to(tl.int64)
     row = _segment_of(segments, count, unit)
     if row < count:

@@ -1,12 +1,13 @@
-"""Device code that reads whole messages, and puts them into frames; :mod:`.backend` launches it.
+"""Device code that reads whole messages, and puts them into slots; :mod:`.messages` and :mod:`.backend`
+launch it.
 
-The host knows how long a message may be and which tensors it is for. What is in it (encodings, sizes, counts)
-is found here: one program per message walks over its headers and makes a row of each, and the kernels behind
-it share out their programs by the rows, all payloads of all messages in one launch. A program belongs to the
-row whose first unit of work is the last one not above its own number; those beyond the last row have none.
+The host knows how long a message may be and which tensors it is for. Encodings, sizes and counts are found
+here: one program per message walks over its headers and makes a row of each, and the kernels behind it share
+out their programs by the rows, all payloads of all messages in one launch. A program belongs to the row whose
+first unit of work is the last one not above its own number; those beyond the last row have none.
 
-Frames are those of :mod:`dct_plugin.codecs.slots`. One whose message does not fit is not opened: it counts
-as missing.
+Slots are those of :mod:`dct_plugin.codecs.slots`. A slot whose message does not fit is not opened: the
+message counts as missing.
 
 ``rows`` is int64 [messages, payloads + 1, ROW]; in a message's last row stand the totals.
 """
@@ -82,17 +83,17 @@ POISONED = tl.constexpr(1)  # becomes NaN: flagged, or missing from a sum
 #: Numbers of a tensor that payloads are for: entries; where they are, and their type, if they are added to.
 META = tl.constexpr(3)
 
-#: Bytes of a frame before its message; words of it: size, fingerprint, incomplete.
+#: Bytes of a slot before its message; words of it: size, fingerprint, incomplete.
 PREFIX = tl.constexpr(32)
-#: Numbers of a payload that is put into a frame.
+#: Numbers of a payload that is put into a slot.
 PART = tl.constexpr(3)
-#: Bytes that a program copies into a frame.
+#: Bytes that a program copies into a slot.
 COPIED = tl.constexpr(4096)
 
 
 @triton.jit
 def _error_of(row):
-    """What is wrong with a payload whose body has been checked."""
+    """Return what is wrong with a payload whose body has been checked."""
     first = tl.load(row + FOUND) ^ tl.load(row + WANTED)
     second = tl.load(row + FOUND + 1) ^ tl.load(row + WANTED + 1)
     wrong = tl.load(row + WRONG)
@@ -102,7 +103,7 @@ def _error_of(row):
 
 @triton.jit
 def _value_nbytes(nnz, value):
-    """Bytes of a value section."""
+    """Return the bytes of a value section."""
     width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
     width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
     return (nnz * width + 7) // 8 + tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
@@ -110,9 +111,51 @@ def _value_nbytes(nnz, value):
 
 @triton.jit
 def _field(byte, lane, FIRST: tl.constexpr, BYTES: tl.constexpr):
-    """A number of a header, from its bytes."""
+    """Return a number of a header, from its bytes."""
     mine = (lane >= FIRST) & (lane < FIRST + BYTES)
     return tl.sum(tl.where(mine, byte << (((lane - FIRST) & 7) * 8), 0), 0)
+
+
+@triton.jit
+def _read_header(buffer, at, end, numel, SINGLE: tl.constexpr):
+    """Return the fields of a payload's header, and whether it is damaged.
+
+    The fields: encoding, value type, kept entries, bytes of the index section, flag, and the two checksums
+    that the body has to have. A header is damaged, too, if it is not of a tensor of ``numel`` entries, or if
+    the payload goes beyond ``end``.
+    """
+    lane = tl.arange(0, 64)
+    byte = tl.load(buffer + at + lane, mask=(at + lane < end) & (lane < HEADER), other=0).to(tl.int64)
+    part = tl.where(lane < 32, byte << ((lane % 4) * 8), 0)
+    wanted1 = _field(byte, lane, 32, 4) - tl.sum(part, 0)
+    wanted2 = _field(byte, lane, 36, 4) - tl.sum(part * (lane // 4 + 1), 0)
+    kind = _field(byte, lane, 3, 1)
+    value = _field(byte, lane, 4, 1)
+    flagged = _field(byte, lane, 5, 1)
+    param = _field(byte, lane, 6, 1)
+    entries = _field(byte, lane, 8, 8)
+    nnz = _field(byte, lane, 16, 8)
+    index = _field(byte, lane, 24, 8)
+    low = nnz * 0
+    low = tl.where(kind == BITMAP, (numel + 7) // 8, low)
+    low = tl.where(kind == GAPS8, nnz, low)
+    low = tl.where(kind == BLOCK16, (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz, low)
+    high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
+    least = tl.where(kind == DENSE, numel, 0)
+    most_kind = BLOCK16
+    if SINGLE:
+        most_kind = SHARED
+        high = tl.where(kind == RICE, index, high)
+        param = tl.where(kind == RICE, 0, param)
+    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > most_kind) | (value > INT2)
+    bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
+    body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
+    flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
+    bad = bad | (((flagged == 0) & body_bad) | ((flagged != 0) & flag_bad))
+    nnz = tl.where(bad, 0, nnz)
+    index = tl.where(bad, 0, index)
+    bad = bad | (at + HEADER + index + _value_nbytes(nnz, value) > end)
+    return kind, value, nnz, index, flagged, wanted1, wanted2, bad
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -120,7 +163,9 @@ def open_messages(
     buffer, words, bounds, meta, rows, missing, count, SLOTS: tl.constexpr, SINGLE: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a message between two bytes of ``buffer`` (``words``: the same memory), one program each.
+    """Make the rows of messages, which lie between two bytes of ``buffer`` (``words``: the same memory).
+
+    One program opens one message.
 
     ``meta``, int64 [count, META], has the entries of the tensors that the payloads are for. SINGLE payloads
     may have shared positions, or Rice code. A header that is damaged ends the walk. ABSENT: the state of what
@@ -128,7 +173,6 @@ def open_messages(
     """
     message = tl.program_id(0).to(tl.int64)
     rows += message * (count + 1) * ROW
-    lane = tl.arange(0, 64)
     at = tl.load(bounds + 2 * message)
     end = tl.load(bounds + 2 * message + 1)
     absent = at * 0
@@ -146,46 +190,15 @@ def open_messages(
     row = 0
     while row < count:
         here = rows + row * ROW
-        byte = tl.load(buffer + at + lane, mask=(at + lane < end) & (lane < HEADER), other=0).to(tl.int64)
-        part = tl.where(lane < 32, byte << ((lane % 4) * 8), 0)
-        wanted1 = _field(byte, lane, 32, 4) - tl.sum(part, 0)
-        wanted2 = _field(byte, lane, 36, 4) - tl.sum(part * (lane // 4 + 1), 0)
-        kind = _field(byte, lane, 3, 1)
-        value = _field(byte, lane, 4, 1)
-        flagged = _field(byte, lane, 5, 1)
-        param = _field(byte, lane, 6, 1)
-        entries = _field(byte, lane, 8, 8)
-        nnz = _field(byte, lane, 16, 8)
-        index = _field(byte, lane, 24, 8)
         numel = tl.load(meta + META * row)
-        blocks = (numel + BLOCK - 1) // BLOCK
-        low = nnz * 0
-        low = tl.where(kind == BITMAP, (numel + 7) // 8, low)
-        low = tl.where(kind == GAPS8, nnz, low)
-        low = tl.where(kind == BLOCK16, blocks * 4 + 2 * nnz, low)
-        high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
-        least = tl.where(kind == DENSE, numel, 0)
-        most_kind = BLOCK16
-        if SINGLE:
-            most_kind = SHARED
-            high = tl.where(kind == RICE, index, high)
-            param = tl.where(kind == RICE, 0, param)
-        bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > most_kind) | (value > INT2)
-        bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
-        body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
-        flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
-        bad = bad | (((flagged == 0) & body_bad) | ((flagged != 0) & flag_bad))
-        nnz = tl.where(bad, 0, nnz)
-        index = tl.where(bad, 0, index)
-        nbytes = index + _value_nbytes(nnz, value)
-        bad = bad | (at + HEADER + nbytes > end) | (broken != 0)
-        bad = bad & (absent == 0)
+        kind, value, nnz, index, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel, SINGLE)
+        bad = (bad | (broken != 0)) & (absent == 0)
         gone = bad | (absent != 0)
         broken = tl.where(bad, 1, broken)
+        kind = tl.where(gone, 0, kind)
         nnz = tl.where(gone, 0, nnz)
         index = tl.where(gone, 0, index)
-        nbytes = tl.where(gone, 0, nbytes)
-        kind = tl.where(gone, 0, kind)
+        nbytes = tl.where(gone, 0, index + _value_nbytes(nnz, value))
         state = tl.where((flagged != 0) & (bad == 0), POISONED, ADDED)
         state = tl.where(absent != 0, ABSENT, state)
         tl.store(here + BODY, at + HEADER)
@@ -199,29 +212,32 @@ def open_messages(
         tl.store(here + FOUND, nnz * 0)
         tl.store(here + FOUND + 1, nnz * 0)
         tl.store(here + WRONG, tl.where(bad, BAD_HEADER, 0).to(tl.int64))
-        tl.store(here + CHECKS, checks)
-        tl.store(here + SCANS, scans)
-        tl.store(here + SUMS, sums)
-        tl.store(here + PLACE, places)
+        _store_units(here, checks, scans, sums, places)
         checks += (tl.maximum((nbytes + 3) // 4, nnz) + CHUNK - 1) // CHUNK
-        by_block = (kind == BITMAP) | (kind == BLOCK16)
-        scans += tl.where(by_block, blocks, tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, 0))
+        blocks = tl.where((kind == BITMAP) | (kind == BLOCK16), (numel + BLOCK - 1) // BLOCK, 0)
+        scans += tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, blocks)
         sums += tl.maximum((nnz + CHUNK - 1) // CHUNK, 1)
         places += tl.where((kind == DENSE) | (kind == SHARED), 0, nnz)
         at = tl.where(gone, end, at + HEADER + nbytes)
         row += 1
     last = rows + count * ROW
-    tl.store(last + CHECKS, checks)
-    tl.store(last + SCANS, scans)
-    tl.store(last + SUMS, sums)
-    tl.store(last + PLACE, places)
+    _store_units(last, checks, scans, sums, places)
     if at != end:  # the message goes on behind its payloads
         tl.store(last - ROW + WRONG, tl.full((), BAD_HEADER, tl.int64))
 
 
 @triton.jit
+def _store_units(row, checks, scans, sums, places):
+    """Store a row's first units of work, and where its positions begin."""
+    tl.store(row + CHECKS, checks)
+    tl.store(row + SCANS, scans)
+    tl.store(row + SUMS, sums)
+    tl.store(row + PLACE, places)
+
+
+@triton.jit
 def _doubtful(body, values_at, rank, nnz, VALUE: tl.constexpr):
-    """What is wrong with values, or (0) nothing."""
+    """Return what is wrong with values; 0: nothing."""
     kept = rank < nnz
     if VALUE == FP32:
         bad = (_load_bytes(body, values_at + rank * 4 + 2, kept, 2) & 0x7F80) == 0x7F80
@@ -254,7 +270,7 @@ def _doubtful(body, values_at, rank, nnz, VALUE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def check(buffer, rows, count):
-    """Checksums of the bodies, and whether every value is one that an encoder writes."""
+    """Compute the checksums of the bodies, and check that every value is one that an encoder writes."""
     unit = tl.program_id(0).to(tl.int64)
     rows += tl.program_id(1).to(tl.int64) * (count + 1) * ROW
     row = _row_of(rows, count, unit, CHECKS)
@@ -281,7 +297,7 @@ def check(buffer, rows, count):
 
 @triton.jit
 def _bitmap_words(index, word, numel):
-    """Words of a bitmap, uint32, and whether one has bits outside the tensor."""
+    """Load words of a bitmap, uint32; return also whether one has bits outside the tensor."""
     size = (numel + 7) // 8
     content = tl.zeros(word.shape, tl.int32)
     for i in tl.static_range(4):
@@ -296,7 +312,7 @@ def _bitmap_words(index, word, numel):
 
 @triton.jit
 def _steps(index, nbytes, chunk):
-    """Of a chunk of ``gaps8``: how far each byte goes, and whether it ends at an entry."""
+    """Return how far each byte of a chunk of ``gaps8`` goes, and whether it ends at an entry."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     byte = tl.load(index + at, mask=at < nbytes, other=0).to(tl.int64)
     ends = (at < nbytes) & (byte != 255)
@@ -305,7 +321,9 @@ def _steps(index, nbytes, chunk):
 
 @triton.jit(do_not_specialize=["count", "units"])
 def scan(buffer, rows, meta, counts, count, units):
-    """``counts``, int64 [messages, 2, units]: entries of a unit of positions, what its bytes step over."""
+    """Write ``counts``, int64 [messages, 2, units]: entries of a unit of positions, what its bytes step
+    over.
+    """
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
@@ -370,7 +388,7 @@ def _place_block16(index, positions, here, block, numel, nnz):
 
 @triton.jit(do_not_specialize=["count", "units", "room"])
 def place(buffer, rows, meta, counts, positions, count, units, room):
-    """``positions``, int32 [messages, room]: where the kept entries of every payload are."""
+    """Write ``positions``, int32 [messages, room]: those of the kept entries of every payload."""
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
@@ -419,7 +437,7 @@ def place(buffer, rows, meta, counts, positions, count, units, room):
 
 @triton.jit
 def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
-    """fp32 values of the ranks given."""
+    """Load the fp32 values of the ranks given."""
     if VALUE == FP32:
         return _load_bytes(body, values_at + rank * 4, kept, 4).to(tl.float32, bitcast=True)
     if VALUE == BF16:
@@ -464,7 +482,7 @@ def _add_at(address, at, value, kept, KIND: tl.constexpr):
 def add(
     buffer, rows, mask_rows, meta, positions, errors, scale, message, count, room, SCALED: tl.constexpr
 ):  # fmt: skip
-    """``outs[position] += value`` for the payloads of one message with which nothing is wrong.
+    """Set ``outs[position] += value`` for the payloads of one message with which nothing is wrong.
 
     Each sum is rounded to the output's type. ``mask_rows`` has the payloads that the positions come from.
     """
@@ -511,7 +529,7 @@ def add(
 
 @triton.jit
 def _of_one(row, positions, errors):
-    """Error of a single payload, which the host is told, and where the entries of this program are."""
+    """Return the error of a single payload, which the host is told, and the entries of this program."""
     error = _error_of(row)
     if tl.program_id(0) == 0:
         tl.atomic_max(errors, error.to(tl.int32))
@@ -525,7 +543,7 @@ def _of_one(row, positions, errors):
 
 @triton.jit(do_not_specialize_on_alignment=["mask"])
 def mark(row, positions, mask, errors):
-    """``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
+    """Set ``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
     error, at, kept = _of_one(row, positions, errors)
     if error == 0:
         tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=kept)
@@ -533,7 +551,7 @@ def mark(row, positions, mask, errors):
 
 @triton.jit
 def overflow_at(source, row, positions, state, errors, GRAD: tl.constexpr):
-    """Flag (in ``state``) what is to be sent if one of its entries overflows, or if its positions are bad."""
+    """Flag what is to be sent (in ``state``) if one of its entries overflows, or if its positions are bad."""
     error, at, kept = _of_one(row, positions, errors)
     if error == 0:
         _flag_unless(state, tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW)
@@ -541,19 +559,19 @@ def overflow_at(source, row, positions, state, errors, GRAD: tl.constexpr):
         _flag_unless(state, kept & (kept == 0))
 
 
-# ---- frames -------------------------------------------------------------------------------------------
+# ---- slots --------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _sizes(places, part, mask):
-    """Bytes of payloads: the first of their figures."""
+    """Load the sizes of payloads: the first of their figures."""
     figures = tl.load(places + part * PART + 2, mask=mask, other=0).to(tl.pointer_type(tl.int64))
     return tl.load(figures, mask=mask, other=0)
 
 
 @triton.jit(do_not_specialize=["parts", "fingerprint"])
 def begin_slot(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
-    """Where each payload goes, and the frame's first words; ``places`` as of :func:`fill_slot`."""
+    """Write the place of each payload, and the slot's first words; ``places`` as of :func:`fill_slot`."""
     lanes = tl.arange(0, STEP)
     total = tl.full((), 0, tl.int64)
     first = 0
@@ -574,7 +592,7 @@ def begin_slot(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: 
 
 @triton.jit(do_not_specialize=["parts", "room"])
 def fill_slot(places, offsets, slot, parts, room):
-    """Copy payloads into a frame, as far as there is ``room``.
+    """Copy payloads into a slot, as far as there is ``room``.
 
     ``places``, int64 [parts, PART]: address of a payload, its first unit of work, address of its figures.
     """

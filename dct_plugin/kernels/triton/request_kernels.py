@@ -53,7 +53,7 @@ ROWS = tl.constexpr(3)
 
 @triton.jit(do_not_specialize=["owners"])
 def mark_rows(rows, starts, table, words, positions, kept_counts, owners):
-    """Positions, bitmaps and counts per block of the distinct rows, one owner's behind the other's.
+    """Write positions, bitmaps and counts per block of the distinct rows, one owner's behind the other's.
 
     ``starts``, int64 [owners + 1]: where each owner's begin; rows behind the last are none.
     """
@@ -78,7 +78,7 @@ def mark_rows(rows, starts, table, words, positions, kept_counts, owners):
 
 @triton.jit(do_not_specialize=["count"])
 def write_rows(table, words, positions, kept_counts, state, sums, count):
-    """A chunk of an index section."""
+    """Write a chunk of an index section."""
     number, job, chunk = _job_of(table, count, CHUNKS)
     state += number * STATE
     words += tl.maximum(tl.load(job + WORDS_AT), 0)
@@ -92,7 +92,7 @@ def write_rows(table, words, positions, kept_counts, state, sums, count):
 
 @triton.jit
 def head_request(parts, tables, state, sizes, buffer, samples):
-    """All of a request but its index section and its checksum; ``tables``, int64: of each owner."""
+    """Write all of a request but its index section and its checksum; ``tables``, int64: of each owner."""
     message = tl.program_id(0).to(tl.int64)
     start = tl.load(parts + message * 5 + 3)
     state += message * STATE
@@ -121,7 +121,7 @@ def head_request(parts, tables, state, sizes, buffer, samples):
 
 @triton.jit
 def seal_request(parts, sizes, checks, powers, words):
-    """The checksum in the header."""
+    """Write the checksum in the header."""
     message = tl.program_id(0).to(tl.int64)
     found = _crc(checks, powers, message, tl.load(sizes + message * 4 + NBYTES))
     tl.store(words + tl.load(parts + message * 5 + 3) // 4 + CHECK, found.to(tl.int32, bitcast=True))

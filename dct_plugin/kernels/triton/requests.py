@@ -1,4 +1,4 @@
-"""Requests for embedding rows on CUDA (device code: :mod:`dct_plugin.kernels.triton_request_kernels`).
+"""Requests for embedding rows on CUDA (device code: :mod:`.request_kernels`).
 
 The bytes are those that the host writes with the index encodings that kernels write.
 """
@@ -38,12 +38,12 @@ _NAMED_FOR_BITMAP = 9
 
 
 class TritonRequestKernels(RequestKernels):
-    """Writes requests for distinct rows of all tables of every owner, and reads them.
+    """Requests on CUDA; see :class:`~dct_plugin.kernels.embedding_format.RequestKernels`.
 
     Args:
-        tables: Of each rank.
-        limits: Their rows.
-        rank: This one, of which nothing is asked.
+        tables: Number of tables of each rank.
+        limits: Rows of each rank's tables.
+        rank: This rank, of which nothing is asked.
         where: The device.
     """
 
@@ -87,8 +87,8 @@ class TritonRequestKernels(RequestKernels):
         return WrittenRequests(buffer, begins, sizes[:, 0])
 
     def _laid_out(self, samples: int) -> tuple[list[list[int]], list[int], int]:
-        """The table of jobs, one for each owner, and the totals; first bytes of the requests; words of all
-        bitmaps.
+        """Return the table of jobs, one for each owner, and the totals; the first bytes of the requests; the
+        words of all bitmaps.
         """
         table, begins, bits, units = [], [0], 0, [0, 0, 0]
         for limit, several in zip(self._limits, self._counts, strict=True):

@@ -1,4 +1,4 @@
-"""Device code of the Triton backend; :mod:`dct_plugin.kernels.triton_backend` launches it.
+"""Device code of the Triton backend; :mod:`.batch` launches it.
 
 Counting and writing are separate kernels with a prefix sum between them, so that every byte has one writer
 and results do not depend on the order of the programs; what programs add up with atomics are integers.
@@ -114,7 +114,7 @@ _LOOK = tl.constexpr(256)
 
 @triton.jit
 def _row_of(rows, count, unit, WHAT: tl.constexpr):
-    """The row that a unit of work belongs to; ``count``: none."""
+    """Return the row that a unit of work belongs to; ``count``: none."""
     lanes = tl.arange(0, _LOOK)
     found = tl.zeros((_LOOK,), tl.int32)
     first = 0
@@ -128,7 +128,7 @@ def _row_of(rows, count, unit, WHAT: tl.constexpr):
 
 @triton.jit
 def _job_of(table, count, WHAT: tl.constexpr):
-    """Number of this program's job, its row, and which of its units of work this is; int64."""
+    """Return the number of this program's job, its row, and which of its units of work this is; int64."""
     unit = tl.program_id(0).to(tl.int64)
     number = tl.full((), 0, tl.int32)
     if count > 1:
@@ -139,13 +139,13 @@ def _job_of(table, count, WHAT: tl.constexpr):
 
 @triton.jit
 def _grad_of(job, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
-    """Of a job's gradient."""
+    """Return the pointer to a job's gradient."""
     return _pointer(tl.load(job + GRAD_AT), GRAD, ALIGNED)
 
 
 @triton.jit
 def _pointer(at, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Of an address of fp32, fp16, or bf16: as int16, which every machine can load.
+    """Return the pointer of an address of fp32, fp16, or bf16: as int16, which every machine can load.
 
     ALIGNED: the compiler knows that it is to a multiple of 16 bytes, and lets so many be read at once. (It
     forgets that of what another function returns.)
@@ -163,7 +163,7 @@ def _pointer(at, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _rounded(x, KIND: tl.constexpr):
-    """fp32 values in a type of gradients (bf16 as int16); what is too large becomes infinite."""
+    """Return fp32 values in a type of gradients (bf16 as int16); what is too large becomes infinite."""
     if KIND == FP32:
         narrow = x
     elif KIND == BF16:
@@ -177,7 +177,7 @@ def _rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def _floats_of(job, WHAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Of a job's residual, or of what it leaves."""
+    """Return the pointer to a job's residual, or to what it leaves."""
     pointer = tl.load(job + WHAT).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, [16])
@@ -191,7 +191,7 @@ def _bytes_of(job, WHAT: tl.constexpr):
 
 @triton.jit
 def _bits_set(x):
-    """Set bits of uint32."""
+    """Count the set bits of uint32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -200,19 +200,19 @@ def _bits_set(x):
 
 @triton.jit
 def _lowest(x):
-    """Lowest set bit of uint32, alone; 0 for 0."""
+    """Return the lowest set bit of uint32, alone; 0 for 0."""
     return x & (0 - x.to(tl.int32, bitcast=True)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _as_position(low):
-    """int64 of the lower 32 bits that stand for it."""
+    """Return the int64 position that the lower 32 bits stand for."""
     return low.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
 def _places(positions, rank, kept, ALL: tl.constexpr):
-    """Where the entries of the ranks given are, int64; ALL are kept: at their ranks."""
+    """Return the positions of the entries of the ranks given, int64; if ALL are kept, the ranks."""
     if ALL:
         return rank
     return _as_position(tl.load(positions + rank, mask=kept, other=0))
@@ -220,7 +220,7 @@ def _places(positions, rank, kept, ALL: tl.constexpr):
 
 @triton.jit
 def _load_grad(grad, at, mask, GRAD: tl.constexpr):
-    """fp32 entries of a gradient."""
+    """Load fp32 entries of a gradient."""
     if GRAD == BF16:
         return _from_bf16(tl.load(grad + at, mask=mask, other=0))
     return tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -228,7 +228,7 @@ def _load_grad(grad, at, mask, GRAD: tl.constexpr):
 
 @triton.jit
 def _load_whole(grad, at, GRAD: tl.constexpr):
-    """Like :func:`_load_grad`, without a mask: 16 bytes at once, whatever the number of entries."""
+    """Do what :func:`_load_grad` does, without a mask: 16 bytes at once, whatever the number of entries."""
     if GRAD == BF16:
         return _from_bf16(tl.load(grad + at))
     return tl.load(grad + at).to(tl.float32)
@@ -246,7 +246,7 @@ def _clamp(x, limit: tl.constexpr):
 
 @triton.jit
 def _load_bytes(data, at, mask, COUNT: tl.constexpr):
-    """Little-endian number of COUNT bytes, int32."""
+    """Load a little-endian number of COUNT bytes, int32."""
     word = tl.load(data + at, mask=mask, other=0).to(tl.int32)
     for i in tl.static_range(1, COUNT):
         word = word | (tl.load(data + at + i, mask=mask, other=0).to(tl.int32) << (8 * i))
@@ -255,7 +255,9 @@ def _load_bytes(data, at, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def _put(body, at, bits, mask, COUNT: tl.constexpr):
-    """COUNT bytes of ``bits``, int32, at byte ``at`` of the body; what they add to both checksums."""
+    """Write COUNT bytes of ``bits``, int32, at byte ``at`` of the body; return what they add to both
+    checksums.
+    """
     check1 = tl.zeros(bits.shape, tl.int64)
     check2 = tl.zeros(bits.shape, tl.int64)
     for i in tl.static_range(COUNT):
@@ -276,7 +278,7 @@ def _add_checks(state, check1, check2):
 
 @triton.jit
 def _to_float_bits(x, VALUE: tl.constexpr):
-    """Bits of fp32 values in a floating-point type, and the values that they decode to."""
+    """Return the bits of fp32 values in a floating-point type, and the values that they decode to."""
     if VALUE == FP32:
         return x.to(tl.int32, bitcast=True), x
     if VALUE == BF16:
@@ -289,7 +291,7 @@ def _to_float_bits(x, VALUE: tl.constexpr):
 
 @triton.jit
 def _levels_of(bits, VALUE: tl.constexpr):
-    """``(start, step)`` of the levels of 4 and 2 bits, from both scales in one number."""
+    """Return ``(start, step)`` of the levels of 4 and 2 bits, from both scales in one number."""
     low = (bits << 16).to(tl.float32, bitcast=True)
     high = (bits & -65536).to(tl.float32, bitcast=True)
     step = high - low
@@ -389,8 +391,8 @@ def settle(
     table, state, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PUT_BACK: tl.constexpr,
     CLEAR: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """When all is written: what is left becomes the residual as it was, where the input overflows
-    (PUT_BACK); zeros become the gradients (CLEAR).
+    """Finish when all is written: put the old residual back where the input overflows (PUT_BACK), and clear
+    gradients (CLEAR).
     """
     number, job, tile = _job_of(table, count, TILES)
     at = tile * TILE + tl.arange(0, TILE)
@@ -412,7 +414,7 @@ def settle(
 
 @triton.jit
 def _counts_before(counts, blocks, block, other):
-    """Sums of the counts before two blocks, and of all."""
+    """Return the sums of the counts before two blocks, and of all."""
     lanes = tl.arange(0, STEP)
     before = tl.zeros((STEP,), tl.int64)
     before_other = tl.zeros((STEP,), tl.int64)
@@ -430,7 +432,7 @@ def _counts_before(counts, blocks, block, other):
 
 @triton.jit(do_not_specialize=["count"])
 def compact(table, words, state, positions, kept_counts, count):
-    """Positions of the set bits, ascending; of more than the capacity, those that follow the start.
+    """Write the positions of the set bits, ascending; of more than the capacity, those that follow the start.
 
     Bits that are not kept are cleared.
     """
@@ -485,7 +487,7 @@ def compact(table, words, state, positions, kept_counts, count):
 
 @triton.jit
 def _gaps(positions, rank, mask):
-    """Entries between kept ones, int64, for the ranks given."""
+    """Return the numbers of entries between kept ones, int64, for the ranks given."""
     here = _as_position(tl.load(positions + rank, mask=mask, other=0))
     back = mask & (rank > 0)
     before = _as_position(tl.load(positions + rank - 1, mask=back, other=0))
@@ -494,7 +496,7 @@ def _gaps(positions, rank, mask):
 
 @triton.jit(do_not_specialize=["count"])
 def skips(table, positions, state, sums, count):
-    """Bytes that ``gaps8`` needs beyond one per entry, per chunk of entries."""
+    """Write the bytes that ``gaps8`` needs beyond one per entry, per chunk of entries."""
     number, job, chunk = _job_of(table, count, ENTRY_CHUNKS)
     positions += tl.load(job + ROOM)
     rank = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -504,7 +506,9 @@ def skips(table, positions, state, sums, count):
 
 @triton.jit
 def plan(table, state, sums, FORCED: tl.constexpr, SKIPS: tl.constexpr):
-    """The encoding, if none is FORCED (-1), and its size; ``sums`` (SKIPS) become those before each chunk."""
+    """Choose the encoding, if none is FORCED (-1); write its size. ``sums`` (SKIPS) become those before a
+    chunk.
+    """
     number = tl.program_id(0).to(tl.int64)
     job = table + number * ROW
     state += number * STATE
@@ -552,7 +556,7 @@ def plan(table, state, sums, FORCED: tl.constexpr, SKIPS: tl.constexpr):
 
 @triton.jit
 def _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, nnz):
-    """A part of the index section: of a chunk of entries, of words and of blocks."""
+    """Write a part of the index section: of a chunk of entries, of words and of blocks."""
     lanes = tl.arange(0, CHUNK)
     body = out + HEADER
     rank = chunk * CHUNK + lanes
@@ -595,13 +599,72 @@ def _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, 
     _add_checks(state, check1, check2)
 
 
+@triton.jit
+def _to_int8(x):
+    """Return the bits of a scale per group, a code per entry, and what they decode to, of [groups, GROUP]."""
+    x = _clamp(x, GROUPED_MAX)
+    largest = tl.max(tl.abs(x), axis=1)
+    scale = tl.math.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+    by = tl.where(scale > 0, scale, 1.0)[:, None]
+    level = _round(tl.math.div_rn(x, tl.broadcast_to(by, x.shape)))
+    # A zero scale divides by zero; a subnormal one may have been rounded so far that the quotient passes 127.
+    # -0 becomes the +0 a receiver gets.
+    level = tl.where((scale > 0)[:, None], _clamp(level, 127.0), 0.0) + 0.0
+    return scale.to(tl.int32, bitcast=True), level.to(tl.int32), level * scale[:, None]
+
+
+@triton.jit
+def _to_levels(x, kept, VALUE: tl.constexpr):
+    """Do what :func:`_to_int8` does, for a sign and one of 8 or 2 levels; scales are two bf16 numbers."""
+    negative = x < 0
+    magnitude = tl.abs(_clamp(x, GROUPED_MAX))
+    low = tl.min(tl.where(kept, magnitude, FLOAT32_MAX), axis=1)
+    high = tl.max(magnitude, axis=1)
+    low = tl.minimum(low, high)  # a group without entries
+    lowest = low
+    if VALUE == INT2:
+        lowest = low + (high - low) * 0.125
+        highest = low + (high - low) * 0.5
+    else:
+        highest = low + (high - low)
+    lowest_bits, _ = _to_float_bits(lowest, BF16)
+    highest_bits, _ = _to_float_bits(highest, BF16)
+    scales = (lowest_bits & 0xFFFF) | (highest_bits << 16)
+    start, step = _levels_of(scales, VALUE)
+    start = tl.broadcast_to(start[:, None], x.shape)
+    step = tl.broadcast_to(step[:, None], x.shape)
+    LEVELS: tl.constexpr = 8 if VALUE == INT4 else 2
+    # No more than the levels: the quotient may be too large to be rounded by adding.
+    level = tl.math.div_rn(magnitude - start, tl.where(step > 0, step, 1.0))
+    level = _round(tl.minimum(tl.maximum(level, 0.0), LEVELS - 1.0))
+    level = tl.where(step > 0, level, 0.0)
+    decoded = start + level * step
+    decoded = tl.where(negative, -decoded, decoded)
+    return scales, level.to(tl.int32) + tl.where(negative, LEVELS, 0), decoded
+
+
+@triton.jit
+def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
+    """Write a chunk of codes of 8, 4 or 2 bits; return what they add to both checksums."""
+    kept = rank < nnz
+    code = tl.where(kept, code, 0)
+    if VALUE == INT8:
+        return _put(body, values_at + rank, code, kept, 1)
+    WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    together = tl.reshape(code, (CHUNK // PER_BYTE, PER_BYTE))
+    byte = tl.sum(together << (tl.arange(0, PER_BYTE) * WIDTH)[None, :], axis=1)
+    place = chunk * (CHUNK // PER_BYTE) + tl.arange(0, CHUNK // PER_BYTE)
+    return _put(body, values_at + place, byte, place * PER_BYTE < nnz, 1)
+
+
 @triton.jit(do_not_specialize=["count"])
 def write(
     table, words, positions, kept_counts, state, sums, count, ENTRIES: tl.constexpr,
     ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the body: positions and values; what the values do not carry stays in what is left.
+    """Write a chunk of the body: positions and values. What the values do not carry stays in what is left.
 
     ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; SHARED,
     those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in what is left.
@@ -640,66 +703,18 @@ def write(
         body = out + HEADER
         if VALUE < INT8:
             bits, decoded = _to_float_bits(acc, VALUE)
-            if VALUE == FP32:
-                check1, check2 = _put(body, values_at + rank * 4, bits, kept, 4)
-            else:
-                check1, check2 = _put(body, values_at + rank * 2, bits, kept, 2)
+            WIDTH: tl.constexpr = 4 if VALUE == FP32 else 2
+            check1, check2 = _put(body, values_at + rank * WIDTH, bits, kept, WIDTH)
         else:
-            x = _clamp(acc, GROUPED_MAX)
+            if VALUE == INT8:
+                scales, code, decoded = _to_int8(acc)
+            else:
+                scales, code, decoded = _to_levels(acc, kept, VALUE)
             groups = (nnz + GROUP - 1) // GROUP
             group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-            if VALUE == INT8:
-                largest = tl.max(tl.abs(x), axis=1)
-                scale = tl.math.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
-                scales = scale.to(tl.int32, bitcast=True)
-                by = tl.where(scale > 0, scale, 1.0)[:, None]
-                level = _round(tl.math.div_rn(x, tl.broadcast_to(by, x.shape)))
-                # A zero scale divides by zero; a subnormal one may have been rounded so far that the quotient
-                # passes 127. -0 becomes the +0 a receiver gets.
-                level = tl.where((scale > 0)[:, None], _clamp(level, 127.0), 0.0) + 0.0
-                decoded = level * scale[:, None]
-                code = level.to(tl.int32)
-            else:
-                magnitude = tl.abs(x)
-                low = tl.min(tl.where(kept, magnitude, FLOAT32_MAX), axis=1)
-                high = tl.max(magnitude, axis=1)
-                low = tl.minimum(low, high)  # a group without entries
-                lowest = low
-                highest = high
-                if VALUE == INT2:
-                    lowest = low + (high - low) * 0.125
-                    highest = low + (high - low) * 0.5
-                else:
-                    highest = low + (high - low)
-                lowest_bits, _ = _to_float_bits(lowest, BF16)
-                highest_bits, _ = _to_float_bits(highest, BF16)
-                scales = (lowest_bits & 0xFFFF) | (highest_bits << 16)
-                start, step = _levels_of(scales, VALUE)
-                start = tl.broadcast_to(start[:, None], x.shape)
-                step = tl.broadcast_to(step[:, None], x.shape)
-                levels = 2
-                if VALUE == INT4:
-                    levels = 8
-                # No more than the levels: the quotient may be too large to be rounded by adding.
-                level = tl.math.div_rn(magnitude - start, tl.where(step > 0, step, 1.0))
-                level = _round(tl.minimum(tl.maximum(level, 0.0), levels - 1.0))
-                level = tl.where(step > 0, level, 0.0)
-                decoded = start + level * step
-                decoded = tl.where(acc < 0, -decoded, decoded)
-                code = level.to(tl.int32) + tl.where(acc < 0, levels, 0)
             check1, check2 = _put(body, values_at + group * 4, scales, group < groups, 4)
             _add_checks(state, check1, check2)
-            values_at += groups * 4
-            code = tl.where(kept, code, 0)
-            if VALUE == INT8:
-                check1, check2 = _put(body, values_at + rank, code, kept, 1)
-            else:
-                WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-                PER_BYTE: tl.constexpr = 8 // WIDTH
-                pairs = tl.reshape(code, (CHUNK // PER_BYTE, PER_BYTE))
-                byte = tl.sum(pairs << (tl.arange(0, PER_BYTE) * WIDTH)[None, :], axis=1)
-                place = chunk * (CHUNK // PER_BYTE) + tl.arange(0, CHUNK // PER_BYTE)
-                check1, check2 = _put(body, values_at + place, byte, place * PER_BYTE < nnz, 1)
+            check1, check2 = _put_codes(body, values_at + groups * 4, chunk, code, rank, nnz, VALUE)
         _add_checks(state, check1, check2)
         if HAS_LEFT:
             tl.store(left + at, acc - decoded, mask=kept)
@@ -707,7 +722,7 @@ def write(
 
 @triton.jit
 def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexpr):
-    """Headers, and the payloads' figures: int64 nbytes, nnz, above, and the flag.
+    """Write headers, and the payloads' figures: int64 nbytes, nnz, above, and the flag.
 
     Whatever was wrong with a payload read before goes to the host with them, once: 2 * error + flag.
     """
@@ -764,7 +779,7 @@ def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexp
 
 @triton.jit
 def _mixed(z):
-    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Compute SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014)."""
     z = (z ^ (z >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
     return z ^ (z >> 31)
@@ -772,7 +787,9 @@ def _mixed(z):
 
 @triton.jit(do_not_specialize=["count"])
 def sample(table, magnitudes, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
-    """Bits of ``|grad + residual|`` at random positions (or of every entry), int32; -1 if not finite."""
+    """Write the bits of ``|grad + residual|`` at random positions (or of every entry), int32; -1: not
+    finite.
+    """
     _number, job, chunk = _job_of(table, count, CHUNKS)
     numel = tl.load(job + NUMEL)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -792,7 +809,7 @@ def sample(table, magnitudes, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.conste
 
 @triton.jit
 def _reaching(magnitudes, samples, least, LANES: tl.constexpr):
-    """How many of the samples are at least ``least``."""
+    """Count the samples that are at least ``least``."""
     lanes = tl.arange(0, LANES)
     reaching = tl.zeros((LANES,), tl.int32)
     first = samples * 0
@@ -805,8 +822,8 @@ def _reaching(magnitudes, samples, least, LANES: tl.constexpr):
 
 @triton.jit
 def kth_largest(table, magnitudes, taus, LANES: tl.constexpr):
-    """Thresholds, one program each: the RANK-th largest, or (0) that of the SHARE to keep of those that are
-    finite. Bit by bit from the top, as the bits of magnitudes are in order.
+    """Find thresholds, one program each: the RANK-th largest, or (0) that of the SHARE to keep of the finite
+    ones. The search goes bit by bit from the top, as the bits of magnitudes are in order.
 
     SHARE is the bits of an fp64 number: the rank is the one that the host would find.
     """
@@ -835,7 +852,7 @@ def kth_largest(table, magnitudes, taus, LANES: tl.constexpr):
 
 @triton.jit
 def _entries(table, count):
-    """Number of this program's job, its row, the entries, and which of them there are."""
+    """Return the number of this program's job, its row, the chunk, the entries, and which of them exist."""
     number, job, chunk = _job_of(table, count, CHUNKS)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     return number, job, chunk, at, at < tl.load(job + NUMEL)
@@ -843,8 +860,8 @@ def _entries(table, count):
 
 @triton.jit(do_not_specialize=["count"])
 def accumulate(table, state, count, GRAD: tl.constexpr, CLEAR: tl.constexpr):
-    """``factor * velocity + gradient``, apart from both, and whether it overflows; zeros become the gradients
-    (CLEAR). Addresses: gradient, velocity, sum, what is kept.
+    """Write ``factor * velocity + gradient``, and whether it overflows; clear gradients (CLEAR). Addresses:
+    gradient, velocity, sum, what is kept.
     """
     number, job, _chunk, at, inside = _entries(table, count)
     grad = _grad_of(job, GRAD, False)
@@ -859,7 +876,7 @@ def accumulate(table, state, count, GRAD: tl.constexpr, CLEAR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def keep(table, state, count):
-    """What is kept of :func:`accumulate`: the sum, or the velocity as it was."""
+    """Write what is kept of :func:`accumulate`: the sum, or the velocity as it was."""
     number, job, _chunk, at, inside = _entries(table, count)
     source = _floats_of(job, THIRD_AT, False)
     if tl.load(state + number) != 0:
@@ -870,7 +887,9 @@ def keep(table, state, count):
 
 @triton.jit(do_not_specialize=["count"])
 def difference(table, count, GRAD: tl.constexpr):
-    """``wanted``, rounded to the other's type, less ``held``; fp32. Addresses: held, wanted, difference."""
+    """Write ``wanted``, rounded to the other's type, less ``held``; fp32. Addresses: held, wanted,
+    difference.
+    """
     _number, job, _chunk, at, inside = _entries(table, count)
     wanted = tl.load(_floats_of(job, SECOND_AT, False) + at, mask=inside, other=0.0)
     rounded = _rounded(wanted, GRAD)
@@ -882,7 +901,7 @@ def difference(table, count, GRAD: tl.constexpr):
 
 @triton.jit
 def _lowbias(x):
-    """The hash "lowbias32" (C. Wellons) of uint32."""
+    """Compute the hash "lowbias32" (C. Wellons) of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -890,7 +909,7 @@ def _lowbias(x):
 
 @triton.jit
 def _packed_at(job, GROUPED: tl.constexpr):
-    """Of packed values; bf16 comes as int16."""
+    """Return the pointer to packed values; bf16 comes as int16."""
     at = tl.load(job + SECOND_AT)
     if GROUPED:
         pointer = at.to(tl.pointer_type(tl.int8))
@@ -901,7 +920,7 @@ def _packed_at(job, GROUPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def pack(table, count, GROUPED: tl.constexpr):
-    """fp32 to bf16, or GROUPED to int8 with an exponent per SHARING entries. Addresses: values, packed,
+    """Round fp32 to bf16, or GROUPED to int8 with an exponent per SHARING entries. Addresses: values, packed,
     exponents.
     """
     _number, job, chunk, place, mask = _entries(table, count)
@@ -930,7 +949,7 @@ def pack(table, count, GROUPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def unpack(table, count, GROUPED: tl.constexpr):
-    """What :func:`pack` wrote, fp32; the same addresses."""
+    """Read what :func:`pack` wrote, fp32; the addresses are the same."""
     _number, job, _chunk, place, mask = _entries(table, count)
     x = tl.load(_packed_at(job, GROUPED) + place, mask=mask, other=0)
     if GROUPED:
