@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -209,46 +210,35 @@ class DataParallelConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:
-        packed = self.residual_dtype in ("bf16", "int8")
-        averaging = self.expert.error_averaging is not None
-        feedback = f"feedback = '{self.feedback.label()}'"
-        if packed and not self.feedback.keeps_residual:
-            raise self._packed("has nothing to keep", feedback)
-        if packed and self.feedback.worker_momentum:
-            raise self._packed("does not go", "feedback.momentum, which keeps a momentum in fp32 beside it")
-        if packed and averaging:
-            raise self._packed("does not go", "expert.error_averaging, which adds to residuals in place")
-        if packed and self.feedback.steps_locally:
-            raise self._packed("does not go", f"{feedback}: the residual is the distance of the weights")
-        if averaging and not self.feedback.keeps_residual:
-            raise conflict(f"expert.error_averaging needs residuals, and {feedback} keeps none")
-        if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
-            raise conflict(
-                "adaptive.sparsity = {low} is above sparsity = {high}; it must be the lower one of the two",
-                low=self.adaptive.sparsity,
-                high=self.sparsity,
-            )
-        if self.feedback.steps_locally:
-            self._check_local_updates(averaging)
+        for message in self._conflicts():
+            raise conflict(message)
         return self
 
-    def _packed(self, problem: str, other: str) -> Exception:
-        return conflict(
-            f"residual_dtype = '{self.residual_dtype}' {problem} with {other}; leave one of them out"
-        )
-
-    def _check_local_updates(self, averaging: bool) -> None:
-        for key, used, reason in (
-            (
-                "nonfinite_action = 'skip'",
-                self.nonfinite_action == "skip",
-                "the others would wait for a rank that skips",
-            ),
-            ("adaptive", self.adaptive is not None, "it follows the mean gradient, which no rank has"),
-            ("expert.error_averaging", averaging, "it would be a dense exchange of weights"),
-        ):
-            if used:
-                raise conflict(f"{key} does not go with feedback = 'local_updates': {reason}")
+    def _conflicts(self) -> Iterator[str]:
+        """Yield what does not go together, in words."""
+        feedback = f"feedback = '{self.feedback.label()}'"
+        averaging = self.expert.error_averaging is not None
+        if self.residual_dtype in ("bf16", "int8"):
+            packed = f"residual_dtype = '{self.residual_dtype}'"
+            if not self.feedback.keeps_residual:
+                yield f"{packed} has nothing to keep with {feedback}"
+            if self.feedback.worker_momentum:
+                yield f"{packed} does not go with feedback.momentum, which is kept in fp32 beside it"
+            if averaging:
+                yield f"{packed} does not go with expert.error_averaging, which adds to residuals in place"
+            if self.feedback.steps_locally:
+                yield f"{packed} does not go with {feedback}: the residual is the distance of the weights"
+        if averaging and not self.feedback.keeps_residual:
+            yield f"expert.error_averaging needs residuals, and {feedback} keeps none"
+        if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
+            yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
+        if self.feedback.steps_locally:
+            if self.nonfinite_action == "skip":
+                yield f"nonfinite_action = 'skip' does not go with {feedback}: others would wait for the rank"
+            if self.adaptive is not None:
+                yield f"adaptive does not go with {feedback}: no rank has the mean gradient that it follows"
+            if averaging:
+                yield f"expert.error_averaging does not go with {feedback}: it would exchange weights densely"
 
     @property
     def density(self) -> float:

@@ -41,7 +41,7 @@ def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         path = f"{prefix}.{name}"
-        if isinstance(value, BaseModel) and not hasattr(value, "short"):
+        if isinstance(value, BaseModel) and not hasattr(value, "label"):
             yield from options(value, path)
         else:
             default = as_json(field.get_default(call_default_factory=True))
@@ -50,10 +50,8 @@ def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
 
 def as_json(value: Any) -> Any:
     """Return a value as it stands in JSON, in its shortest form."""
-    if isinstance(value, BaseModel):
-        return (
-            value.short() if hasattr(value, "short") else value.model_dump(mode="json", exclude_defaults=True)
-        )
+    if hasattr(value, "short"):
+        return value.short()
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -67,6 +67,10 @@ class Section(BaseModel):
         """
         return validated(cls, section, source, where=where)
 
+    def short(self) -> Any:
+        """Return the shortest JSON value that stands for this section."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
 
 class Variant(Section):
     """Base class of the objects of a union, one of which a key such as ``"kind"`` selects.
@@ -83,9 +87,8 @@ class Variant(Section):
         return str(cls.model_fields[cls.selector].default)
 
     def short(self) -> Any:
-        """Return the shortest JSON value that stands for this object."""
-        shortest = self.model_dump(mode="json", exclude_defaults=True)
-        return shortest if len(shortest) > 1 else self.label()
+        settings = super().short()
+        return settings if len(settings) > 1 else self.label()
 
     @model_serializer(mode="wrap")
     def _with_selector(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -98,18 +101,14 @@ def written_short(selector: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {selector: value} if isinstance(value, str) else value)
 
 
-def _false_is_null(value: Any) -> Any:
-    return None if value is False else value
-
-
 #: Metadata of a section that is absent by default: ``false`` means the same as ``null``.
-OR_FALSE = BeforeValidator(_false_is_null)
+OR_FALSE = BeforeValidator(lambda value: None if value is False else value)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def conflict(message: str, **values: Any) -> PydanticCustomError:
-    """Return the error that two options of a section do not go together; ``{name}`` stands for a value."""
-    return PydanticCustomError("dct_conflict", message, values)
+def conflict(message: str) -> PydanticCustomError:
+    """Return the error that options of a section do not go together."""
+    return PydanticCustomError("dct_conflict", "{message}", {"message": message})
