@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dct_plugin._version import __version__
 from dct_plugin.config import DCTConfig, options
 from dct_plugin.errors import VersionError
+from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 
 __all__ = ["TIME_LIMIT", "abstain", "agree", "facts_of", "join", "reported"]
@@ -86,9 +87,16 @@ def reported(agreement: Agreement) -> Iterator[None]:
 
 
 def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What the ranks of any host must have in common: every option, the versions, and ``more``."""
+    """Return the facts that all ranks of a host must share: options, versions, kernels, and ``more``.
+
+    Kernels that fail their self-check on one rank alone would leave the ranks with different messages.
+    """
+    kernels = {}
+    if torch.cuda.is_available() and "nccl" in dist.get_backend():
+        kernels["kernels of CUDA tensors"] = backend_beside(config.kernels, torch.device("cuda")).name
     return {
         **{option.path: option.value for option in options(config)},
+        **kernels,
         "version of dct-plugin": __version__,
         "version of torch": torch.__version__,
         **more,

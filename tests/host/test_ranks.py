@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.processes import launch, run
 
 from dct_plugin import checkpoint
-from dct_plugin.config import MetricsConfig
+from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.integrations.host import rank_files, reducer_files, startup
 from dct_plugin.integrations.host.reporting import Reporting
 from dct_plugin.integrations.host.steps import StepHooks
@@ -227,3 +227,13 @@ def test_the_report_is_finished_once(rank: int, capsys: pytest.CaptureFixture[st
     reporting.finish()
     assert finished == ["once"]
     assert capsys.readouterr().out.count("dct: 1 step") == (rank == 0)
+
+
+def test_ranks_state_the_kernels_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose kernels fail their self-check sends other messages: all stop and name it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setenv("DCT_KERNELS", "reference")
+    assert startup.facts_of(DCTConfig(), {})["kernels of CUDA tensors"] == "reference"
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert "kernels of CUDA tensors" not in startup.facts_of(DCTConfig(), {})
