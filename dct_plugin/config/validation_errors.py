@@ -89,7 +89,7 @@ def _line(cls: type[BaseModel], section: Any, item: Any, source: str) -> str:
     if item["type"] == "dct_limit":
         return f"{path} = {show(value)}: must be {item['msg']}"
     wanted = f"must be {allowed(field) if field else 'a JSON object'}"
-    if item["type"] == "missing":
+    if item["type"] == "missing" and isinstance(item["loc"][-1], str):  # a key, not an entry of a list
         return f"{path}: missing; {wanted}"
     # An error inside a pair is reported for the pair as a whole.
     return f"{path} = {show(value)}: {replacement(path, value) or wanted}"

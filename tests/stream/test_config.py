@@ -256,6 +256,14 @@ def test_unknown_key_gets_a_suggestion(section: dict[str, Any], expected: str) -
     assert line.endswith(f"unknown key; {expected}")
 
 
+@pytest.mark.parametrize(
+    "factors", [[1, 2], [1, 2, 3, 4], [1, 2, "3"], [1, 2, True], [1, 0, 1], 1, "abc", None]
+)
+def test_a_fault_in_a_list_shows_the_whole_list(factors: Any) -> None:
+    (line,) = faults({"embedding": {"bound_classes": factors}})
+    assert line == f"dct.embedding.bound_classes = {json.dumps(factors)}: must be three numbers > 0"
+
+
 def test_all_faults_in_one_error_with_the_rank() -> None:
     section = {
         "data_parallel": {"sparsity": 2, "min_numel": "3"},
