@@ -1,20 +1,15 @@
-"""Messages of unequal size between the ranks of a process group.
+"""Exchanges of messages between the ranks of a process group.
 
-With its size every message is announced by a fingerprint of what the sender sends, so that ranks out of step
-stop with a message instead of adding up each other's wrong tensors, and a failed rank can tell the others
-before it stops. How the bytes travel is said in :mod:`.transports`.
+A message of a size that only its sender knows is announced by a header with its size and a fingerprint of the
+operation. So ranks that are out of step stop with an error instead of adding up each other's wrong tensors,
+and a rank that fails can tell the others before it stops. :mod:`.transports` chooses how the bytes travel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,95 +17,73 @@ from torch import Tensor
 
 from ..errors import DesyncError
 from . import lost_ranks
-from .transports import Carrier, Row, carrier_of
+from .announced import AnnouncedMessages
+from .base import Transport
+from .staging import Staging
+from .transports import message_device, open_transport
 
-logger = logging.getLogger("dct_plugin.transport")
-
-_FAILED = -1
-
-
-class _Posted(NamedTuple):
-    """What was announced and not answered yet."""
-
-    rows: Sequence[Row]
-    """To every rank: size, fingerprint, nanoseconds since the last exchange."""
-    messages: Sequence[Tensor] | None
-    fingerprint: int
-    busy: int
-    at: int
-    """Nanoseconds of this rank's clock."""
-
+__all__ = ["Exchange", "most_bytes"]
 
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
-_ROOM, _MOST_PER_ENTRY = 4096, 16
+_FIXED_BYTES, _MOST_PER_ENTRY = 4096, 16
 
 
 def most_bytes(entries: int) -> int:
-    """Bytes that a payload of a tensor of so many entries cannot reach, however it is coded."""
-    return _ROOM + _MOST_PER_ENTRY * entries
-
-
-def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where a message of ``device`` has to lie for the group to carry it: gloo sends from the host."""
-    backends = str(dist.get_backend_config(group)).split(",")
-    if device.type == "cpu" or f"{device.type}:gloo" not in backends:
-        return device
-    _say_once(device)
-    return torch.device("cpu")
-
-
-@functools.cache
-def _say_once(device: torch.device) -> None:
-    logger.warning("gloo carries messages of %s through the host; nccl would not", device)
+    """Return a size that a payload of so many entries cannot reach, however it is encoded."""
+    return _FIXED_BYTES + _MOST_PER_ENTRY * entries
 
 
 class Exchange:
-    """Variable-size messages over one process group.
+    """Messages between all ranks of one process group.
 
-    Every method is a collective: all ranks of the group call it in the same order. Works on gloo with CPU
-    tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go through the host. Who
-    sets :attr:`group` does so before the first of them.
+    Every method is a collective, but for :meth:`progress`: all ranks of the group call it in the same order.
+    Works on gloo with CPU tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go
+    through the host. :attr:`group` may be set before the first exchange.
 
     Args:
         group: Process group, None for the default one.
         device: Device of the messages.
+
+    Attributes:
+        step: Optimizer steps so far, for messages about lost ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self._wire = wire_of(group, device)
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.step: int | None = None
-        """Named in the message about a lost peer."""
-        self.waited_ms = 0.0
-        """Milliseconds so far in which this rank's message was ready and another's was not."""
-        self._carrier: Carrier | None = None
+        self._transport_device = message_device(group, device)
+        self._staging = Staging(self.rank, device, self._transport_device)
+        self._announced = AnnouncedMessages(self.world_size, self._open, self._guard)
+        self._transport: Transport | None = None
+        self._transport_failed = False
         self._summed_bytes = 0
-        self._left = 0
-        """When the last exchange was over, nanoseconds of this rank's clock; 0 before the first."""
-        self._posted: deque[_Posted] = deque()
-        self._posts = 0
-        self._lost = False
-        """Whether the transport failed."""
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes handed to the transport so far, what announces messages included."""
-        return self._summed_bytes + (0 if self._carrier is None else self._carrier.sent_bytes)
+        """Bytes handed to the transport so far, headers included."""
+        return self._summed_bytes + (0 if self._transport is None else self._transport.sent_bytes)
+
+    @property
+    def waited_ms(self) -> float:
+        """Milliseconds so far in which this rank's message was ready and another rank's was not."""
+        return self._announced.waited_ms
+
+    # -- messages of sizes that only their senders know ------------------------------------------------------
 
     def all_to_all(
         self, messages: Sequence[Tensor], fingerprint: int = 0, *, bounds: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Send ``messages[r]`` to rank ``r``; returns what rank ``r`` sent to this one, at position ``r``.
+        """Send ``messages[r]`` to rank ``r``; return what rank ``r`` sent to this one, at position ``r``.
 
         Args:
-            messages: One 1-D uint8 tensor per rank of the group (may be empty); the own one is passed
+            messages: One 1-D uint8 tensor per rank of the group (may be empty). The own one is passed
                 through.
             fingerprint: Non-negative 63-bit description of the operation, the same on every rank.
-            bounds: Most bytes that rank ``r`` can have to say, where the caller knows them.
+            bounds: Most bytes that the message of rank ``r`` can have, where the caller knows them.
 
         Raises:
             DesyncError: A rank reported a failure, is at another operation, announces more bytes than it can
@@ -119,130 +92,123 @@ class Exchange:
         self.post(messages, fingerprint)
         return self.collect(messages[self.rank], bounds=bounds)
 
-    def post(self, messages: Sequence[Tensor], fingerprint: int = 0) -> None:
-        """The first half of :meth:`all_to_all`: what can leave leaves. Any number may be posted before they
-        are collected, and stay as they are until the last of them is.
-        """
-        messages = self._outgoing(messages)
-        self._post([m.numel() for m in messages], fingerprint, messages)
+    def all_gather(
+        self, message: Tensor, fingerprint: int = 0, *, bounds: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Send ``message`` (1-D uint8) to every rank; return all ranks' messages in rank order."""
+        return self.all_to_all([message] * self.world_size, fingerprint, bounds=bounds)
 
-    def pump(self) -> None:
+    def post(self, messages: Sequence[Tensor], fingerprint: int = 0) -> None:
+        """Start an :meth:`all_to_all`. Several may be posted before the first is collected. Their messages
+        must not change until all are collected.
+        """
+        messages = self._staging.to_send(messages)
+        self._announced.post([m.numel() for m in messages], fingerprint, messages)
+
+    def progress(self) -> None:
         """Move what can be moved of what was posted here and by others, without waiting."""
-        if self._posted:
-            with self._transport("exchange of messages"):
-                self._carried().pump()
+        if self._announced.pending:
+            with self._guard("exchange of messages"):
+                self._open().progress()
 
     def collect(self, own: Tensor, *, bounds: Sequence[int] | None = None) -> list[Tensor]:
-        """The second half of :meth:`all_to_all`, for the oldest of the messages that were posted; ``own`` is
-        the one to this rank. After an error nothing is posted any more.
+        """Complete the oldest :meth:`all_to_all` that was posted; ``own`` is this rank's message to itself.
+        After an error nothing is posted any more.
         """
-        messages, sizes = self._posted[0].messages, self._agreed(bounds)
-        assert messages is not None
-        with self._transport("exchange of messages"):
-            received = self._carried().deliver(messages, sizes, more=bool(self._posted))
-        if not self._posted:
-            self._left = time.perf_counter_ns()
-        return self._arrived(received, own)
+        posted, headers = self._announced.receive_headers()
+        sizes = self._agreed(headers, posted.fingerprint, bounds)
+        return self._staging.received(self._announced.receive_messages(posted, sizes), own)
 
-    def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """:meth:`all_to_all` where every rank knows beforehand that rank ``r`` sends it ``sizes[r]``."""
-        own = messages[self.rank]
-        rooms = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        self.transfer_into(messages, rooms)
-        return [own if r == self.rank else room for r, room in enumerate(rooms)]
+    def agree(self, fingerprint: int) -> None:
+        """Make sure that every rank is at this operation; errors as of :meth:`all_to_all`."""
+        self._announced.post([0] * self.world_size, fingerprint, None)
+        _, headers = self._announced.receive_headers()
+        self._agreed(headers, fingerprint, None)
 
-    def transfer_into(self, messages: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
-        """:meth:`transfer` into memory that is there; that of the own message is left alone."""
-        outgoing, received = self._outgoing(messages), list(rooms)
-        received[self.rank] = outgoing[self.rank]
-        if self._wire != self.device:
-            received = [room.new_empty(room.shape, device=self._wire) for room in received]
-        with self._transport("exchange of messages"):
-            self._carried().transfer(outgoing, received)
-        for r, (room, arrived) in enumerate(zip(rooms, received, strict=True)):
-            if arrived.device != room.device and r != self.rank:
-                room.copy_(arrived)
-
-    def _outgoing(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """``messages`` where the transport takes them from; one that all ranks get is copied once."""
-        if self._wire == self.device:
-            return list(messages)
-        there = {id(m): m.to(self._wire) for r, m in enumerate(messages) if r != self.rank}
-        empty = torch.empty(0, dtype=torch.uint8, device=self._wire)
-        return [empty if r == self.rank else there[id(m)] for r, m in enumerate(messages)]
-
-    def _arrived(self, received: Sequence[Tensor], own: Tensor) -> list[Tensor]:
-        return [own if r == self.rank else m.to(self.device) for r, m in enumerate(received)]
-
-    def checked(
-        self, rows: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None = None
+    def checked_sizes(
+        self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None = None
     ) -> list[int]:
-        """The sizes of ``(size, fingerprint)`` from every rank; errors as of :meth:`all_to_all`."""
-        failed = [self._global[r] for r, (size, _) in enumerate(rows) if size < 0]
-        if failed:
+        """Return the sizes of all ranks' messages.
+
+        Args:
+            headers: Size and fingerprint from every rank; what follows them is not read.
+            fingerprint, bounds: See :meth:`all_to_all`, and so are the errors.
+        """
+        own = f"rank {self._global[self.rank]}"
+        if failed := [self._global[r] for r, header in enumerate(headers) if header[0] < 0]:
             at = "" if self.step is None else f" in step {self.step}"
             raise DesyncError(
-                f"rank {self._global[self.rank]}: rank(s) {failed} failed while preparing this exchange{at}; "
-                "see their own error output"
+                f"{own}: rank(s) {failed} failed while preparing this exchange{at}; see their own error "
+                "output"
             )
-        strange = [self._global[r] for r, (_, other) in enumerate(rows) if other != fingerprint]
-        if strange:
+        if others := [self._global[r] for r, header in enumerate(headers) if header[1] != fingerprint]:
             raise DesyncError(
-                f"rank {self._global[self.rank]}: rank(s) {strange} are exchanging other tensors "
-                "(names, sizes or order differ); every rank must reduce the same gradients in one order"
+                f"{own}: rank(s) {others} are exchanging other tensors (names, sizes or order differ); every "
+                "rank must reduce the same gradients in one order"
             )
-        sizes = [size for size, _ in rows]
+        sizes = [header[0] for header in headers]
         for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
             if size > bound:
                 raise DesyncError(
-                    f"rank {self._global[self.rank]}: rank {self._global[sender]} announces a message of "
-                    f"{size} bytes, where at most {bound} can be right"
+                    f"{own}: rank {self._global[sender]} announces a message of {size} bytes, where at most "
+                    f"{bound} can be right"
                 )
         return sizes
 
-    def agree(self, fingerprint: int) -> None:
-        """Every rank is about to do what ``fingerprint`` describes, or all stop as in :meth:`all_to_all`."""
-        self._post([0] * self.world_size, fingerprint, None)
-        self._agreed(None)
+    # -- messages of known sizes, and dense tensors ----------------------------------------------------------
+
+    def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Do an :meth:`all_to_all` where every rank knows that rank ``r`` sends it ``sizes[r]`` bytes."""
+        results = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        self.transfer_into(messages, results)
+        results[self.rank] = messages[self.rank]
+        return results
+
+    def transfer_into(self, messages: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Do a :meth:`transfer` into tensors of the caller. The own one is left alone."""
+        sent = self._staging.to_send(messages)
+        buffers = self._staging.buffers(results, sent)
+        with self._guard("exchange of messages"):
+            self._open().transfer(sent, buffers)
+        self._staging.store(buffers, results)
 
     def all_reduce(self, tensor: Tensor) -> int:
-        """Sum ``tensor`` over the ranks, in place and dense; returns the bytes that count as sent."""
-        with self._transport("dense all-reduce"):
+        """Sum ``tensor`` over the ranks, in place and dense; return the bytes that count as sent."""
+        with self._guard("dense all-reduce"):
             dist.all_reduce(tensor, group=self.group)
-        # A ring all-reduce's bytes: the transport does not tell.
+        # The bytes of a ring all-reduce: the transport does not report its own.
         size = round(2 * (self.world_size - 1) / self.world_size * tensor.numel() * tensor.element_size())
         self._summed_bytes += size
         return size
 
-    def all_gather(
-        self, message: Tensor, fingerprint: int = 0, *, bounds: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        """Send ``message`` (1-D uint8) to every rank; returns all ranks' messages in rank order."""
-        return self.all_to_all([message] * self.world_size, fingerprint, bounds=bounds)
+    # -- failures --------------------------------------------------------------------------------------------
 
     @contextmanager
     def preparing(self, *, announced: bool = True, posts: int = 1) -> Iterator[None]:
-        """Around the work that makes the messages of the next exchange. Its receivers are ready from the
-        start, and the other ranks, who may be waiting in it already, are told of an error.
+        """Surround the work that makes the messages of the next exchange.
+
+        Receivers are ready from the start. The other ranks, which may be waiting in the exchange already, are
+        told of an error.
 
         Args:
-            announced: Whether that is one that says how long its messages are: all but :meth:`transfer`.
-            posts: Of the exchanges that are prepared here; the block may have posted some when it fails.
+            announced: Whether the next exchange announces its messages: all but :meth:`transfer`.
+            posts: Number of exchanges that are prepared here; the block may have posted some when it fails.
         """
-        before = self._posts
+        before = self._announced.posts
         try:
             if announced:
-                with self._transport("exchange of sizes"):
-                    self._carried().expect()
+                self._announced.prepare_headers()
             yield
         except BaseException:
-            self.abort(posts - (self._posts - before))
+            self.abort(posts - (self._announced.posts - before))
             raise
 
     @contextmanager
     def collecting(self, *, posts: int = 0) -> Iterator[None]:
-        """Around the work on what was posted: after an error the rest is taken from the ranks that sent it,
-        who may be well, and forgotten, and they are told in the ``posts`` exchanges that they wait for next.
+        """Surround the work on what was posted.
+
+        After an error the remaining messages are received from the ranks that sent them, which may be well,
+        and forgotten. These ranks are told in the ``posts`` exchanges that they wait for next.
         """
         try:
             yield
@@ -251,73 +217,35 @@ class Exchange:
             raise
 
     def abort(self, posts: int = 1) -> None:
-        """Tell the ranks that are waiting in their next exchange, or the next ``posts``, that this one
-        failed. Never raises.
-        """
-        if self._lost:  # the others see that
+        """Tell the ranks that wait in their next ``posts`` exchanges that this one failed. Never raises."""
+        if self._transport_failed:  # the others see that
             return
         with contextlib.suppress(Exception):
             for _ in range(posts):
-                self._post([_FAILED] * self.world_size, 0, None)
-            self._drain()
-        self._posted.clear()
+                self._announced.post_failure()
+            self._announced.drain()
+        self._announced.clear()
 
-    def _carried(self) -> Carrier:
-        if self._carrier is None:
-            self._carrier = carrier_of(self.group, self._wire)
+    def _agreed(
+        self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None
+    ) -> list[int]:
+        """Return the sizes of the messages; after an error all that others send is thrown away."""
+        try:
+            return self.checked_sizes(headers, fingerprint, bounds)
+        except DesyncError:
+            self._announced.discard([header[0] for header in headers])
+            raise
+
+    def _open(self) -> Transport:
+        if self._transport is None:
+            self._transport = open_transport(self.group, self._transport_device)
             lost_ranks.rejoin()
-        return self._carrier
+        return self._transport
 
-    def _transport(self, what: str) -> lost_ranks.transport:
-        """Around the transport's own work: what it raises names addresses at best, not ranks."""
+    def _guard(self, what: str) -> lost_ranks.transport:
+        """Surround the transport's own work: its errors name addresses at best, not ranks."""
         return lost_ranks.transport(what, self.group, self.step, self._give_up)
 
     def _give_up(self) -> None:
-        self._lost = True
-        self._posted.clear()
-
-    def _post(self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None) -> None:
-        at = time.perf_counter_ns()
-        busy = at - self._left if self._left else 0
-        rows = [(size, fingerprint, busy) for size in sizes]
-        self._posted.append(_Posted(rows, messages, fingerprint, busy, at))
-        self._posts += 1
-        with self._transport("exchange of sizes"):
-            self._carried().post(rows, messages)
-
-    def _agreed(self, bounds: Sequence[int] | None) -> list[int]:
-        """Sizes of the messages that come, to the oldest that was posted."""
-        fingerprint, rows = self._posted[0].fingerprint, self._answers()
-        try:
-            return self.checked(rows, fingerprint, bounds)
-        except DesyncError:
-            self._carried().drop([size for size, _ in rows])
-            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
-                self._drain()
-            raise
-
-    def _answers(self) -> list[tuple[int, int]]:
-        """Size and fingerprint of the message from every rank."""
-        posted, entered = self._posted.popleft(), time.perf_counter_ns()
-        with self._transport("exchange of sizes"):
-            rows = self._carried().answers(posted.rows, posted.messages)
-        # Ranks leave an exchange together, so that of what they did since then the longest is what all wait
-        # for, from when they come here; their clocks need not agree.
-        now = time.perf_counter_ns()
-        if not self._posted:
-            self._left = now
-        others = [row[2] for row in rows]
-        if all(others):
-            late = max(others) - posted.busy - (entered - posted.at)
-            self.waited_ms += max(0, min(late, now - entered)) / 1e6
-        return [(size, fingerprint) for size, fingerprint, _ in rows]
-
-    def _drain(self) -> None:
-        """Take what the others send to what was posted, and forget it: they may be well, and go on."""
-        while self._posted:
-            messages = self._posted[0].messages
-            sizes = [size for size, _ in self._answers()]
-            if messages is None or min(sizes) < 0:  # then nobody takes it
-                self._carried().drop(sizes)
-            else:
-                self._carried().deliver(messages, sizes, more=bool(self._posted))
+        self._transport_failed = True
+        self._announced.clear()

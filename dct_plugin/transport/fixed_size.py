@@ -274,7 +274,7 @@ class FixedSizeExchange:
         for sender, row in rows.items():
             limit = most[sender]
             all_rows[sender], bounds[sender] = row, row[0] if limit is None else limit
-        sizes = self.exchange.checked(all_rows, self.fingerprint, bounds)
+        sizes = self.exchange.checked_sizes(all_rows, self.fingerprint, bounds)
         return {sender: sizes[sender] for sender in rows}
 
     def resend(

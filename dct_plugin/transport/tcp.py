@@ -1,10 +1,9 @@
-"""Connections between the ranks of a group, for messages in host memory.
+"""TCP connections of our own as the transport of messages in host memory.
 
-gloo moves messages in a thread of its own. Where all cores are busy training, that thread takes the core away
-from the one that is sending and holds the connection's lock, and asks for the lock until the scheduler's next
-tick: milliseconds per message, of processor time as well (measured: ``docs/performance.md``). Messages here
-are short and whoever sends them waits for the answers anyhow: it moves the bytes itself, and the system wakes
-it when something has come.
+gloo moves messages in a thread of its own. Where all cores train, that thread takes the core from the thread
+that sends, which holds the connection's lock, and spins on the lock until the scheduler's next tick. This
+costs milliseconds per message (``docs/performance.md``). A rank waits for the messages of the others anyhow:
+here it moves the bytes itself, and the system wakes it when something has arrived.
 """
 
 from __future__ import annotations
@@ -15,27 +14,168 @@ import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Mesh"]
+from .base import HEADER, Announced, Header, Transport
+
+__all__ = ["Connections", "TcpTransport"]
 
 #: Bytes for which the system wakes a receiver, at most: it need not be told of every packet.
 _WAKE = 1 << 17
 _LEAST_WAKE = 1 << 12
 #: Buffers that one system call sends: POSIX promises 16, Linux and macOS take 1024.
 _MOST_BUFFERS = 512
-#: Bytes that are taken from the system before they are awaited.
+#: Bytes that are taken from the system before they are waited for.
 _MOST_EARLY = 1 << 24
+#: Bytes of unwanted messages that are received so that the next one is understood, and seconds for that.
+_MOST_DISCARDED, _DISCARD = 1 << 28, 2.0
 
 
-class _Peer:
-    """One connection: what is to be sent over it, and where what arrives belongs."""
+class TcpTransport(Transport):
+    """Connections to all ranks: a message follows its header at once.
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.socket = connection
+    Args:
+        group: The process group.
+        connections: Connections to its other ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, connections: Connections) -> None:
+        super().__init__(group)
+        self._connections = connections
+
+    def post(self, announced: Announced) -> None:
+        # Bytes, not tensors: where cores are busy a call of torch takes 20 to 130 microseconds.
+        for _, target in self.peers:
+            header = HEADER.pack(*announced.headers[target])
+            if announced.messages is None:
+                self._connections.send(target, header)
+            else:
+                self._connections.send(target, header, announced.messages[target])
+                self.sent_bytes += announced.messages[target].numel()
+            self.sent_bytes += HEADER.size
+
+    def progress(self) -> None:
+        self._connections.progress()
+
+    def receive_headers(self, announced: Announced) -> list[Header]:
+        buffers = {source: bytearray(HEADER.size) for source, _ in self.peers}
+        for source, buffer in buffers.items():
+            self._connections.receive(source, buffer)
+        self._connections.complete(sent=False)
+        return [
+            Header(*HEADER.unpack(buffers[r])) if r in buffers else own
+            for r, own in enumerate(announced.headers)
+        ]
+
+    def receive_messages(
+        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
+    ) -> list[Tensor]:
+        received = self.receive_buffers(messages, sizes)
+        for source, _ in self.peers:
+            self._connections.receive(source, received[source])
+        self._connections.complete(sent=not more)
+        return received
+
+    def discard(self, sizes: Sequence[int]) -> None:
+        try:
+            if any(size > _MOST_DISCARDED for size in sizes):
+                raise RuntimeError("too much")
+            for source, _ in self.peers:
+                self._connections.receive(source, torch.empty(max(0, sizes[source]), dtype=torch.uint8))
+            self._connections.complete(limit=_DISCARD)
+        except RuntimeError:  # ranks that go on see that this one does not
+            self._connections.close()
+
+    def transfer(self, messages: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        for source, target in self.peers:
+            self.sent_bytes += messages[target].numel()
+            self._connections.send(target, messages[target])
+            self._connections.receive(source, buffers[source])
+        self._connections.complete()
+
+
+class Connections:
+    """A connection to every other rank of a group; one thread at a time uses it.
+
+    Args:
+        sockets: The connected sockets by position in the group.
+        ranks: Global rank of every position, for messages.
+        limit: Seconds without any progress after which a rank is given up.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket], ranks: Sequence[int], limit: float) -> None:
+        self._peers = {position: _Connection(found, ranks[position]) for position, found in sockets.items()}
+        self._limit = limit
+
+    def send(self, position: int, *parts: Tensor | bytes) -> None:
+        """Start to send tensors (1-D uint8) and bytes, one behind the other. They must not change until
+        :meth:`complete` returns.
+        """
+        peer = self._peers[position]
+        for part in parts:
+            if len(part):
+                peer.outgoing.append(_view(part))
+        peer.push()
+
+    def receive(self, position: int, buffer: Tensor | bytearray) -> None:
+        """Let :meth:`complete` put the next ``len(buffer)`` bytes there."""
+        if len(buffer):
+            self._peers[position].incoming.append(_view(buffer))
+
+    def progress(self) -> None:
+        """Send and receive what the system takes and has now, also before it is waited for; does not wait."""
+        for peer in self._peers.values():
+            if peer.outgoing:
+                peer.push()
+            peer.take_early()
+
+    def complete(self, *, sent: bool = True, limit: float | None = None) -> None:
+        """Wait until all buffers are full and, unless ``sent`` is False, all has been sent.
+
+        Args:
+            sent: Wait for that, too. Sending goes on in any case.
+            limit: Seconds, in place of the group's own limit.
+
+        Raises:
+            RuntimeError: A connection broke, or nothing moved for the time limit; names the rank.
+        """
+        limit = self._limit if limit is None else limit
+        while True:
+            waiting = []
+            for peer in self._peers.values():
+                if peer.outgoing:
+                    peer.push()
+                if peer.incoming:
+                    peer.pull()
+                if peer.incoming or (sent and peer.outgoing):
+                    waiting.append(peer.rank)
+            if not waiting:
+                return
+            poll = select.poll()
+            for peer in self._peers.values():
+                # Also what need not be sent yet: the rank that is waited for may wait for it.
+                events = (select.POLLOUT if peer.outgoing else 0) | (select.POLLIN if peer.incoming else 0)
+                if events:
+                    poll.register(peer.socket, events)
+            if not poll.poll(1e3 * limit):
+                raise RuntimeError(f"Timed out after {limit:g} s waiting for rank(s) {waiting}")
+
+    def close(self) -> None:
+        """Close all connections, which the other ranks see."""
+        for peer in self._peers.values():
+            peer.socket.close()
+
+
+class _Connection:
+    """One connection: what is to be sent over it, and the buffers for what arrives."""
+
+    def __init__(self, connected: socket.socket, rank: int) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket = connected
         self.rank = rank
         self.outgoing: deque[memoryview] = deque()
         self.incoming: deque[memoryview] = deque()
@@ -56,37 +196,37 @@ class _Peer:
         except OSError as error:
             raise RuntimeError(f"sending to rank {self.rank}: {error}") from error
 
-    def take(self) -> None:
-        """Take what has arrived and is not awaited yet: the system has room for some 100 kB of it."""
+    def take_early(self) -> None:
+        """Receive what has arrived and no buffer waits for: the system has room for some 100 kB of it."""
         try:
             while not self.incoming and len(self._early) < _MOST_EARLY:
                 arrived = self.socket.recv(_WAKE)
-                if not arrived:  # told when it is waited for
+                if not arrived:  # reported when the rank is waited for
                     return
                 self._early += arrived
         except OSError:
             return
 
     def pull(self) -> None:
-        """Receive what has arrived."""
+        """Receive what has arrived into the buffers."""
         try:
             while self.incoming:
-                room = self.incoming[0]
+                buffer = self.incoming[0]
                 if self._early:
-                    received = min(len(room), len(self._early))
-                    room[:received] = self._early[:received]
+                    received = min(len(buffer), len(self._early))
+                    buffer[:received] = self._early[:received]
                     del self._early[:received]
                 else:
-                    received = self.socket.recv_into(room)
+                    received = self.socket.recv_into(buffer)
                 if not received:
                     raise RuntimeError(f"rank {self.rank} closed its connection")
-                if received == len(room):
+                if received == len(buffer):
                     self.incoming.popleft()
                 else:
-                    self.incoming[0] = room[received:]
+                    self.incoming[0] = buffer[received:]
         except BlockingIOError:
-            left = len(self.incoming[0])
-            wake = min(left, _WAKE) if left >= _LEAST_WAKE else 1
+            missing = len(self.incoming[0])
+            wake = min(missing, _WAKE) if missing >= _LEAST_WAKE else 1
             if wake != self._wake:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake)
                 self._wake = wake
@@ -94,77 +234,5 @@ class _Peer:
             raise RuntimeError(f"receiving from rank {self.rank}: {error}") from error
 
 
-class Mesh:
-    """A connection to every other rank of a group; one thread at a time uses it.
-
-    Args:
-        connections: By position in the group.
-        ranks: Global rank of every position, for messages.
-        limit: Seconds without any progress after which a rank is given up.
-    """
-
-    def __init__(self, connections: Mapping[int, socket.socket], ranks: Sequence[int], limit: float) -> None:
-        self._peers = {position: _Peer(found, ranks[position]) for position, found in connections.items()}
-        self._limit = limit
-
-    def send(self, position: int, *parts: Tensor | bytes) -> None:
-        """Send tensors (1-D uint8) and bytes, one behind the other, from now on; they stay as they are until
-        :meth:`complete` returns.
-        """
-        peer = self._peers[position]
-        for part in parts:
-            if len(part):
-                peer.outgoing.append(_bytes(part))
-        peer.push()
-
-    def receive(self, position: int, room: Tensor | bytearray) -> None:
-        """Have the next ``len(room)`` bytes put there by :meth:`complete`."""
-        if len(room):
-            self._peers[position].incoming.append(_bytes(room))
-
-    def pump(self) -> None:
-        """Send and receive what the system has and takes now, also what is not awaited yet; does not wait."""
-        for peer in self._peers.values():
-            if peer.outgoing:
-                peer.push()
-            peer.take()
-
-    def complete(self, *, sent: bool = True, limit: float | None = None) -> None:
-        """Until all that is to be received is there, and, unless ``sent`` is False, all is sent.
-
-        Args:
-            limit: In place of the mesh's own.
-
-        Raises:
-            RuntimeError: A connection broke, or nothing moved for the time limit; names the rank.
-        """
-        limit = self._limit if limit is None else limit
-        while True:
-            waiting = []
-            for peer in self._peers.values():
-                if peer.outgoing:
-                    peer.push()
-                if peer.incoming:
-                    peer.pull()
-                if peer.incoming or (sent and peer.outgoing):
-                    waiting.append(peer)
-            if not waiting:
-                return
-            poll = select.poll()
-            for peer in self._peers.values():
-                # Also what need not be sent yet: the rank that is waited for may wait for it.
-                events = (select.POLLOUT if peer.outgoing else 0) | (select.POLLIN if peer.incoming else 0)
-                if events:
-                    poll.register(peer.socket, events)
-            if not poll.poll(1e3 * limit):
-                ranks = [peer.rank for peer in waiting]
-                raise RuntimeError(f"Timed out after {limit:g} s waiting for rank(s) {ranks}")
-
-    def close(self) -> None:
-        """The others learn of it; nothing can be sent or received any more."""
-        for peer in self._peers.values():
-            peer.socket.close()
-
-
-def _bytes(part: Tensor | bytes | bytearray) -> memoryview:
+def _view(part: Tensor | bytes | bytearray) -> memoryview:
     return part.numpy().data if isinstance(part, Tensor) else memoryview(part)

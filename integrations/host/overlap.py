@@ -155,7 +155,7 @@ class InlineOverlap(Overlap):
         """See :meth:`Overlap.advance`."""
         self._complete()
         reduction.advance(available, lambda: False)
-        self.reducer.exchange.pump()
+        self.reducer.exchange.progress()
 
     def finish(self, reduction: Reduction, done: Work, *, last: bool) -> PendingReduction:
         """See :meth:`Overlap.finish`; the answers are collected later, but for the last reduction: with

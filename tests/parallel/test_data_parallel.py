@@ -233,7 +233,7 @@ def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[t
                 found += mine.values()
             engine.end_step()
     found += [s.residual.current for s in engine.streams.values() if s.residual is not None]
-    return found, engine.exchange._posts
+    return found, engine.exchange._announced.posts
 
 
 @pytest.mark.parametrize("kind", ["direct", "two_phase", "reduce_scatter"])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dct_plugin.transport.tcp import Mesh
+from dct_plugin.transport.tcp import Connections
 
 #: Bytes that a socket of these tests holds until they are sent.
 BUFFER = 1 << 17
@@ -17,7 +17,7 @@ LARGE = 30_000_000
 LIMIT = 10.0
 
 
-def connected(ranks: int) -> list[Mesh]:
+def connected(ranks: int) -> list[Connections]:
     """The connections of every rank, all in this process."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(ranks)]
     for first, second in itertools.combinations(range(ranks), 2):
@@ -27,7 +27,7 @@ def connected(ranks: int) -> list[Mesh]:
         for end in (one, other):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         sockets[first][second], sockets[second][first] = one, other
-    return [Mesh(found, range(ranks), LIMIT) for found in sockets]
+    return [Connections(found, range(ranks), LIMIT) for found in sockets]
 
 
 def together(functions: Sequence[Callable[[], None]]) -> None:
@@ -80,16 +80,16 @@ def test_ranks_that_wait_for_each_other_in_a_circle_still_send() -> None:
     connections = connected(ranks)
 
     def exchange(rank: int) -> None:
-        mesh, after, before = connections[rank], (rank + 1) % ranks, (rank - 1) % ranks
+        own, after, before = connections[rank], (rank + 1) % ranks, (rank - 1) % ranks
         short, large = torch.empty(10, dtype=torch.uint8), torch.empty(LARGE, dtype=torch.uint8)
-        mesh.send(after, random_bytes(10, rank))
-        mesh.send(before, random_bytes(LARGE, rank))
-        mesh.receive(before, short)
-        mesh.receive(after, large)
-        mesh.complete(sent=False)
+        own.send(after, random_bytes(10, rank))
+        own.send(before, random_bytes(LARGE, rank))
+        own.receive(before, short)
+        own.receive(after, large)
+        own.complete(sent=False)
         assert torch.equal(short, random_bytes(10, before))
         assert torch.equal(large, random_bytes(LARGE, after))
-        mesh.complete()
+        own.complete()
 
     together([lambda rank=rank: exchange(rank) for rank in range(ranks)])  # type: ignore[misc]
 

@@ -47,11 +47,11 @@ def before_connecting(action: Callable[[list[Any]], None]) -> Callable[..., Any]
 
 def one_says_gloo(rank: int, world_size: int) -> str:
     with transport("gloo" if rank == 1 else "sockets"):
-        return type(Exchange(None, CPU)._carried()).__name__
+        return type(Exchange(None, CPU)._open()).__name__
 
 
 def test_one_rank_that_is_told_to_use_gloo_is_enough() -> None:
-    assert run(3, one_says_gloo) == ["_Gloo"] * 3
+    assert run(3, one_says_gloo) == ["GlooTransport"] * 3
 
 
 def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
@@ -69,12 +69,12 @@ def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
             received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
     finally:
         transports.logger.removeHandler(handler)
-    return type(exchange._carried()).__name__, [int(part) for part in received], lines
+    return type(exchange._open()).__name__, [int(part) for part in received], lines
 
 
 def test_where_a_rank_cannot_be_reached_all_use_gloo_and_say_so() -> None:
     found = run(2, unreachable)
-    assert [(name, received) for name, received, _ in found] == [("_Gloo", [0, 1])] * 2
+    assert [(name, received) for name, received, _ in found] == [("GlooTransport", [0, 1])] * 2
     assert "rank 1: messages travel by gloo" in found[1][2][0]
     assert "rank 0 cannot be reached at no address of anybody port" in found[1][2][0]
     assert "rank 0: messages travel by gloo" in found[0][2][0]
@@ -135,14 +135,14 @@ def with_strangers(rank: int, world_size: int, who: str) -> tuple[str, list[int]
     took = time.monotonic() - began
     if rank == 0:
         strangers.leave()
-    return type(exchange._carried()).__name__, [int(part) for part in received], took, strangers.turned_away
+    return type(exchange._open()).__name__, [int(part) for part in received], took, strangers.turned_away
 
 
 @pytest.mark.parametrize("who", CALLERS)
 def test_strangers_are_served_side_by_side_and_turned_away(who: str) -> None:
     (first, second) = run(2, with_strangers, who)
     for name, received, took, _ in (first, second):
-        assert (name, received) == ("_Sockets", [0, 1])
+        assert (name, received) == ("TcpTransport", [0, 1])
         assert took < 4.0, "ranks waited for strangers"
     assert first[3] == CALLERS[who][0]
 
@@ -173,13 +173,13 @@ def waits_for_a_rank_that_does_not_call(rank: int, world_size: int) -> tuple[flo
     stop.set()
     for each in open_ones:
         each.close()
-    return time.monotonic() - began, type(exchange._carried()).__name__
+    return time.monotonic() - began, type(exchange._open()).__name__
 
 
 def test_strangers_do_not_hold_a_rank_beyond_its_deadline() -> None:
     for took, name in run(2, waits_for_a_rank_that_does_not_call):
         assert took < 5.0
-        assert name == "_Gloo"
+        assert name == "GlooTransport"
 
 
 def meets_an_impostor(rank: int, world_size: int) -> tuple[str, bytes, str]:
@@ -211,12 +211,12 @@ def meets_an_impostor(rank: int, world_size: int) -> tuple[str, bytes, str]:
             exchanged.agree(1)
         if rank == 0:
             thread.join(10)
-    return type(exchanged._carried()).__name__, bytes(heard), token[0]
+    return type(exchanged._open()).__name__, bytes(heard), token[0]
 
 
 def test_an_impostor_learns_nothing_and_the_rank_is_found_behind_it() -> None:
     (name, heard, token), (other, _, _) = run(2, meets_an_impostor)
-    assert name == other == "_Sockets"
+    assert name == other == "TcpTransport"
     assert len(heard) == tcp_connect._HELLO.size  # no proof for who has not given one
     assert bytes.fromhex(token) not in heard
 

@@ -39,7 +39,7 @@ def message(sender: int, receiver: int, turn: int) -> torch.Tensor:
 def exchanged(rank: int, world_size: int, choice: str) -> tuple[str, int]:
     exchange, everyone = Exchange(None, CPU), range(world_size)
     with transport(choice):
-        name = type(exchange._carried()).__name__
+        name = type(exchange._open()).__name__
     for turn in range(5):
         messages = [message(rank, other, turn) for other in everyone]
         wanted = [message(other, rank, turn) for other in everyone]
@@ -55,8 +55,8 @@ def exchanged(rank: int, world_size: int, choice: str) -> tuple[str, int]:
 
 def test_messages_arrive_whatever_their_size() -> None:
     by_sockets, by_gloo = run(3, exchanged, "sockets"), run(3, exchanged, "gloo")
-    assert {name for name, _ in by_sockets} == {"_Sockets"}
-    assert {name for name, _ in by_gloo} == {"_Gloo"}
+    assert {name for name, _ in by_sockets} == {"TcpTransport"}
+    assert {name for name, _ in by_gloo} == {"GlooTransport"}
     assert [size for _, size in by_sockets] == [size for _, size in by_gloo]
 
 
@@ -116,12 +116,12 @@ def pumped(rank: int, world_size: int, choice: str) -> bool:
             exchange.post(messages, turn)
             for _ in range(rank * turn):
                 time.sleep(0.005)
-                exchange.pump()
+                exchange.progress()
         for turn, messages in enumerate(posted):
             received = exchange.collect(messages[rank])
             wanted = [message(other, rank, turn) for other in everyone]
             assert all(torch.equal(a, b) for a, b in zip(received, wanted, strict=True))
-            exchange.pump()
+            exchange.progress()
     return True
 
 

@@ -1,0 +1,124 @@
+"""Messages of sizes that only their senders know: each is announced by a header with its size."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .base import Announced, Header, Transport
+
+__all__ = ["AnnouncedMessages"]
+
+_FAILED = -1
+
+
+class _Posted(NamedTuple):
+    """Messages that were posted and not received from the others yet, at this rank's time in nanoseconds."""
+
+    announced: Announced
+    fingerprint: int
+    busy: int
+    at: int
+
+
+class AnnouncedMessages:
+    """The messages of a group that were posted and not collected yet, oldest first.
+
+    Args:
+        world_size: Ranks of the group.
+        transport: Returns the transport of the group.
+        guard: Returns a context manager that makes of the transport's errors one that names ranks.
+
+    Attributes:
+        waited_ms: Milliseconds so far in which this rank's message was ready and another rank's was not.
+        posts: Number of posts so far.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        transport: Callable[[], Transport],
+        guard: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.waited_ms = 0.0
+        self.posts = 0
+        self._world_size = world_size
+        self._transport = transport
+        self._guard = guard
+        self._posted: deque[_Posted] = deque()
+        self._left = 0
+        """When the last exchange was over; 0 before the first."""
+
+    @property
+    def pending(self) -> int:
+        """The number of messages that were posted and not collected."""
+        return len(self._posted)
+
+    def prepare_headers(self) -> None:
+        """Get ready for the headers of the next messages, before the own ones are made."""
+        with self._guard("exchange of sizes"):
+            self._transport().prepare_headers()
+
+    def post(self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None) -> None:
+        """Announce messages of so many bytes to all ranks and start to send them."""
+        at = time.perf_counter_ns()
+        busy = at - self._left if self._left else 0
+        announced = Announced([Header(size, fingerprint, busy) for size in sizes], messages)
+        self._posted.append(_Posted(announced, fingerprint, busy, at))
+        self.posts += 1
+        with self._guard("exchange of sizes"):
+            self._transport().post(announced)
+
+    def post_failure(self) -> None:
+        """Tell all ranks, in place of the next messages, that this one failed."""
+        self.post([_FAILED] * self._world_size, 0, None)
+
+    def receive_headers(self) -> tuple[_Posted, list[Header]]:
+        """Return the oldest messages that were posted, and the headers that came from all ranks for them."""
+        posted, entered = self._posted.popleft(), time.perf_counter_ns()
+        with self._guard("exchange of sizes"):
+            headers = self._transport().receive_headers(posted.announced)
+        # Ranks leave an exchange together: all wait for the one that has worked longest since then, from when
+        # they come here. Their clocks need not agree.
+        now = time.perf_counter_ns()
+        if not self._posted:
+            self._left = now
+        if all(header.busy for header in headers):
+            late = max(header.busy for header in headers) - posted.busy - (entered - posted.at)
+            self.waited_ms += max(0, min(late, now - entered)) / 1e6
+        return posted, headers
+
+    def receive_messages(self, posted: _Posted, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the messages of all ranks behind the headers that were received last."""
+        assert posted.announced.messages is not None
+        with self._guard("exchange of messages"):
+            messages = posted.announced.messages
+            received = self._transport().receive_messages(messages, sizes, more=bool(self._posted))
+        if not self._posted:
+            self._left = time.perf_counter_ns()
+        return received
+
+    def discard(self, sizes: Sequence[int]) -> None:
+        """Throw away the messages behind the last headers, and all that others send for what was posted."""
+        self._transport().discard(sizes)
+        with suppress(RuntimeError):  # the first error is the one to report
+            self.drain()
+
+    def drain(self) -> None:
+        """Receive what the others send for what was posted, and forget it: they may be well, and go on."""
+        while self._posted:
+            posted, headers = self.receive_headers()
+            sizes = [header.size for header in headers]
+            if posted.announced.messages is None or min(sizes) < 0:  # then nobody receives it
+                self._transport().discard(sizes)
+            else:
+                self.receive_messages(posted, sizes)
+
+    def clear(self) -> None:
+        """Forget what was posted."""
+        self._posted.clear()
