@@ -144,39 +144,16 @@ class Stream:
         encoded.refreshes = int(self.threshold.measuring)
         return tau
 
-    def write(
-        self,
-        encoded: Encoded,
-        flat: Tensor,
-        out: Tensor,
-        *,
-        tau: Tau,
-        step: int,
-        capacity: int,
-        value_dtype: ValueDtype,
-        residual: Sequence[Tensor | None] = (None, None),
-        clear: bool = False,
-    ) -> Stats:
-        """One payload into ``out``, uint8 of ``payload_bound`` bytes; ``residual`` is ``(read, written)``.
-
-        ``step`` moves the position from which a payload is filled that is limited by ``capacity``.
-        """
-        numel = flat.numel()
-        stats = self.backend(flat.device).compress(
-            Job(
-                flat,
-                residual[0],
-                tau,
-                out,
-                residual_out=residual[1],
-                capacity=capacity,
-                start=(step * _START_STRIDE) % numel if numel else 0,
-                value_dtype=value_dtype,
-                clear=clear,
-            )
-        )
+    def write(self, encoded: Encoded, job: Job) -> Stats:
+        """Write one payload, and add its figures to ``encoded``."""
+        stats = self.backend(job.grad.device).compress(job)
         encoded.stats.append(stats)
         return stats
+
+
+def first_position(step: int, numel: int) -> int:
+    """Return the position from which a payload of limited capacity is filled in a step."""
+    return (step * _START_STRIDE) % numel if numel else 0
 
 
 class Compressor(Stream):
@@ -304,27 +281,12 @@ class Compressor(Stream):
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
         buffers = self._residual_buffers(numel, grad.device) if unsent is None else (None, unsent)
-        dense = encoded.density >= 1.0 or not numel
         if self.velocity is not None:
             grad = self.velocity.accumulate(grad, clear=clear)
             clear = False
+        dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
-        for start, stop, writer in parts:
-            length = stop - start
-            capacity = length if dense else self._capacity(encoded.density, length)
-            room = writer.reserve(payload_bound(length, capacity, self._value_dtype))
-            part = self.write(
-                encoded,
-                _part(grad, start, stop),
-                room,
-                tau=tau,
-                step=step,
-                capacity=capacity,
-                value_dtype=self._value_dtype,
-                residual=[None if buffer is None else _part(buffer, start, stop) for buffer in buffers],
-                clear=clear,
-            )
-            writer.advance(part)
+        self._write_parts(encoded, grad, parts, buffers, tau, self._value_dtype, clear=clear)
         if self.residual is not None and unsent is None:
             self.residual.end(step)
         return encoded
@@ -342,18 +304,7 @@ class Compressor(Stream):
         """
         encoded = Encoded(numel=zeros.numel())
         buffers = self._residual_buffers(zeros.numel(), zeros.device)
-        for start, stop, writer in parts:
-            part = self.write(
-                encoded,
-                zeros[start:stop],
-                writer.reserve(payload_bound(stop - start, stop - start, value_dtype)),
-                tau=0.0,
-                step=0,
-                capacity=stop - start,
-                value_dtype=value_dtype,
-                residual=[None if buffer is None else buffer[start:stop] for buffer in buffers],
-            )
-            writer.advance(part)
+        self._write_parts(encoded, zeros, parts, buffers, 0.0, value_dtype)
         if self.residual is not None:
             self.residual.end(0)
         return encoded
@@ -430,6 +381,36 @@ class Compressor(Stream):
         self._adopt_loaded()
 
     # -- inside ---
+
+    def _write_parts(
+        self,
+        encoded: Encoded,
+        tensor: Tensor,
+        parts: Sequence[tuple[int, int, MessageWriter]],
+        buffers: Sequence[Tensor | None],
+        tau: Tau,
+        value_dtype: ValueDtype,
+        *,
+        clear: bool = False,
+    ) -> None:
+        """Write one payload per part; ``buffers`` are the residual as it is read, and as it is written."""
+        dense = isinstance(tau, float) and tau == 0.0
+        for start, stop, writer in parts:
+            length = stop - start
+            capacity = length if dense else self._capacity(encoded.density, length)
+            before, after = [None if buffer is None else _part(buffer, start, stop) for buffer in buffers]
+            job = Job(
+                _part(tensor, start, stop),
+                before,
+                tau,
+                writer.reserve(payload_bound(length, capacity, value_dtype)),
+                residual_out=after,
+                capacity=capacity,
+                start=first_position(self.threshold.step, length),
+                value_dtype=value_dtype,
+                clear=clear,
+            )
+            writer.advance(self.write(encoded, job))
 
     def _capacity(self, density: float, length: int) -> int:
         return min(length, math.ceil(_CAPACITY * wanted(density, length)) + _CAPACITY_SLACK)

@@ -14,8 +14,17 @@ from ...codecs.payload import HEADER_NBYTES, Header, header_bytes, payload_bound
 from ...codecs.stats import read_stats
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...config.methods import EntriesMethod
-from ...kernels import Tau
-from ...stream import Encoded, Stream, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
+from ...kernels import Job, Tau
+from ...stream import (
+    Encoded,
+    Stream,
+    add_payload,
+    as_flat,
+    encode_at,
+    first_position,
+    values_nbytes,
+    wire_dtype,
+)
 from ...thresholds import Threshold
 from .compressor import NUMBER_NBYTES, AnsweringCompressor, Site, Written
 
@@ -126,7 +135,9 @@ def write_entries(
     for flat, code, tau, capacity in zip(flats, types, taus, capacities, strict=True):
         size = payload_bound(flat.numel(), capacity, code)
         rooms.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
-        stream.write(encoded, flat, rooms[-1], tau=tau, step=step, capacity=capacity, value_dtype=code)
+        start = first_position(step, flat.numel())
+        job = Job(flat, None, tau, rooms[-1], capacity=capacity, start=start, value_dtype=code)
+        stream.write(encoded, job)
     read_stats(encoded.stats)
     return [room[: stats.nbytes].clone() for room, stats in zip(rooms, encoded.stats, strict=True)]
 
