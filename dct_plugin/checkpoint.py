@@ -2,7 +2,7 @@
 
 A residual is a rank's own: losing it loses gradients that were computed and not yet sent. With the same
 number of ranks each one gets its file back and goes on bitwise. With another number the residuals are spread
-anew so that what is still owed to the model stays the same: every new rank gets the mean of the old
+anew so that what the model still lacks stays the same: every new rank gets the mean of the old
 residuals.
 
 A file that is damaged, or that is another's, would change the training without a sign of it. So every file
@@ -48,7 +48,7 @@ class Loaded(NamedTuple):
     Attributes:
         state: For ``load_state_dict``.
         save: Identity of the save that the files are of, the same in those of all ranks.
-        origin: Of which step, version and configuration they are, in words.
+        origin: Step, version and configuration of the files, in words.
     """
 
     state: State
@@ -87,12 +87,12 @@ def save(
     """Write a reducer's state (``GradientReducer.state_dict()``); complete or not at all.
 
     Args:
-        folder: Of the checkpoint; made if it is not there.
-        state: Of this rank.
-        rank, world_size: In the data-parallel group.
+        folder: Folder of the checkpoint; it is made if it is missing.
+        state: State of this rank.
+        rank, world_size: Rank and number of ranks in the data-parallel group.
         unit: Factor that the host had multiplied into the gradients before they reached the reducer, for
             example one over the number of ranks; 1 when it averages afterwards.
-        identity: Of this save, the same on all ranks and another for each save.
+        identity: Identity of this save: the same on all ranks, another for each save.
     """
     path = file_of(folder, rank)
     write(path, content_of(state, rank=rank, world_size=world_size, unit=unit, identity=identity))
@@ -141,8 +141,8 @@ def load(
     """Return this rank's state from a checkpoint of the same or another number of ranks.
 
     Args:
-        folder: Of the checkpoint.
-        rank, world_size: In the data-parallel group.
+        folder: Folder of the checkpoint.
+        rank, world_size: Rank and number of ranks in the data-parallel group.
         unit: See :func:`save`.
         sizes: Entries of the model's parameters by name, where the host knows them.
 
@@ -232,7 +232,7 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
 
     Args:
         file: That it was read from.
-        state: Of a reducer; parameters that the model does not have are passed over.
+        state: State of a reducer; parameters that the model does not have are passed over.
         sizes: Entries of the model's parameters by name.
 
     Raises:
@@ -274,14 +274,14 @@ def known_to(sizes: Mapping[str, int], state: State) -> tuple[State, list[str]]:
 def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     """The state of every new rank (they are all the same), from the files of all old ranks.
 
-    A model update averages the ranks, so it is the mean of the residuals that is owed. The residuals of
+    A model update averages the ranks, so the mean of the residuals is still to be sent. The residuals of
     owners (two-phase exchange) are parts of the *sum* over the ranks; they are shared out to the ranks, since
     the new owners own other parts. Thresholds are measured anew, and momentum that is kept at the workers
-    starts over. Local weights (feedback ``local_updates``) are the anchor and what is owed, so they are
+    starts over. Local weights (feedback ``local_updates``) are the anchor and what was not sent, so they are
     averaged alike, and so are their optimizers' states.
 
     Args:
-        contents: Of the file of every old rank, in any order; only one is held in memory at a time.
+        contents: Contents of the files of all old ranks, in any order; one is in memory at a time.
         unit: See :func:`save`, for the new ranks.
     """
     step, loss_scale, count, old_unit = 0, 1.0, 0, 1.0

@@ -47,10 +47,10 @@ class PackedTensor:
     """Numbers in 2 bytes each (bf16) or in 1 and a 64th (int8), as :meth:`.kernels.Backend.pack` rounds them.
 
     Args:
-        numel: How many; zeros at first.
+        numel: Number of entries; zeros at first.
         dtype: bf16 or int8.
-        kernels: Of the device.
-        device: Where they live.
+        kernels: Kernels of the device.
+        device: Device of the numbers.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, kernels: Backend, device: torch.device) -> None:
@@ -149,7 +149,7 @@ class Residual(_Transaction[Tensor]):
 
     Args:
         numel: Entries of the stream.
-        device: Where the stream lives.
+        device: Device of the stream.
         transactional: Keep a second buffer; without it :meth:`rollback` is refused.
         memory: fp32 ``[numel]``, of a host that keeps the residual itself; what it holds is the residual.
     """
@@ -206,7 +206,7 @@ class Residual(_Transaction[Tensor]):
         self.current.mul_(factor)
 
     def add(self, values: Tensor) -> None:
-        """Owe so much more (``[numel]``)."""
+        """Add ``values`` (``[numel]``)."""
         self.current.add_(values)
 
     def saved(self) -> Saved:
@@ -232,10 +232,10 @@ class PackedResidual(_Transaction[PackedTensor]):
     Args:
         numel, device, transactional: See :class:`Residual`.
         dtype: bf16 or int8.
-        kernels: Of the device.
+        kernels: Kernels of the device.
         scratch: Scratch memory, of the size of the largest stream that shares it; not for passes where many
             streams' are one batch (:meth:`.kernels.Backend.batched`).
-        seed: Of the stream.
+        seed: Seed of the stream.
     """
 
     def __init__(
@@ -314,9 +314,9 @@ class Velocity:
 
     Args:
         numel: Entries of the stream.
-        device: Where the stream lives.
-        momentum: In (0, 1).
-        kernels: Of the device.
+        device: Device of the stream.
+        momentum: Factor in (0, 1).
+        kernels: Kernels of the device.
         transactional: Support :meth:`Residual.rollback`.
     """
 
@@ -334,7 +334,7 @@ class Velocity:
         self._kernels = kernels
 
     def accumulate(self, grad: Tensor, *, clear: bool) -> Tensor:
-        """Add a gradient (1-D, fp32, bf16 or fp16), and leave zeros there if ``clear``.
+        """Add a gradient (1-D, fp32, bf16 or fp16), and leave zeros in its place if ``clear``.
 
         One that the kernels will refuse (see :meth:`~dct_plugin.kernels.Backend.compress`) is not kept. No
         value crosses to the host.

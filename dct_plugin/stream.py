@@ -116,7 +116,7 @@ class Stream:
 
     Args:
         threshold: How tau is found.
-        name: In messages.
+        name: Name in messages.
         kernels: Which kernels run; the defaults when None.
     """
 
@@ -133,13 +133,13 @@ class Stream:
         self._backend: Backend | None = None
 
     def backend(self, device: torch.device) -> Backend:
-        """The kernels in use."""
+        """Return the kernels in use."""
         if self._backend is None:
             self._backend = backend_of(self._kernels, device)
         return self._backend
 
     def propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
-        """The threshold for ``flat``."""
+        """Return the threshold for ``flat``."""
         tau = self.threshold.propose(self.backend(flat.device), flat, residual, encoded.density)
         encoded.refreshes = int(self.threshold.measuring)
         return tau
@@ -299,8 +299,8 @@ class Compressor(Stream):
 
         Args:
             zeros: fp32 [numel], all zero.
-            parts: As of :meth:`encode`.
-            value_dtype: Of the residual on the wire.
+            parts: See :meth:`encode`.
+            value_dtype: Type of the residual on the wire.
         """
         encoded = Encoded(numel=zeros.numel())
         buffers = self._residual_buffers(zeros.numel(), zeros.device)

@@ -48,14 +48,14 @@ class _Layer:
     where: Tensor
     """Sampled positions, ascending, int64."""
     total: Tensor
-    """Reduced gradients there, summed over the interval; zero where another rank owns the entry."""
+    """Sums of the reduced gradients at these positions; zero where another rank owns the entry."""
     pending: Tensor
     """Those of this step, which may yet be taken back."""
     began: int
     rate: float
     """Learning rate when the interval began."""
     norm: float = 0.0
-    """Of the interval before; 0: there was none."""
+    """Norm of the interval before; 0: there was none."""
     critical: bool = True
     spans: dict[tuple[int, int], slice] = field(default_factory=dict)
     """Which of the sampled positions lie in a part of the tensor."""

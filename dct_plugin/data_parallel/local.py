@@ -5,8 +5,8 @@ exchange
 
     d = x - a;   S = what of d reaches the threshold;   a <- a + mean S;   x <- a + (d - S)
 
-so that ``x - a`` is always what the rank still owes: the anchor takes the place of a residual in memory. The
-gradient is taken at ``x``, where the anchor will be once that has arrived, which is step-ahead error feedback
+so that ``x - a`` is always what the rank has not sent: the anchor takes the place of a residual in memory.
+The gradient is taken at ``x``, where the anchor will be once that has arrived, which is step-ahead error feedback
 (Xu, Huo, Huang, AAAI 2021) in the optimizer's own units, whatever the optimizer. With several steps between
 exchanges it is local SGD (Stich, ICLR 2019) with thresholded differences (Qsparse-local-SGD, Basu et al.,
 NeurIPS 2019).
@@ -41,9 +41,9 @@ class Weight(NamedTuple):
 
     name: str
     parameter: torch.nn.Parameter
-    """Of the model."""
+    """A parameter of the model."""
     master: Tensor
-    """What the optimizer holds: the parameter itself, or an fp32 copy of it."""
+    """The tensor that the optimizer holds: the parameter itself, or an fp32 copy of it."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class LocalUpdates:
     Args:
         weights: What the optimizer has now, in an order that is the same on all ranks. Parameters that need
             no gradient are left alone until they do.
-        optimizer: Whose state is kept with the local weights.
+        optimizer: Its state is kept with the local weights.
         average: :meth:`~.reducer.GradientReducer.average_tensors`.
         step: Optimizer steps so far.
         first: Step from which weights are local; before it the host averages gradients.
@@ -143,7 +143,7 @@ class LocalUpdates:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """The anchor becomes the local weights: what is owed is dropped."""
+        """Let the anchor become the local weights; changes that were not sent are dropped."""
         for pair in self._pairs.values():
             pair.master.copy_(pair.anchor)
             if pair.working is not pair.master:

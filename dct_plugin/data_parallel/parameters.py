@@ -54,8 +54,8 @@ class ParameterUpdates(StreamGroup):
     Args:
         config: The ``data_parallel`` settings.
         group: Process group over which the masters are sharded; None for the default one.
-        metrics: Where bytes, density and times are recorded.
-        device: Of the weights.
+        metrics: Records bytes, density and times.
+        device: Device of the weights.
         kernels: Which kernels run; the defaults when None.
         step: Optimizer steps so far.
     """
@@ -183,7 +183,7 @@ class _MastersToAll(Phase):
         self.master_of: Callable[[str], Tensor] | None = None
         """Returns the masters of this rank's shard of a name."""
         self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
-        """What was last thresholded here: this rank's shards, their working weights and masters."""
+        """This rank's shards of the last update, their working weights and masters."""
 
     def forget(self) -> None:
         """Nothing is pending."""

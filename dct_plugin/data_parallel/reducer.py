@@ -44,7 +44,7 @@ class GradientReducer(StreamGroup):
     Args:
         config: The ``data_parallel`` settings.
         group: Process group (gloo or nccl), None for the default one.
-        metrics: Where bytes, density and times are recorded.
+        metrics: Records bytes, density and times.
         device: Device of the gradients.
         kernels: Which kernels run; the defaults when None.
         transactional: Take skipped steps back, for host frameworks under fp16 loss scaling; so it is with
@@ -356,7 +356,7 @@ class Reduction:
 
         Args:
             ready: So many of the first tensors have their gradients.
-            idle: Whether the caller has nothing else to do.
+            idle: Returns whether the caller has nothing else to do.
 
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.

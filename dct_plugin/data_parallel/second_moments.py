@@ -29,8 +29,8 @@ class Moments:
     vector.
 
     Args:
-        shape: Of the parameter.
-        device: Where its gradients live.
+        shape: Shape of the parameter.
+        device: Device of its gradients.
         missed: Optimizer steps that were made before; a sum (Adagrad) counts them as what it has seen since.
     """
 

@@ -1,8 +1,8 @@
 """Step-ahead error feedback: the gradient is taken where the weights will be once the residual has arrived.
 
 Source: Xu, Huo, Huang, *Step-Ahead Error Feedback for Distributed Training with Compressed Gradient*, AAAI
-2021. Under error feedback a rank takes its gradient at weights that lack what it still owes, up to a hundred
-steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So forward and backward run at
+2021. Under error feedback a rank takes its gradient at weights that lack what it has not sent, up to a
+hundred steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So forward and backward run at
 
     w - coefficient * (the step that the optimizer would make with this rank's residual)
 
@@ -63,13 +63,13 @@ def displaced(
     Args:
         weight: Any shape and floating type, contiguous.
         residual: fp32 [numel], in the unit of the stream's gradients; None for none.
-        moments: Of the stream's gradients; needed for preconditioned units.
-        unit: Of the optimizer.
+        moments: Second moments of the stream's gradients; needed for preconditioned units.
+        unit: Unit of the optimizer's steps.
         coefficient: Share of the residual.
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
         pending: A part of the weights, and what is to be added to it, fp32.
-        times: How often ``pending`` counts.
-        out: Like ``weight``.
+        times: Factor of ``pending``.
+        out: A tensor like ``weight``.
         scratch: For weights of 2 bytes, two of fp32 [numel] to overwrite; without them memory is allocated.
     """
     flat, target = weight.view(-1), out.view(-1)
@@ -111,16 +111,16 @@ class StepAhead:
             step, since schedulers change them.
         residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none; read before
             the next call.
-        held_back_of: For a stream and its number of entries: parts of the ranks' *sum* that this rank owes
-            to all of them, and their residuals (fp32), each read before the next.
+        held_back_of: For a stream and its number of entries: parts of the ranks' *sum* that this rank has
+            not sent to them, and their residuals (fp32), each read before the next.
         pending_of: For a stream: the part of its weights that this rank owns, and what it has not sent to
             anyone of their updates (fp32, in their unit, read before the next call); None for nothing.
         world_size: Ranks whose gradients are averaged.
-        coefficient: Of the displacement, in (0, 1]; None: measured.
+        coefficient: Factor of the displacement, in (0, 1]; None: measured.
         gradient_unit: Factor from a stream's gradients to the optimizer's.
 
     What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows, and it
-    displaces by the whole of it: that is the number of ranks times what is owed to the mean, so that the mean
+    displaces by the whole of it: that is the number of ranks times what the mean lacks, so that the mean
     of the ranks' displacements, and with it, to first order, of their gradients, is as if all had known it.
     The same goes for updates of weights that it has not sent (thresholded parameters): the number of ranks,
     or :data:`MOST_TIMES`, times what its masters are ahead of the working weights.
@@ -164,7 +164,7 @@ class StepAhead:
 
         Args:
             module: Called for forward passes; passes of its parts alone are not displaced.
-            optimizer: Of torch; None if the host calls :meth:`restore` before its steps.
+            optimizer: A torch optimizer; None if the host calls :meth:`restore` before its steps.
         """
         self._displaced.register(module)
         self._handles += register_hooks(

@@ -19,7 +19,7 @@ class StepUnit:
     Attributes:
         lr: Learning rate times what momentum makes of one gradient in the long run.
         preconditioned: Whether the step is divided by the root of a second moment.
-        decay: Of the second moment; None: it is a sum (Adagrad).
+        decay: Decay of the second moment; None: it is a sum (Adagrad).
         eps: Beside the root, in the optimizer's unit of gradients.
     """
 
@@ -88,7 +88,7 @@ def units_of(
 
     Args:
         optimizer: With ``param_groups`` as in torch; a wrapper has the optimizer proper as its ``optimizer``.
-        parameters: Of each group, where the groups hold something else (flat or sharded master weights).
+        parameters: Parameters of each group, where the groups hold others (flat or sharded master weights).
 
     Raises:
         ConfigError: The unit of this optimizer's steps is not known.

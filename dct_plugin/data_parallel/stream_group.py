@@ -62,7 +62,7 @@ class StreamGroup:
     Args:
         settings: Settings of the streams.
         group: Process group (gloo or nccl), None for the default one.
-        metrics: Where bytes, density and times are recorded.
+        metrics: Records bytes, density and times.
         device: Device of the tensors.
         kernels: Which kernels run; the defaults when None.
         transactional: Take skipped steps back.

@@ -112,7 +112,7 @@ class Topology(ABC):
     """Which parts of the gradients go where.
 
     Attributes:
-        name: In fingerprints.
+        name: Name in fingerprints.
         sums_everywhere: Every rank gets the whole sums; else each owner gets its part.
     """
 
