@@ -6,10 +6,10 @@ exchange
     d = x - a;   S = what of d reaches the threshold;   a <- a + mean S;   x <- a + (d - S)
 
 so that ``x - a`` is always what the rank has not sent: the anchor takes the place of a residual in memory.
-The gradient is taken at ``x``, where the anchor will be once that has arrived, which is step-ahead error feedback
-(Xu, Huo, Huang, AAAI 2021) in the optimizer's own units, whatever the optimizer. With several steps between
-exchanges it is local SGD (Stich, ICLR 2019) with thresholded differences (Qsparse-local-SGD, Basu et al.,
-NeurIPS 2019).
+The gradient is taken at ``x``, where the anchor will be once that has arrived, which is step-ahead error
+feedback (Xu, Huo, Huang, AAAI 2021) in the optimizer's own units, whatever the optimizer. With several steps
+between exchanges it is local SGD (Stich, ICLR 2019) with thresholded differences (Qsparse-local-SGD, Basu et
+al., NeurIPS 2019).
 
 The anchor is the model: what is evaluated and saved, and what the parameters hold between optimizer steps.
 Local weights are in the parameters from a training forward pass to the end of the optimizer's step.
