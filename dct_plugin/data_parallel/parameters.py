@@ -253,7 +253,7 @@ class _WeightsOf(Destination):
     def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
         self._clear()
         bounds = slots.bounds[self.senders[0]]
-        return self.group.backend.add_slot(slots.arriving, bounds, self.tensors)
+        return self.group.backend.sum_slots(slots.arriving, [bounds], self.tensors, 1.0, spare=True)
 
     def _clear(self) -> None:
         if self._replaced:

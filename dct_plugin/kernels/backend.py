@@ -42,7 +42,7 @@ class Backend(ABC):
         name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
         batches: Whether kernels may run later than they are called, see :meth:`batched`.
         writes_slots: Whether messages of fixed size are written and read without the host's knowing their
-            sizes: :meth:`write_slot`, :meth:`sum_slots` and :meth:`add_slot`.
+            sizes: :meth:`write_slot` and :meth:`sum_slots`.
         encodings: The index encodings that it writes; it takes the smallest.
     """
 
@@ -254,31 +254,24 @@ class Backend(ABC):
         raise NotImplementedError(f"{self.name} kernels write no slots")
 
     def sum_slots(
-        self, buffer: Tensor, bounds: Sequence[tuple[int, int]], outs: Sequence[Tensor], scale: float
+        self,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        outs: Sequence[Tensor],
+        scale: float,
+        *,
+        spare: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Do what :meth:`sum_messages` does, for messages in slots. A slot that does not hold its message
-        makes all outputs NaN.
+        """Do what :meth:`sum_messages` does, for messages in slots.
 
         Args:
             buffer: uint8, with the slots.
             bounds: First byte of each (a multiple of 8), and the one behind it.
-            outs, scale: See :meth:`sum_messages`.
+            outs, scale: See :meth:`sum_messages`; with one slot, ``outs`` may hold anything.
+            spare: A slot that does not hold its message leaves ``outs`` alone; else it makes them NaN.
 
         Returns:
             int32 [slots]: what is wrong with a message (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0:
             nothing), of which payloads are not added then; int64 [slots]: 1 where the message is missing.
-        """
-        raise NotImplementedError(f"{self.name} kernels read no slots")
-
-    def add_slot(
-        self, buffer: Tensor, bounds: tuple[int, int], outs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Add the message in one slot to ``outs`` (fp32, bf16 or fp16 [numel]), which hold anything.
-
-        Each entry's sum is formed in fp32 and rounded. A slot that does not hold its message leaves ``outs``
-        alone.
-
-        Returns:
-            The same as :meth:`sum_slots`.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")

@@ -69,6 +69,16 @@ _COPIED = reading.COPIED.value
 _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
 
 
+class _Errors(dict[torch.device, Tensor]):
+    """By device, int32 [1]: what was wrong with a payload. The next payload that is written takes it to
+    the host.
+    """
+
+    def __missing__(self, where: torch.device) -> Tensor:
+        self[where] = error = torch.zeros(1, dtype=torch.int32, device=where)
+        return error
+
+
 class TritonBackend(Backend):
     """Kernels that never wait for the host; see :class:`~dct_plugin.kernels.backend.Backend`.
 
@@ -83,7 +93,7 @@ class TritonBackend(Backend):
     encodings = WRITTEN
 
     def __init__(self) -> None:
-        self._errors: dict[torch.device, Tensor] = {}
+        self._errors = _Errors()
         self._waiting = threading.local()
         self._reference = ReferenceBackend(WRITTEN)
 
@@ -117,13 +127,13 @@ class TritonBackend(Backend):
         """Give the open batch, or one that is launched at once."""
         batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
         if batches is None:
-            batch = Batch(where, self._error(where), 1)
+            batch = Batch(where, self._errors[where], 1)
             yield batch
             batch.launch()
             return
         if where not in batches or batches[where].full:
             self._catch_up()
-            batches[where] = Batch(where, self._error(where), ROOM)
+            batches[where] = Batch(where, self._errors[where], ROOM)
         yield batches[where]
 
     def _catch_up(self) -> None:
@@ -151,7 +161,7 @@ class TritonBackend(Backend):
                 dense = mask.header.encoding is IndexEncoding.DENSE
                 chunks = programs(nnz, CHUNK)
                 reading.overflow_at[(chunks,)](
-                    *(grad, opened.rows, opened.positions, state, self._error(where)), GRAD=code
+                    *(grad, opened.rows, opened.positions, state, self._errors[where]), GRAD=code
                 )
                 launch_write(
                     *(table, None, None if dense else opened.positions, None, state, None, 1),
@@ -163,7 +173,7 @@ class TritonBackend(Backend):
                     HAS_RESIDUAL=False,
                     HAS_LEFT=False,
                 )
-            launch_seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
+            launch_seal(table, state, counts, self._errors[where], 1, int(IndexEncoding.SHARED_MASK), value)
         return Stats.on_device(counts[0])
 
     # -- reading ---
@@ -176,7 +186,7 @@ class TritonBackend(Backend):
         own, mask = open_pair(payload, positions, out.numel(), verify=False)
         opened = open_payload_on_device(own)
         places = opened if mask is own else open_payload_on_device(mask)
-        opened.add_to(out, places, self._error(out.device))
+        opened.add_to(out, places, self._errors[out.device])
         return own.nnz
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -186,7 +196,7 @@ class TritonBackend(Backend):
         with launched_on(where):
             mask = torch.zeros(numel, dtype=torch.uint8, device=where)
             chunks = programs(payload.nnz, CHUNK)
-            reading.mark[(chunks,)](opened.rows, opened.positions, mask, self._error(where))
+            reading.mark[(chunks,)](opened.rows, opened.positions, mask, self._errors[where])
             return mask.view(torch.bool)
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -203,7 +213,7 @@ class TritonBackend(Backend):
             self._reference.sum_messages(messages, outs, scale)
             return
         wrong = opened.sum_into(outs, scale)
-        error = self._error(wrong.device)
+        error = self._errors[wrong.device]
         torch.maximum(error, wrong.amax(0, keepdim=True), out=error)
 
     # -- slots ---
@@ -226,23 +236,13 @@ class TritonBackend(Backend):
                 reading.fill_slot[(units,)](places, offsets, out, len(parts), out.numel() - PREFIX)
 
     def sum_slots(
-        self, buffer: Tensor, bounds: Sequence[tuple[int, int]], outs: Sequence[Tensor], scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._sum_slots(buffer, bounds, outs, scale, spare=False)
-
-    def add_slot(
-        self, buffer: Tensor, bounds: tuple[int, int], outs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        return self._sum_slots(buffer, [bounds], outs, 1.0, spare=True)
-
-    def _sum_slots(
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
         outs: Sequence[Tensor],
         scale: float,
         *,
-        spare: bool,
+        spare: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if not outs:
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
@@ -319,17 +319,6 @@ class TritonBackend(Backend):
         self, tables: Sequence[int], limits: Sequence[int], rank: int, where: torch.device
     ) -> TritonRequestKernels:
         return TritonRequestKernels(tables, limits, rank, where)
-
-    # -- inside ---
-
-    def _error(self, where: torch.device) -> Tensor:
-        """Return int32 [1]: what was wrong with a payload. The next payload that is written takes it to the
-        host.
-        """
-        error = self._errors.get(where)
-        if error is None:
-            error = self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
-        return error
 
 
 def _kth_largest(
