@@ -164,7 +164,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frames_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> None:
+def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> None:
     """Three senders; then one whose message does not fit, and one whose frame is damaged."""
     generator = torch.Generator().manual_seed(4)
     sizes, frames, messages = [5, 3000, 0, 2000], [], []
@@ -194,6 +194,18 @@ def test_frames_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> N
         assert frame.view(torch.int64)[:4].tolist() == [content.numel(), 7, 0, 0]
         assert same_bits(frame[32 : 32 + content.numel()], content)
         assert bool((frame[32 + content.numel() :] == 0xA5).all())
+    expected, found = ([torch.linspace(-1, 1, size).to(dtype) for size in sizes] for _ in BOTH)
+    untouched = [out.clone() for out in found]
+    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024)], found, 1.0, spare=True)
+    assert (wrong.tolist(), missing.tolist()) == ([0], [1])
+    assert all(same_bits(one, other) for one, other in zip(found, untouched, strict=True))
+    wrong, missing = TRITON.sum_slots(buffer, bounds[:1], found, 1.0, spare=True)
+    assert (wrong.tolist(), missing.tolist()) == ([0], [0])
+    for payload, out in zip(Payload.split(contents[0]), expected, strict=True):
+        total = out.to(torch.float32)
+        REFERENCE.decode_add(payload, total)
+        out.copy_(total)
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     buffer[16_384 + 300] ^= 1
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
     wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], found, 1.0)
