@@ -21,14 +21,14 @@ TIME_LIMIT = 120.0
 #: Seconds in which a rank that is about to fail lets the others read why: rank 0 may be the one serving the
 #: store.
 _FAREWELL = 10.0
-#: What may be the matter with a rank that says nothing.
+#: The likely reason why a rank reports nothing.
 HINT = "dct-plugin is not installed or not active there (is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?)"
 
 Facts = Mapping[str, Any]
 
 
 class Store(Protocol):
-    """What is needed of a ``torch.distributed.Store``."""
+    """The part of a ``torch.distributed.Store`` that is used here."""
 
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
@@ -37,14 +37,14 @@ class Store(Protocol):
 
 
 class Agreement:
-    """One rank's part in agreeing on one topic.
+    """One rank's part in an agreement on one topic.
 
     Args:
         store: Store that all ranks share, for example that of the default process group.
         topic: Prefix of the keys, the same on all ranks and used once in the life of the store.
-        rank, world_size: Of this process, counted over everybody who shares the store.
+        rank, world_size: This process and the number of those that share the store.
         limit: Seconds to wait for the others.
-        hint: Besides a crash, what may be the matter with a rank that says nothing.
+        hint: The likely reason, besides a crash, why a rank reports nothing.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Agreement:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between two looks at the store: short at first, gentle with it in the long run."""
+    """Yield the seconds between two requests to the store: short at first, then longer."""
     pause = 0.01
     while True:
         yield pause
@@ -177,13 +177,13 @@ def _pauses() -> Iterator[float]:
 
 
 def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str = HINT) -> str:
-    """What keeps the ranks from agreeing, for people; empty when nothing does.
+    """Return in words why the ranks do not agree; empty if they do.
 
     Args:
         heard: Statement by rank: ``{"facts": ...}``, ``{"error": ...}`` or ``{"absent": true}``.
         world_size: Ranks that should have stated something.
         limit: Seconds they had.
-        hint: What may be the matter with those that did not.
+        hint: The likely reason why the others did not.
     """
     faults = [
         f"{_ranks([rank])} failed at start-up: {statement['error']}"

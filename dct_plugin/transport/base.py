@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Header(NamedTuple):
-    """What announces a message.
+    """The announcement of a message.
 
     Attributes:
         size: Bytes of the message; negative: the sender failed.

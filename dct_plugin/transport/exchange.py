@@ -242,9 +242,9 @@ class Exchange:
             lost_ranks.rejoin()
         return self._transport
 
-    def _guard(self, what: str) -> lost_ranks.transport:
+    def _guard(self, what: str) -> lost_ranks.reported:
         """Surround the transport's own work: its errors name addresses at best, not ranks."""
-        return lost_ranks.transport(what, self.group, self.step, self._give_up)
+        return lost_ranks.reported(what, self.group, self.step, self._give_up)
 
     def _give_up(self) -> None:
         self._transport_failed = True

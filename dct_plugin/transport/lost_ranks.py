@@ -1,8 +1,8 @@
-"""Who is gone: ranks whose collective failed tell each other through the key-value store that they live.
+"""Names of lost ranks, found through the key-value store in which the others report that they live.
 
-The transport names an address at best. Whoever lost a connection to a dead rank, or waited for it in vain,
-comes here, and who does not is the one. A rank of a ring that still waits for its neighbour does not come: of
-those on its own machine a rank can see that they live.
+The transport names an address at best. A rank that lost a connection, or waited in vain, reports itself in
+the store; the ranks that do not report are the lost ones. A rank of a ring that still waits for its neighbour
+does not report: the ranks on its own machine see that its process lives, and report for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from .. import processes
 from ..errors import DCTError, DesyncError
 
-#: Seconds in which ranks whose connections broke tell each other that they live.
-_ROLL_CALL = 3.0
+#: Seconds in which ranks whose collective failed report that they live.
+_REPORT = 3.0
 _LOST = "dct_plugin/lost"
 
 
-def introduce() -> None:
-    """Say which process this rank is; again for every default process group."""
+def register_process() -> None:
+    """Tell the others which process this rank is; called again for every default process group."""
     with contextlib.suppress(Exception):  # a job without a store finds out later, or never
         _store().set(_process_key(dist.get_rank()), processes.this())
     rejoin()
@@ -40,20 +40,20 @@ def rejoin() -> None:
         store.delete_key(_alive_key(dist.get_rank()))
         store.delete_key(_LOST)
 
-    in_time(clear, _ROLL_CALL)
+    in_time(clear, _REPORT)
 
 
-class transport:  # used as a statement
-    """Around a collective: what the transport raises becomes an error that names ranks.
+class reported:  # used as a statement
+    """A context manager around a collective: an error of the transport becomes one that names ranks.
 
     Args:
         what: The collective, in words.
-        group: Whose collective it is; None for that of all ranks.
+        group: Group of the collective; None for all ranks.
         step: Optimizer steps so far, where there are any.
-        failed: Called then.
+        failed: Called after an error of the transport.
 
     Raises:
-        DesyncError: With the ranks that are gone.
+        DesyncError: Names the lost ranks.
     """
 
     # Not a generator: it is entered several times per message.
@@ -77,21 +77,22 @@ class transport:  # used as a statement
         if isinstance(error, RuntimeError) and not isinstance(error, DCTError):
             if self._failed is not None:
                 self._failed()
-            raise DesyncError(after_failure(self._what, error, self._group, self._step)) from error
+            raise DesyncError(describe_failure(self._what, error, self._group, self._step)) from error
 
 
-def after_failure(
+def describe_failure(
     what: str, error: BaseException, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> str:
-    """One line on a collective that failed with ``error``, as for :func:`transport`; takes seconds, and never
-    raises.
+    """Return one line on a collective that failed with ``error``; arguments as for :class:`reported`.
+
+    Takes seconds, and never raises.
     """
     own = dist.get_rank()
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     at = "" if step is None else f" in step {step}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    # After a time limit who lives need not be well: all come here by themselves, but for those that are not.
-    lost = in_time(lambda: _lost(ranks, own, vouch="imed out" not in first), _ROLL_CALL + 2.0)
+    # After a time limit a process that lives need not be well; those that are report by themselves.
+    lost = in_time(lambda: _lost(ranks, own, look="imed out" not in first), _REPORT + 2.0)
     if lost is None:
         who = (
             "nobody can be asked, the key-value store does not answer: rank 0, which serves it unless the "
@@ -105,7 +106,7 @@ def after_failure(
 
 
 def in_time(function: Callable[[], Any], seconds: float) -> Any:
-    """The result of ``function``, which asks the store; None if that fails, or takes longer."""
+    """Return the result of ``function``, which uses the store; None if it fails or takes longer."""
     answers: list[Any] = []
     ended = threading.Event()
 
@@ -114,25 +115,26 @@ def in_time(function: Callable[[], Any], seconds: float) -> Any:
             answers.append(function())
         ended.set()
 
-    # In a thread: whoever serves the store may be the one that is gone, or stopped.
+    # In a thread: the rank that serves the store may be the lost one.
     threading.Thread(target=call, daemon=True).start()
     ended.wait(seconds)
     return answers[0] if answers else None
 
 
-def _lost(ranks: Sequence[int], own: int, vouch: bool) -> list[int]:
+def _lost(ranks: Sequence[int], own: int, look: bool) -> list[int]:
+    """Report this rank, and return the ranks that do not report; ``look`` for processes on this machine."""
     store, heard = _store(), {own}
     store.set(_alive_key(own), "1")
     began = time.monotonic()
-    while time.monotonic() < began + _ROLL_CALL:
-        # Not at once: who is dying closes its connections before it is gone.
-        if vouch and time.monotonic() > began + _ROLL_CALL / 2:
-            vouch = False
+    while time.monotonic() < began + _REPORT:
+        # Not at once: a dying process closes its connections before it is gone.
+        if look and time.monotonic() > began + _REPORT / 2:
+            look = False
             for rank in set(ranks) - heard:
                 key = _process_key(rank)
                 if store.check([key]) and processes.lives(store.get(key).decode()):
                     store.set(_alive_key(rank), "1")
-        # Members of this group may wait for one that waits for a rank of another: they are told.
+        # Ranks of other groups may wait for a rank of this one: the verdict holds for them, too.
         if store.check([_LOST]):
             return sorted(json.loads(store.get(_LOST)))
         heard.update(r for r in ranks if r not in heard and store.check([_alive_key(r)]))

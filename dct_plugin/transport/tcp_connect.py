@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -93,7 +94,7 @@ def connect(group: dist.ProcessGroup | None) -> tuple[dict[int, socket.socket] |
 
 
 def time_limit(group: dist.ProcessGroup | None) -> float:
-    """Seconds that the group waits for its ranks."""
+    """Return the seconds that the group waits for its ranks."""
     whole: Any = group if group is not None else dist.group.WORLD
     with contextlib.suppress(AttributeError, RuntimeError):
         limit: timedelta = whole._get_backend(torch.device("cpu")).options._timeout
@@ -136,7 +137,7 @@ class _Rendezvous:
         await asyncio.gather(*serving, *calling, *unfinished, return_exceptions=True)
 
     def reason(self) -> str:
-        """What keeps this rank from being connected to all others; empty if nothing does."""
+        """Return why this rank is not connected to all others; empty if it is."""
         problems = [
             f"rank {self._ranks[lower]} cannot be reached at {self._problems.get(lower, 'its addresses')}"
             for lower in range(self._position)
@@ -219,7 +220,7 @@ class _Rendezvous:
             self._places.release()
 
     async def _challenge(self, connection: socket.socket) -> int:
-        """The position of the caller."""
+        """Return the position of the caller, which proves to be that rank."""
         connection.setblocking(False)
         hello, nonce = await _receive(connection, _HELLO.size), secrets.token_bytes(_NONCE)
         answer = nonce + _proof(self._token, b"listener", hello, nonce)
@@ -233,7 +234,7 @@ class _Rendezvous:
 
 
 def _proof(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """What only the two ranks that know the token can say, each in its role."""
+    """Return what only a rank that knows the token can say, in its role of caller or listener."""
     return hmac.digest(token, role + hello + nonce, "sha256")
 
 
@@ -270,7 +271,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _addresses() -> list[str]:
-    """Where others may reach this rank, the most likely first."""
+    """Return the addresses where others may reach this rank, the most likely first."""
     found = []
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         found += [_address_of(name.strip()) for name in names.split(",")]
@@ -284,19 +285,13 @@ def _addresses() -> list[str]:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface; empty where it has none, or the system does not tell."""
-    try:
-        import fcntl
-
-        get_address, request = 0x8915, struct.pack("256s", interface.encode()[:15])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), get_address, request)[20:24])
-    except (ImportError, OSError):
-        return ""
+    """Return the IPv4 address of a network interface; empty where it has none."""
+    found = psutil.net_if_addrs().get(interface, [])
+    return next((each.address for each in found if each.family == socket.AF_INET), "")
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the way to ``host``; nothing is sent."""
+    """Return this machine's address on the route to ``host``; nothing is sent."""
     try:
         family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -171,7 +171,7 @@ def _name_latest(folder: Path, tag: str) -> None:
     if dist.get_rank() == 0:
         (folder / "latest.new").write_text(tag)
         (folder / "latest.new").replace(folder / "latest")
-    with lost_ranks.transport("barrier behind a checkpoint"):
+    with lost_ranks.reported("barrier behind a checkpoint"):
         dist.barrier()
 
 

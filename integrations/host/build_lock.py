@@ -1,4 +1,4 @@
-"""What a process says while it waits for another one's compilation, or compiles itself.
+"""Messages of a process that waits for the compilation of another, or compiles itself.
 
 DeepSpeed has torch compile an operator at the first start on a machine, for minutes and in silence. A process
 that is ended meanwhile, or in the second in which every later start looks for something to compile, leaves a
@@ -33,13 +33,13 @@ _WRAPPED = "_dct_wrapped"
 
 
 def locks() -> list[Path]:
-    """Locks of DeepSpeed's compilations that are in place now."""
+    """Return the locks of DeepSpeed's compilations that exist now."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
     return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/deepspeed*/lock"))
 
 
 def advice(lock: str | os.PathLike[str]) -> str:
-    """What there is to say about a lock that is waited for: who may hold it, and how to clear it."""
+    """Return a line about a lock that is waited for: who may hold it, and how to clear it."""
     quiet = 0.0
     with contextlib.suppress(OSError):
         quiet = time.time() - max(path.stat().st_mtime for path in Path(lock).parent.iterdir())
@@ -54,7 +54,7 @@ def advice(lock: str | os.PathLike[str]) -> str:
 
 
 def watch(module: ModuleType) -> None:
-    """Have torch's lock say what is waited for, or done, for longer than :data:`SAY_AFTER` seconds."""
+    """Make torch's lock report what it waits for, or what runs, for longer than :data:`SAY_AFTER` seconds."""
     baton = module.FileBaton
     if getattr(baton.wait, _WRAPPED, False):
         return

@@ -1,4 +1,4 @@
-"""Peers that are lost while the host framework itself communicates.
+"""Reports of ranks that are lost while the host framework itself communicates.
 
 What the plugin sends ends in an error with the ranks that are gone. A host's own collectives (norms of
 gradients, weights that ZeRO gathers, tensor parallelism, barriers of a checkpoint) end with an address at
@@ -27,13 +27,13 @@ _step: Callable[[], int] | None = None
 
 
 def watch(step: Callable[[], int]) -> None:
-    """From now on an error that ends this process says who is gone, if the transport raised it.
+    """From now on, name the lost ranks when an error of the transport ends this process.
 
     Args:
         step: Gives the optimizer steps so far.
     """
     global _step
-    lost_ranks.introduce()
+    lost_ranks.register_process()
     if _step is None:
         sys.excepthook = _reporting(sys.excepthook)
     _step = step
@@ -45,7 +45,7 @@ def _reporting(previous: _Hook) -> _Hook:
         if dist.is_initialized() and _of_transport(error):
             what, group = _collective(trace)
             step = None if _step is None else _step()
-            logger.error("dct: %s", lost_ranks.after_failure(what, error, group, step))
+            logger.error("dct: %s", lost_ranks.describe_failure(what, error, group, step))
 
     return excepthook
 
@@ -57,7 +57,7 @@ def _of_transport(error: BaseException) -> bool:
 
 
 def _collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup | None]:
-    """Which collective of torch an error came out of, and its group."""
+    """Return the name of the torch collective that raised an error, and its group."""
     what, group = "communication of the host", None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next

@@ -72,7 +72,7 @@ class PoisonedSteps:
         if self._agree:
             speaker = speaker.to(collective_device())
             flags = flags.to(speaker.device)
-            with lost_ranks.transport("agreement on a step that is not finite", step=step):
+            with lost_ranks.reported("agreement on a step that is not finite", step=step):
                 dist.all_reduce(speaker, dist.ReduceOp.MIN)
         first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()
         if first == nobody:

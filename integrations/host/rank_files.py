@@ -40,7 +40,7 @@ def save(path: Path, content: Callable[[str], State], *, group: dist.ProcessGrou
         path: Differs from rank to rank.
         content: Gives what :func:`dct_plugin.checkpoint.write` takes, from the identity of the save, which it
             holds as ``save``.
-        group: Whose ranks write; None for all.
+        group: Group of the ranks that write; None for all.
 
     Returns:
         The identity of the save, the same on all ranks.
@@ -49,7 +49,7 @@ def save(path: Path, content: Callable[[str], State], *, group: dist.ProcessGrou
         DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
     identity = [uuid.uuid4().hex]
-    with lost_ranks.transport("exchange of a checkpoint's identity", group):
+    with lost_ranks.reported("exchange of a checkpoint's identity", group):
         dist.broadcast_object_list(identity, _ranks_of(group)[0], group)
     problem = None
     try:
@@ -73,7 +73,7 @@ def load(
         read: Gives the state, or raises :class:`NoState`, or any other error for a file that is damaged or
             belongs elsewhere.
         source: The checkpoint, for messages.
-        group: Whose ranks read; None for all.
+        group: Group of the ranks that read; None for all.
         expected: Identity of the save that the host's own state is of; None if that does not tell.
 
     Returns:
@@ -124,20 +124,20 @@ def load(
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
-    """What every rank says, by its number in the whole job."""
+    """Return the values of all ranks of a group, by global rank."""
     answers: list[Any] = [None] * dist.get_world_size(group)
-    with lost_ranks.transport("exchange about a checkpoint", group):
+    with lost_ranks.reported("exchange about a checkpoint", group):
         dist.all_gather_object(answers, value, group=group)
     return dict(zip(_ranks_of(group), answers, strict=True))
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Of a group, by their numbers in the whole job."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _raise_together(what: str, problems: dict[int, str | None], remedy: str = "") -> None:
-    """All ranks stop where one must, so that none waits for it."""
+    """Raise an error on all ranks if one of them has a problem, so that none waits for it."""
     faults = [f"  rank {rank}: {problem}" for rank, problem in problems.items() if problem]
     if faults:
         more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []

@@ -64,7 +64,7 @@ class Replicas:
             return
         own = torch.stack([checksum(weight) for _, weight in named])
         bounds = torch.cat([own, -own])
-        with lost_ranks.transport("comparison of parameters", self._group, step):
+        with lost_ranks.reported("comparison of parameters", self._group, step):
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
         high, low = bounds.chunk(2)
         differing = (high != -low).nonzero().view(-1).tolist()
