@@ -235,7 +235,7 @@ class FixedSizeReductions:
 
     def _check(self, plan: ReductionPlan, phase: Phase, result: _Result) -> None:
         most = dict(enumerate(phase.largest_messages(plan)))
-        result.phase.exchange.checked({r: row[:2] for r, row in result.rows.items()}, most)
+        result.phase.exchange.checked_sizes({r: row[:2] for r, row in result.rows.items()}, most)
         for sender, error in enumerate(result.errors):
             if error:
                 problem = KERNEL_ERRORS[error]

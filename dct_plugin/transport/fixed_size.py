@@ -211,7 +211,7 @@ class FixedSizeExchange:
         message is passed through.
 
         Raises:
-            DesyncError: See :meth:`checked`.
+            DesyncError: See :meth:`checked_sizes`.
         """
         peers = [r for r in range(len(messages)) if r != self.exchange.rank]
         content = torch.zeros(transfer.leaving.numel(), dtype=torch.uint8)
@@ -250,32 +250,34 @@ class FixedSizeExchange:
             The messages that did not arrive whole at first, and the sizes of all messages, by sender.
 
         Raises:
-            DesyncError: See :meth:`checked`.
+            DesyncError: See :meth:`checked_sizes`.
         """
-        rows = {s: words[WORDS * at :][:2] for at, s in enumerate(senders)}
-        got = self.checked(rows, {s: transfer.got[s].most for s in senders})
+        headers = {s: words[WORDS * at :][:2] for at, s in enumerate(senders)}
+        got = self.checked_sizes(headers, {s: transfer.got[s].most for s in senders})
         sent = {r: message.numel() for r, message in messages.items()}
         late = self.resend(transfer, sent, messages.__getitem__, got)
         self.remember(transfer.sent, sent, transfer.got, got)
         return late, got
 
-    def checked(self, rows: Mapping[int, Sequence[int]], most: Mapping[int, int | None]) -> dict[int, int]:
+    def checked_sizes(
+        self, headers: Mapping[int, Sequence[int]], most: Mapping[int, int | None]
+    ) -> dict[int, int]:
         """Return the sizes of the messages that arrived, by sender.
 
         Args:
-            rows: Size and fingerprint from each sender, the first words of its slot.
+            headers: Size and fingerprint from each sender, the first words of its slot.
             most: Bytes that the message of a sender cannot exceed; None: not known.
 
         Raises:
             DesyncError: A rank failed, is at another operation, or announces more bytes than it can have.
         """
-        all_rows: list[Sequence[int]] = [(0, self.fingerprint)] * self.exchange.world_size
-        bounds = [0] * len(all_rows)
-        for sender, row in rows.items():
+        all_headers: list[Sequence[int]] = [(0, self.fingerprint)] * self.exchange.world_size
+        bounds = [0] * len(all_headers)
+        for sender, header in headers.items():
             limit = most[sender]
-            all_rows[sender], bounds[sender] = row, row[0] if limit is None else limit
-        sizes = self.exchange.checked_sizes(all_rows, self.fingerprint, bounds)
-        return {sender: sizes[sender] for sender in rows}
+            all_headers[sender], bounds[sender] = header, header[0] if limit is None else limit
+        sizes = self.exchange.checked_sizes(all_headers, self.fingerprint, bounds)
+        return {sender: sizes[sender] for sender in headers}
 
     def resend(
         self,

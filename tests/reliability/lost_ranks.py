@@ -1,13 +1,13 @@
-"""One rank is lost at a chosen point of start-up, of a step or of a save: the others end in time and say who.
+"""A rank is lost at a chosen point of start-up, of a step or of a save: the others end in time and name it.
 
     python tests/reliability/lost_ranks.py --hosts zero1 --seconds 480
 
 Every combination of point (``support/failing_rank.py``) and of being killed, stopped, failed or left without
 memory, in random order, on 2 or 4 ranks, with the key-value store in rank 0 or, as under torchrun, in the
-launcher. The others must end within the time limit of the process group (8 s here) and the seconds of the
-roll call, and each of them name the rank that was lost, the collective and the step, or name rank 0 where
-that served the store and has ended, and says it. Then all go on from the last checkpoint and must end bitwise
-like a run without a loss. Ends with a line of JSON, and with 1 if anything of this did not hold.
+launcher. The others must end within the time limit of the process group (8 s here) and the seconds in which
+ranks report. Each of them must name the rank that was lost, the collective and the step, or rank 0 where that
+served the store and has ended. Then all go on from the last checkpoint and must end bitwise like a run
+without a loss. Ends with a line of JSON, and with 1 if anything of this did not hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dct_plugin.links.team import free_port
 
 STEPS = 15
 LIMIT = 8.0
-#: After the limit: the roll call, and the work of ending on a machine with much else to do.
+#: After the limit: the reports, and the work of ending on a machine with much else to do.
 GRACE = 15.0
 #: What may say who is gone, with the rank in between.
 NAMED = (
@@ -74,14 +74,14 @@ def main() -> int:
 
 
 class Launcher:
-    """What serves the key-value store under torchrun."""
+    """The process that serves the key-value store, as under torchrun."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", _SERVER]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def variables(self) -> dict[str, Any]:
-        """For ranks that are to use a new store of it."""
+        """Return the environment of ranks that are to use a new store."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         port = free_port()
@@ -98,7 +98,7 @@ def lose_on(
     launcher: Launcher,
     generator: random.Random,
 ) -> dict[str, Any]:
-    """Losses on one host for so many seconds."""
+    """Lose ranks on one host for so many seconds; return the counts."""
     until = time.monotonic() + seconds
     soak_worker.prepare(host)
     soak.import_beforehand(host)
@@ -142,7 +142,7 @@ def lose_on(
 def lose(
     host: str, ranks: int, folder: Path, case: dict[str, Any], variables: dict[str, Any]
 ) -> tuple[str, float]:
-    """What became of the others, and after how many seconds."""
+    """Return the outcome for the others, and the seconds until they ended."""
     variables = {**variables, failing_rank.VARIABLE: json.dumps(case)}
     processes = soak.start(host, ranks, folder, STEPS, **variables)
     others = [process for rank, process in enumerate(processes) if rank != case["rank"]]
