@@ -1,6 +1,6 @@
 """Dynamic Communication Thresholding: send only what passes a threshold.
 
-Public names are resolved on first use, so that importing this package costs no more than reading this file:
+Public names are imported on first use, so that importing this package costs no more than reading this file:
 ``torch`` imports it in every process through the entry point that activates the DeepSpeed integration.
 """
 
@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
-
 if TYPE_CHECKING:
+    from ._version import __version__
     from .codecs.payload import Payload
     from .config import DCTConfig
     from .errors import ConfigError, DCTError, DesyncError, PayloadError, VersionError
+    from .integrations.ddp import DCTState, dct_hook
     from .stream import Compressor
-
-_PUBLIC = {
-    "Compressor": "stream",
-    "ConfigError": "errors",
-    "DCTConfig": "config",
-    "DCTError": "errors",
-    "DCTState": "integrations.ddp",
-    "DesyncError": "errors",
-    "Payload": "codecs.payload",
-    "PayloadError": "errors",
-    "VersionError": "errors",
-    "dct_hook": "integrations.ddp",
-}
 
 __all__ = [
     "Compressor",
@@ -45,14 +32,31 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _PUBLIC.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    if name == "__version__":
+        from . import _version
 
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+        return _version.__version__
+    if name in ("DCTState", "dct_hook"):
+        from .integrations import ddp
+
+        return getattr(ddp, name)
+    if name == "DCTConfig":
+        from . import config
+
+        return config.DCTConfig
+    if name == "Compressor":
+        from . import stream
+
+        return stream.Compressor
+    if name == "Payload":
+        from .codecs import payload
+
+        return payload.Payload
+    from . import errors
+
+    return getattr(errors, name)
 
 
 def __dir__() -> list[str]:

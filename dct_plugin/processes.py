@@ -1,4 +1,6 @@
-"""Which process it was, and whether it still runs: of peers, and of locks. Standard library only."""
+"""Names of processes, for peers and for locks, by which another process sees whether they still run. Imports
+the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,18 @@ __all__ = ["gone", "lives", "machine", "this"]
 
 
 def this() -> str:
-    """Name of this process, for others."""
+    """Return the name of this process, for others."""
     return f"{machine()} {os.getpid()} {_begin(os.getpid())}"
 
 
 def lives(name: str) -> bool:
-    """Whether a process (:func:`this`) is on this machine, and neither gone nor stopped."""
+    """Return whether a process, named by its :func:`this`, runs on this machine and is not stopped."""
     where, process, begin = _parts(name)
     return where == machine() and begin != "" and _begin(process) == begin
 
 
 def gone(name: str) -> bool:
-    """Whether a process was on this machine, and has ended."""
+    """Return whether a process was on this machine and has ended."""
     where, process, begin = _parts(name)
     return where == machine() and begin != "" and _begin(process, stopped=True) != begin
 
@@ -33,7 +35,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def machine() -> str:
-    """Name of this machine, or of the container: what tells process numbers from those of others."""
+    """Return the name of this machine, or of the container: process numbers are unique within it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -42,8 +44,9 @@ def machine() -> str:
 
 
 def _begin(process: int | str, *, stopped: bool = False) -> str:
-    """When a process was started, which tells it from a later one of the same number; empty if it is gone (or
-    stopped, unless that is asked for), or the system does not tell.
+    """Return the start time of a process, which a later process of the same number does not have.
+
+    Empty if the process is gone or the system does not tell, and for stopped processes without ``stopped``.
     """
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

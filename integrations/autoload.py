@@ -2,23 +2,45 @@
 
 torch loads the entry points of group ``torch.backends`` (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that
 off), and an exception in one of them breaks ``import torch``. So this module imports nothing but the standard
-library, does nothing but wait for DeepSpeed's engine, and never raises.
+library, does nothing but wait for DeepSpeed, and never raises.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+__all__ = ["autoload"]
 
 
 def autoload() -> None:
-    """Wait for the DeepSpeed engine, or hook it if it is already there. Idempotent; never raises."""
-    try:
-        # Here, so that not even an incomplete installation breaks "import torch".
-        from .deepspeed import activate
-        from .host import build_lock
-        from .host.post_import import when_imported
+    """Activate the plugin for DeepSpeed, at the first import of one of its modules. Idempotent."""
+    if "deepspeed" in sys.modules:
+        _activate()
+    elif not any(isinstance(finder, _WaitForDeepSpeed) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WaitForDeepSpeed())
 
-        when_imported(build_lock.MODULE, build_lock.watch)
+
+class _WaitForDeepSpeed(MetaPathFinder):
+    """Finds nothing, and leaves ``sys.meta_path`` when DeepSpeed is imported.
+
+    Whoever only asks whether DeepSpeed is installed looks for ``deepspeed``; its import looks for modules
+    inside.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.startswith("deepspeed.") and self in sys.meta_path:
+            # A new list: the import system is iterating over the old one.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+            _activate()
+
+
+def _activate() -> None:
+    try:
+        from .deepspeed import activate
+
         activate()
     except Exception as error:
         warnings.warn(f"dct-plugin: could not wait for DeepSpeed: {error!r}", RuntimeWarning, stacklevel=2)

@@ -12,7 +12,6 @@ everywhere.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from .displaced_weights import weights
@@ -23,7 +22,9 @@ __all__ = ["DCTState", "GradientReducer", "Shard", "dct_hook", "weights"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch DDP's hook is an integration: by name, since the library imports none.
+    # The one place where the library imports an integration, when it is asked for one of torch DDP's names.
     if name in ("DCTState", "dct_hook"):
-        return getattr(importlib.import_module("dct_plugin.integrations.ddp"), name)
+        from ..integrations import ddp
+
+        return getattr(ddp, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

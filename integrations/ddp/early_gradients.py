@@ -9,14 +9,16 @@ hook of that accumulator has copied the gradient to its bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.data_parallel.module_hooks import ModuleHook
 
 __all__ = ["Bucket", "EarlyGradients"]
 
@@ -52,6 +54,22 @@ class Bucket:
         self.available = self._reported = 0
         self._version = self.buffer._version
 
+    def note_gradients(self) -> None:
+        """Note the parameters' own gradients, before DDP copies those of the buffer there."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._before = [(each, 0 if each is None else each._version) for each in gradients]
+
+    def unused(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameter and view of the gradients that DDP, which has finished, did not copy.
+
+        Under ``find_unused_parameters`` it leaves the gradient of a parameter that no rank used in the step.
+        """
+        for parameter, view, (before, version) in zip(self.parameters, self.views, self._before, strict=True):
+            untouched = parameter.grad is before and (before is None or before._version == version)
+            # With gradient_as_bucket_view the gradient is the view.
+            if untouched and (before is None or before.data_ptr() != view.data_ptr()):
+                yield parameter, view
+
     def fill(self, position: int) -> bool:
         """Note that a gradient is available; return False if it is not in the buffer."""
         gradient, version = self.parameters[position].grad, self.buffer._version
@@ -72,25 +90,6 @@ class Bucket:
             return False
         self._reported = self.available
         return True
-
-
-class _ForwardHook:
-    """Forward hook of a model: in the forward pass DDP decides whether it synchronizes the backward pass.
-
-    A class, so that a model with the hook can be pickled; the hook of a loaded model does nothing.
-    """
-
-    def __init__(self, early: Callable[[], EarlyGradients | None] = lambda: None) -> None:
-        self._early = early
-
-    def __call__(self, model: nn.Module, *_: Any) -> None:
-        early = self._early()
-        # Without gradients DDP decides nothing.
-        if early is not None and torch.is_grad_enabled() and model.require_forward_param_sync:
-            early.begin_pass()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ForwardHook, ()
 
 
 class EarlyGradients:
@@ -131,12 +130,18 @@ class EarlyGradients:
             return
         ours = weakref.ref(self)  # the model's hooks do not keep the state alive
 
+        def forward_done(*_: Any) -> None:
+            early = ours()
+            # DDP decides in the forward pass whether it synchronizes the backward pass.
+            if early is not None and torch.is_grad_enabled() and model.require_forward_param_sync:
+                early.begin_pass()
+
         def accumulated(parameter: int, *_: Any) -> None:
             early = ours()
             if early is not None and early._active:
                 early._fill(parameter)
 
-        self._handles.append(model.register_forward_hook(_ForwardHook(ours)))
+        self._handles.append(model.register_forward_hook(ModuleHook(forward_done, model)))
         with torch.enable_grad():
             for parameter in parameters:
                 accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.local import LocalUpdates
+from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, units_of
@@ -30,9 +31,9 @@ from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import local_updates
 from .early_gradients import Bucket, EarlyGradients
+from .join import refuse_join
 from .loss_scale import LossScale
 from .parameter_names import ParameterNames
-from .unused_parameters import BucketGradient, take_back_unused
 
 __all__ = ["DCTState", "dct_hook"]
 
@@ -104,7 +105,8 @@ class DCTState:
         self._local: LocalUpdates | None = None
         self._early = EarlyGradients(self._reduce_early)
         self._begun: dict[Bucket, Reduction] = {}
-        self._handed_over: list[BucketGradient] = []
+        self._reduced: list[Bucket] = []
+        """Buckets of this backward pass."""
         self._step_open = False
         """Whether all gradients of a step were reduced, and the step has not ended."""
 
@@ -140,7 +142,9 @@ class DCTState:
         device = next(iter(named.values())).device
         self._ahead = self.reducer(device).add_on(StepAheadAddOn).prepare(named.items(), units)
         self._ahead.attach(model, optimizer)
-        model.register_forward_pre_hook(_EndOfStep(self), prepend=True)
+        # With a scaler it is known only now whether the last step was skipped.
+        forward = ModuleHook(lambda called, *_: self._end_step() if called.training else None, model)
+        model.register_forward_pre_hook(forward, prepend=True)
 
     def local(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Step each rank's own weights of ``model`` (which DDP wraps), for the feedback ``local_updates``.
@@ -174,13 +178,14 @@ class DCTState:
             if accordion is not None and self._optimizer is not None:
                 accordion.follow(self._optimizer)
             self.steps.members = [self._reducer]
-            self.steps.replicas = Replicas(self.config.data_parallel, self._weights, self.process_group)
+
+            def weights() -> list[tuple[str, Tensor]]:
+                ahead, named = self._ahead, self.parameters.reduced()
+                return [(name, p.data if ahead is None else ahead.weight(p)) for name, p in named]
+
+            self.steps.replicas = Replicas(self.config.data_parallel, weights, self.process_group)
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
-
-    def _weights(self) -> list[tuple[str, Tensor]]:
-        ahead = self._ahead
-        return [(name, p.data if ahead is None else ahead.weight(p)) for name, p in self.parameters.reduced()]
 
     # -- a backward pass ---
 
@@ -193,14 +198,14 @@ class DCTState:
         # Outside a backward pass DDP reduces zeros for a rank without inputs (join()).
         joined = torch._C._current_graph_task_id() < 0
         if joined:
-            self._refuse_join(overlap)
+            refuse_join(self.config.data_parallel, overlap.reducer, has_scaler=self._scale.scaler is not None)
         found = self._early.full(bucket)
-        if not self._averages():
+        if self._local is not None and self._local.active:
             done()
             return
-        names = [self.parameters.name_of(parameter) for parameter in found.parameters]
         if not joined:
-            self._handed_over += map(BucketGradient.of, names, found.parameters, found.views)
+            found.note_gradients()
+            self._reduced.append(found)
         reduction = self._begun.pop(found, None) or self._reduction(overlap, found)
         if self._begun:
             raise DesyncError(f"rank {dist.get_rank()}: DDP made its buckets anew during a backward pass")
@@ -210,10 +215,6 @@ class DCTState:
                 self._end_backward()
             else:  # queued before DDP's own wait for the futures
                 _after_backward(self._end_backward)
-
-    def _averages(self) -> bool:
-        """Return whether gradients are averaged: with the feedback ``local_updates`` only in warm-up."""
-        return self._local is None or not self._local.active
 
     def _begin_step(self, device: torch.device) -> Overlap:
         if self._overlap is None:
@@ -233,37 +234,12 @@ class DCTState:
             "local() called": self._local is not None,
         }
         agreement.confirm(startup.facts_of(self.config, facts))
-        steps = self.steps
-        lost_peers.watch(lambda: steps.step)
+        lost_peers.watch(self, lambda state: state.steps.step)
         return overlap_of(reducer, inline=True)
-
-    def _refuse_join(self, overlap: Overlap) -> None:
-        """Stop, and tell the other ranks, where a rank without inputs cannot go along with them.
-
-        Raises:
-            ConfigError: Names the setting.
-        """
-        settings = self.config.data_parallel
-        if self._scale.scaler is not None:
-            problem = "a GradScaler: this rank does not see how the others change their loss scale"
-        elif self._nonfinite.skips:
-            problem = "nonfinite_action = 'skip': this rank does not see which steps the others skip"
-        elif settings.verify is not None:
-            problem = "verify: this rank's weights stay behind until all ranks have joined"
-        elif settings.feedback.looks_ahead:
-            problem = "feedback = 'step_ahead': this rank makes no optimizer steps"
-        else:
-            return
-        overlap.reducer.exchange.abort()
-        raise ConfigError(
-            f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() does "
-            f"not work with {problem}; give all ranks the same number of batches (DistributedSampler, "
-            "drop_last=True), or leave that setting out"
-        )
 
     def _reduce_early(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket that are available."""
-        if self._overlap is None or not self._averages():
+        if self._overlap is None or (self._local is not None and self._local.active):
             return
         overlap = self._begin_step(bucket.buffer.device)
         if bucket not in self._begun:
@@ -277,14 +253,14 @@ class DCTState:
 
     def _end_backward(self) -> None:
         assert self._overlap is not None
-        handed_over, self._handed_over = self._handed_over, []
+        reduced, self._reduced = self._reduced, []
         self._overlap.wait()
         self._step_open = self._local is None  # or the optimizer counts steps
         # With a scaler, or where steps may be skipped, it is known only later what becomes of this one.
         if self._scale.scaler is None and not self._nonfinite.skips:
             self._end_step()
-        if handed_over:  # after DDP's own callback, which has been queued since
-            _after_backward(partial(take_back_unused, self._overlap.reducer, handed_over))
+        if reduced:  # after DDP's own callback, which has been queued since
+            _after_backward(partial(_take_back_unused, self._overlap.reducer, self.parameters, reduced))
 
     # -- a step ---
 
@@ -352,20 +328,11 @@ class DCTState:
         return DCTConfig.parse, (self.config,)
 
 
-class _EndOfStep:
-    """Forward hook of a model that ends the last step: a scaler has decided about it by then. A class, so
-    that a model with the hook can be pickled; the hook of a loaded model does nothing.
-    """
-
-    def __init__(self, state: DCTState | None = None) -> None:
-        self._state = state
-
-    def __call__(self, model: torch.nn.Module, *_: Any) -> None:
-        if self._state is not None and model.training:
-            self._state._end_step()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _EndOfStep, ()
+def _take_back_unused(reducer: GradientReducer, names: ParameterNames, buckets: Sequence[Bucket]) -> None:
+    """Add the gradients that no rank used back to the residuals."""
+    unused = [(names.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
+    if unused:
+        reducer.return_to_residual(unused)
 
 
 def _after_backward(call: Callable[[], None]) -> None:

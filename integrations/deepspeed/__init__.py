@@ -10,13 +10,18 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
+from ..host import build_lock
 from ..host.post_import import when_imported
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 
 
 def activate() -> None:
-    """Wait for the DeepSpeed engine, or hook it if it is already imported. Idempotent."""
+    """Wait for the DeepSpeed engine, or hook it if it is already imported. Idempotent.
+
+    Compilations that DeepSpeed starts are watched, too: others may wait for them.
+    """
+    when_imported(build_lock.BUILDER, build_lock.watch_builder)
     when_imported(ENGINE_MODULE, _hook_engines)
 
 

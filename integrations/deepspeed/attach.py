@@ -335,8 +335,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
             logger.warning("dct: nothing to do: %s", why)
         return None
     attachment.install(engine)
-    steps = attachment.steps
-    lost_peers.watch(lambda: steps.step)
+    lost_peers.watch(attachment, lambda attachment: attachment.steps.step)
     engine.__dict__[ATTRIBUTE] = attachment
     if rank == 0:
         settings = config.data_parallel

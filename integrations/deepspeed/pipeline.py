@@ -24,7 +24,7 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
 
 from ..host.patches import Patches
-from ..host.pipeline_metrics import Crossings
+from ..host.pipeline_metrics import PipelineMetrics
 from ..host.streams import ActivationStreams, average
 from .support import is_pipeline
 
@@ -109,7 +109,7 @@ class PipelineHooks:
             message, kept, encoded = messages.encode(tensor, self._number)
             self._number += 1
             crossed.append((messages, kept))
-            self._crossings.sent("pipeline", tensor, message, encoded)
+            self._pipeline_metrics.sent("pipeline", tensor, message, encoded)
             self._timed(transfer, message)
 
         return _Channel(lambda: self._floating(outputs), send)
@@ -128,7 +128,7 @@ class PipelineHooks:
                 return
             message = _room(buffer, messages.nbytes(buffer.shape, buffer.dtype))
             self._timed(transfer, message)
-            with self._crossings.timed("decode"):
+            with self._pipeline_metrics.timed("decode"):
                 crossed.append((messages, messages.decode(message, buffer)))
 
         # The buffers are made after the first shapes arrived, inside the instruction.
@@ -144,7 +144,7 @@ class PipelineHooks:
                 return
             messages, kept = known
             message, encoded = messages.encode_gradient(gradient, kept, exact=True)
-            self._crossings.sent("pipeline_gradient", gradient, message, encoded)
+            self._pipeline_metrics.sent("pipeline_gradient", gradient, message, encoded)
             self._timed(transfer, message)
 
         return _Channel(lambda: None, send)
@@ -161,7 +161,7 @@ class PipelineHooks:
             size = messages.nbytes(buffer.shape, buffer.dtype, gradient=True, kept=kept)
             message = _room(buffer, size)
             self._timed(transfer, message)
-            with self._crossings.timed("decode"):
+            with self._pipeline_metrics.timed("decode"):
                 messages.decode_gradient(message, {kept.number: kept}, buffer)
 
         return _Channel(lambda: None, receive)
@@ -198,12 +198,12 @@ class PipelineHooks:
     # -- metrics --------------------------------------------------------------------------------------------
 
     @property
-    def _crossings(self) -> Crossings:
+    def _pipeline_metrics(self) -> PipelineMetrics:
         """Of the current pass."""
-        return Crossings(self.metrics, self.streams.training)
+        return PipelineMetrics(self.metrics, self.streams.training)
 
     def _timed(self, transfer: Callable[[Tensor], Any], message: Tensor) -> None:
-        with self._crossings.timed("exchange"):
+        with self._pipeline_metrics.timed("exchange"):
             transfer(message)
 
 

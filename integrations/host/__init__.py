@@ -1,1 +1,1 @@
-"""What every host framework needs, once; imports nothing, since ``import torch`` loads a part of it."""
+"""Parts that every host framework needs, each written once."""

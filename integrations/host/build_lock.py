@@ -1,29 +1,31 @@
-"""Messages of a process that waits for the compilation of another, or compiles itself.
+"""Messages of a process that compiles an operator, or waits for another process to compile it.
 
-DeepSpeed has torch compile an operator at the first start on a machine, for minutes and in silence. A process
-that is ended meanwhile, or in the second in which every later start looks for something to compile, leaves a
-lock file, on which all others wait for ever: locks say whose they are, and those of processes that are gone
-are removed. Standard library only: ``import torch`` loads this module in every process.
+At the first start on a machine DeepSpeed has torch compile an operator, for minutes and in silence. A
+process that is killed meanwhile leaves a lock file, and all others wait for it forever. Here a lock names its
+process, and a lock of a process that is gone is removed. Imports the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dct_plugin import processes
 
-__all__ = ["MODULE", "advice", "locks", "watch"]
+from .patches import Patches
 
-#: Has the class that torch locks a compilation with.
-MODULE = "torch.utils.file_baton"
+__all__ = ["BUILDER", "advice", "locks", "watch_builder", "watched"]
+
+#: DeepSpeed's module with the class that starts compilations.
+BUILDER = "deepspeed.ops.op_builder.builder"
 #: Seconds after which a process says what it is doing.
 SAY_AFTER = 10.0
 #: Seconds without a change in the folder after which a compilation is taken for dead.
@@ -33,13 +35,13 @@ _WRAPPED = "_dct_wrapped"
 
 
 def locks() -> list[Path]:
-    """Return the locks of DeepSpeed's compilations that exist now."""
+    """Return the lock files of DeepSpeed's compilations that exist now."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
     return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/deepspeed*/lock"))
 
 
 def advice(lock: str | os.PathLike[str]) -> str:
-    """Return a line about a lock that is waited for: who may hold it, and how to clear it."""
+    """Return a sentence about a lock that is waited for: who may hold it, and how to remove it."""
     quiet = 0.0
     with contextlib.suppress(OSError):
         quiet = time.time() - max(path.stat().st_mtime for path in Path(lock).parent.iterdir())
@@ -53,42 +55,65 @@ def advice(lock: str | os.PathLike[str]) -> str:
     return f"waiting for another process to compile a part of DeepSpeed: {held}: rm {lock}"
 
 
-def watch(module: ModuleType) -> None:
-    """Make torch's lock report what it waits for, or what runs, for longer than :data:`SAY_AFTER` seconds."""
-    baton = module.FileBaton
-    if getattr(baton.wait, _WRAPPED, False):
+def watch_builder(module: ModuleType) -> None:
+    """Watch every compilation that DeepSpeed starts.
+
+    Args:
+        module: :data:`BUILDER`.
+    """
+    compile_operator = module.OpBuilder.jit_load
+    if getattr(compile_operator, _WRAPPED, False):
         return
-    wait, acquire, release = baton.wait, baton.try_acquire, baton.release
 
-    def waits(self: Any, *args: Any, **keywords: Any) -> Any:
-        timer = _later(lambda: advice(self.lock_file_path))
-        waiting = threading.Event()
-        threading.Thread(target=_clear, args=(Path(self.lock_file_path), waiting), daemon=True).start()
-        try:
-            return wait(self, *args, **keywords)
-        finally:
-            waiting.set()
-            timer.cancel()
+    @functools.wraps(compile_operator)
+    def jit_load(*args: Any, **keywords: Any) -> Any:
+        with watched():
+            return compile_operator(*args, **keywords)
 
-    def acquires(self: Any, *args: Any, **keywords: Any) -> Any:
-        got = acquire(self, *args, **keywords)
-        if got:
-            with contextlib.suppress(OSError):
-                Path(self.lock_file_path).write_text(processes.this())
-            folder = os.path.dirname(str(self.lock_file_path))
-            self._dct_timer = _later(
-                lambda: f"still compiling in {folder}, once on this machine; ended now it would leave a lock"
-            )
-        return got
+    setattr(jit_load, _WRAPPED, True)
+    module.OpBuilder.jit_load = jit_load
 
-    def releases(self: Any, *args: Any, **keywords: Any) -> Any:
-        timer = getattr(self, "_dct_timer", None)
-        if timer is not None:
-            timer.cancel()
-        return release(self, *args, **keywords)
 
-    setattr(waits, _WRAPPED, True)
-    baton.wait, baton.try_acquire, baton.release = waits, acquires, releases
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Replace torch's lock of a compilation inside the block.
+
+    The lock prints what the process waits for, or does, for longer than :data:`SAY_AFTER` seconds. A lock of
+    a process that is gone is removed.
+    """
+    from torch.utils import cpp_extension
+
+    class WatchedBaton(cpp_extension.FileBaton):
+        def wait(self) -> None:
+            timer = _later(lambda: advice(self.lock_file_path))
+            waiting = threading.Event()
+            threading.Thread(target=_clear, args=(Path(self.lock_file_path), waiting), daemon=True).start()
+            try:
+                super().wait()
+            finally:
+                waiting.set()
+                timer.cancel()
+
+        def try_acquire(self) -> bool | None:
+            acquired = super().try_acquire()
+            if acquired:
+                with contextlib.suppress(OSError):
+                    Path(self.lock_file_path).write_text(processes.this())
+                folder = os.path.dirname(str(self.lock_file_path))
+                once = "once on this machine; ended now it would leave a lock"
+                self.timer = _later(lambda: f"still compiling in {folder}, {once}")
+            return acquired
+
+        def release(self) -> None:
+            self.timer.cancel()
+            super().release()
+
+    patches = Patches()
+    patches.replace(cpp_extension, "FileBaton", WatchedBaton)
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 def _clear(lock: Path, ended: threading.Event) -> None:

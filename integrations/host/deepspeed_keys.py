@@ -1,4 +1,4 @@
-"""Keys of a DeepSpeed JSON that nobody reads: DeepSpeed itself passes over them in silence.
+"""Keys of a DeepSpeed JSON that nobody reads. DeepSpeed itself passes over them in silence.
 
 A mistyped ``dct`` would train dense without a word, a mistyped ``optimizer`` without DeepSpeed's.
 """
@@ -58,11 +58,11 @@ def _without_one_letter(word: str) -> list[str]:
 
 
 def unread(keys: Iterable[object], ours: Collection[str], *, near: bool = False) -> list[str]:
-    """``'optimzer' (did you mean 'optimizer'?)`` for every key that neither DeepSpeed nor the plugin reads.
+    """Return keys that neither DeepSpeed nor the plugin reads: ``'optimzer' (did you mean 'optimizer'?)``.
 
     Args:
-        keys: Of the top level.
-        ours: What the plugin reads.
+        keys: Keys of the top level.
+        ours: Keys that the plugin reads.
         near: Only those that are close to one that is read.
     """
     known = KNOWN | set(ours)

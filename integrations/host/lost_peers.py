@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -23,31 +25,59 @@ logger = logging.getLogger("dct_plugin")
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_step: Callable[[], int] | None = None
 
 
-def watch(step: Callable[[], int]) -> None:
-    """From now on, name the lost ranks when an error of the transport ends this process.
+class _ExceptHook:
+    """``sys.excepthook`` while a job is watched.
+
+    Attributes:
+        jobs: Functions that return the optimizer steps of a job so far, the latest job's last.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], int | None]] = []
+        self._previous: _Hook = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._previous(kind, error, trace)
+        if self.jobs and dist.is_initialized() and _of_transport(error):
+            what, group = _collective(trace)
+            logger.error("dct: %s", lost_ranks.describe_failure(what, error, group, self.jobs[-1]()))
+
+    def add(self, steps: Callable[[], int | None]) -> None:
+        """Report the errors of one more job."""
+        if not self.jobs:
+            self._previous = sys.excepthook
+            sys.excepthook = self
+        self.jobs.append(steps)
+
+    def remove(self, steps: Callable[[], int | None]) -> None:
+        """Undo :meth:`add`; after the last job the hook from before is put back."""
+        self.jobs.remove(steps)
+        if not self.jobs and sys.excepthook is self:
+            sys.excepthook = self._previous
+
+
+_excepthook = _ExceptHook()
+Job = TypeVar("Job")
+
+
+def watch(job: Job, step_of: Callable[[Job], int]) -> None:
+    """As long as ``job`` lives, name the lost ranks when an error of the transport ends this process.
 
     Args:
-        step: Gives the optimizer steps so far.
+        job: An object that lives as long as the training; it is not kept alive.
+        step_of: Returns the optimizer steps of the job so far.
     """
-    global _step
     lost_ranks.register_process()
-    if _step is None:
-        sys.excepthook = _reporting(sys.excepthook)
-    _step = step
+    reference = weakref.ref(job)
 
+    def steps() -> int | None:
+        alive = reference()
+        return None if alive is None else step_of(alive)
 
-def _reporting(previous: _Hook) -> _Hook:
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if dist.is_initialized() and _of_transport(error):
-            what, group = _collective(trace)
-            step = None if _step is None else _step()
-            logger.error("dct: %s", lost_ranks.describe_failure(what, error, group, step))
-
-    return excepthook
+    _excepthook.add(steps)
+    weakref.finalize(job, _excepthook.remove, steps)
 
 
 def _of_transport(error: BaseException) -> bool:
@@ -57,7 +87,7 @@ def _of_transport(error: BaseException) -> bool:
 
 
 def _collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup | None]:
-    """Return the name of the torch collective that raised an error, and its group."""
+    """Return the name of the collective of torch that raised an error, and its group."""
     what, group = "communication of the host", None
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next

@@ -1,4 +1,4 @@
-"""Steps whose gradient is not finite: found before the optimizer uses it, so that the host skips them."""
+"""Steps with a gradient that is not finite, found before the optimizer uses it: the host skips them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 class PoisonedSteps:
-    """Looks at gradients as ``dct.data_parallel.nonfinite_action`` says.
+    """Check of the gradients of each step, as ``dct.data_parallel.nonfinite_action`` says.
 
     Residuals are rolled back by :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`, which is to be
     told that the step was skipped.
@@ -56,7 +56,7 @@ class PoisonedSteps:
         self._count = 0
 
     def found(self, step: int) -> bool:
-        """Whether step ``step`` is to be skipped, the same on all ranks; a warning says why, at the first,
+        """Return whether to skip step ``step``, the same on all ranks; a warning says why, at the first,
         second, fourth, ... such step.
         """
         if not self.skips:

@@ -1,4 +1,4 @@
-"""Attributes of classes, modules and instances that are replaced, and come off again."""
+"""Replaced attributes of classes, modules and instances, which can be put back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INHERITED = object()
 
 
 class Patches:
-    """What was replaced, to be put back in reverse order."""
+    """Attributes that were replaced, to be put back in reverse order."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -26,7 +26,7 @@ class Patches:
         Args:
             owner: A module, class or instance; an instance's (or subclass's) inherited attribute is found
                 again once its own is gone.
-            name: Of the attribute.
+            name: The name of the attribute.
             value: A function that replaces a method of an *instance* is called without ``self``.
         """
         self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))

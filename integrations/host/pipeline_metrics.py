@@ -1,4 +1,4 @@
-"""What crosses between the stages of a pipeline, in the metrics."""
+"""Metrics of the messages between the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.stream import Encoded
 
-__all__ = ["Crossings"]
+__all__ = ["PipelineMetrics"]
 
 
-class Crossings(NamedTuple):
-    """Records of one pass.
+class PipelineMetrics(NamedTuple):
+    """Metrics of the messages of one pass.
 
     Attributes:
-        metrics: Where they go.
-        training: Whether the pass has a backward pass; others have classes of their own, and no times.
+        metrics: The metrics that take the records.
+        training: Whether the pass has a backward pass. Other passes have record classes of their own, and no
+            times.
     """
 
     metrics: Metrics
     training: bool
 
     def sent(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
-        """A message (uint8) in place of a tensor."""
+        """Record a message (uint8) that was sent in place of a tensor."""
         self.metrics.record(
             encoded.record(
                 cls if self.training else f"{cls}_evaluation",
@@ -37,7 +38,7 @@ class Crossings(NamedTuple):
 
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
-        """The time that the block takes."""
+        """Record the time that the block takes."""
         record = Record("pipeline", tensors=0)
         with record.timed(what):
             yield

@@ -1,6 +1,6 @@
 """Run a function right after a module has been imported, whoever imports it and when.
 
-Standard library only: ``import torch`` loads this module in every process (see :mod:`..autoload`).
+Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def when_imported(name: str, function: Callback) -> Callable[[], None]:
     """Call ``function(module)`` once, as soon as the module has run; at once if it already has.
 
     Several functions may wait for one module; they are called in the order in which they came. The same
-    function is not called twice.  What it raises reaches the import statement, which may then be tried again:
+    function is not called twice. What it raises reaches the import statement, which may then be tried again:
     the function waits until it has returned once.
 
     Returns:
-        Call it to wait no longer: what waits keeps alive what the function refers to.
+        A function that ends the waiting, and with it the reference to ``function``.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -70,7 +70,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The module's own loader, and then the function."""
+    """Loads the module with its own loader, and then calls the function."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader

@@ -1,8 +1,8 @@
-"""Replicas are equal: a checksum of every parameter, compared over the ranks every few steps.
+"""Comparison of replicas: a checksum of every parameter, compared over the ranks every few steps.
 
-Ranks add up the same payloads in the same order, so their parameters are bitwise equal. What comes in between
-(memory errors, a kernel that is not deterministic, a script that changes parameters on one rank) would go
-unnoticed, and the model that is saved be another than the one that was trained.
+Ranks add up the same payloads in the same order, so their parameters are bitwise equal. Memory errors,
+kernels that are not deterministic and scripts that change parameters on one rank would go unnoticed, and the
+saved model would not be the trained one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = 2**20
 
 
 class Replicas:
-    """Compares parameters as ``dct.data_parallel.verify`` says.
+    """Comparison of parameters as ``dct.data_parallel.verify`` says.
 
     Args:
         config: The ``data_parallel`` settings.
@@ -48,7 +48,7 @@ class Replicas:
         self._weights, self._group = weights, group
 
     def check(self, step: int) -> None:
-        """After optimizer step ``step``; a collective when it is due.
+        """Compare the parameters after optimizer step ``step`` where that is due; then it is a collective.
 
         With the action ``"stop"`` ranks that differ stop all, with ``"resync"`` every rank takes over the
         parameters of the group's first rank, and a warning says which were others. States of the optimizer
@@ -96,7 +96,7 @@ class Replicas:
 
 
 def checksum(weight: Tensor) -> Tensor:
-    """Sum of a tensor's bit patterns, each one mixed with its position: int64, on the tensor's device."""
+    """Return the sum of a tensor's bit patterns, each mixed with its position: int64, on its device."""
     flat = weight.detach().contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start, words in enumerate(flat.view(_WORDS[flat.element_size()]).split(_CHUNK)):

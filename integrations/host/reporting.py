@@ -1,4 +1,4 @@
-"""Metrics to a host's monitor, and one line at the end of training."""
+"""Reports of the metrics to a host's monitor, and the summary line at the end of training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Reporting"]
 
 
 class Reporting:
-    """Feeds a monitor, and finishes the metrics once: when the host is done, or the process ends.
+    """Feeds a monitor, and closes the metrics once: when the host is done, or the process ends.
 
     Args:
-        metrics: Filled by whatever exchanges something.
-        monitor: Takes ``[(name, value, step), ...]``; called on rank 0.
-        before_finish: What must still reach the metrics before they are closed.
+        metrics: The metrics to report.
+        monitor: Called with ``[(name, value, step), ...]`` on rank 0.
+        before_finish: Called before the metrics are closed, to record what is still missing.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Whether the functions that a host integration replaces, wraps or calls are what it was made for.
+"""Check that the functions that a host integration replaces, wraps or calls are those it was made for.
 
 A host that moved one of them is refused with a message, instead of training on without the plugin or wrongly.
 """
@@ -38,7 +38,7 @@ class Target(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What was found for one target: a signature, or why there is none; no ``problem`` where it fits."""
+    """The signature that was found for one target, or why there is none; no ``problem`` where it fits."""
 
     target: Target
     found: str
@@ -46,7 +46,7 @@ class Probe(NamedTuple):
 
 
 def compare(target: Target, parameters: Sequence[str], missing: Sequence[str] = ()) -> Probe:
-    """Judge what was found, in a module or its source: parameters, and attributes that are not there."""
+    """Compare what was found in a module or its source, parameters and missing attributes, with a target."""
     problem = ""
     if tuple(parameters[: len(target.parameters)]) != target.parameters:
         problem = f"does not start with ({', '.join(target.parameters)})"
@@ -56,7 +56,7 @@ def compare(target: Target, parameters: Sequence[str], missing: Sequence[str] = 
 
 
 def probe(target: Target) -> Probe:
-    """Look at a target in the imported module; its import is made if need be."""
+    """Compare a target with its module, which is imported if need be."""
     try:
         module = import_module(target.module)
     except ImportError as error:
@@ -74,7 +74,7 @@ def probe(target: Target) -> Probe:
 
 
 def _decorated(function: Any) -> Any:
-    """What a decorator that passes all arguments on (``*args, **kwargs``) was given; else the function."""
+    """Return the function inside a decorator that passes all arguments on (``*args, **kwargs``)."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
         return function
@@ -84,7 +84,7 @@ def _decorated(function: Any) -> Any:
 
 
 def faults(probes: Iterable[Probe]) -> str:
-    """What does not fit, three lines for each target; empty when everything does."""
+    """Return three lines for each target that does not fit."""
     lines = []
     for target, found, problem in probes:
         if problem:

@@ -25,15 +25,15 @@ __all__ = ["TIME_LIMIT", "abstain", "agree", "facts_of", "join", "reported"]
 def join(
     topic: str, *, group: dist.ProcessGroup | None = None, limit: float = TIME_LIMIT, hint: str = HINT
 ) -> Agreement:
-    """This rank's part in the next agreement on ``topic``.
+    """Join the next agreement on ``topic``; return this rank's part in it.
 
     A topic may be agreed on several times (one engine after the other), in the same order on all ranks.
 
     Args:
         topic: For example ``"deepspeed"``; the same on all ranks.
-        group: Whose ranks agree; None for all.
+        group: The group whose ranks agree; None for all.
         limit: Seconds to wait for the others.
-        hint: Besides a crash, what may be the matter with a rank that does not report.
+        hint: Reasons, besides a crash, why a rank does not report.
 
     Raises:
         VersionError: The default process group has no store.
@@ -78,7 +78,7 @@ def abstain(topic: str) -> None:
 
 @contextmanager
 def reported(agreement: Agreement) -> Iterator[None]:
-    """Around what a rank does before it confirms: an error is passed on to the ranks that wait."""
+    """Pass an error inside the block on to the ranks that wait for this one to confirm."""
     try:
         yield
     except BaseException as error:

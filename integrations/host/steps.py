@@ -1,4 +1,4 @@
-"""The step protocol: gradients come, the optimizer steps or skips, everything that counts steps moves on."""
+"""Optimizer steps of a host: gradients are reduced, the optimizer steps or skips, step counters move on."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ logger = logging.getLogger("dct_plugin")
 
 
 class HasSteps(Protocol):
-    """A :class:`~dct_plugin.data_parallel.GradientReducer`, or whatever else lives by optimizer steps."""
+    """A :class:`~dct_plugin.data_parallel.GradientReducer`, or another object that counts optimizer steps."""
 
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
     ) -> None:
-        """An optimizer step is over."""
+        """End an optimizer step."""
 
 
 class StepHooks:
-    """Ties what a host's ranks exchange to the steps of its optimizer.
+    """Tells everything that counts steps when an optimizer step of the host begins and ends.
 
-    A host that learns at once what became of a step calls :meth:`end` then; one that learns it later, calls
-    it before the next step's gradients if a step is :attr:`open`.
+    A host that knows at once whether a step was skipped calls :meth:`end` then. A host that knows it later
+    calls it before the gradients of the next step, if a step is :attr:`open`.
 
     Args:
-        members: What moves on with each step; may grow.
-        metrics: Whose step is closed, once for all members.
+        members: The objects that count steps; more may be added.
+        metrics: The metrics that record the steps.
         step: Optimizer steps so far.
-        rank: Of this process; rank 0 warns.
+        rank: The rank of this process; rank 0 warns.
 
     Attributes:
         step: Optimizer steps so far, skipped ones included; a host sets it when it restores a checkpoint.
@@ -53,14 +53,14 @@ class StepHooks:
         self._warns = rank == 0
 
     def begin(self) -> None:
-        """Gradients of the current step are reduced now; any number of times in a step."""
+        """Note that gradients of the current step are reduced; any number of times in a step."""
         self.open = True
         self._warns = False
 
     def end(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
     ) -> None:
-        """The optimizer stepped, or skipped the step.
+        """End a step that the optimizer made or skipped.
 
         Args:
             skipped, loss_scale, reduced_at: As in :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`.

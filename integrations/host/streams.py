@@ -1,4 +1,4 @@
-"""Activation streams of a host, by name: one for each point of the model at which something crosses."""
+"""Activation streams of a host by name, one for each point of the model at which messages are sent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ActivationStreams", "average"]
 
 
 class ActivationStreams:
-    """Streams by name; each is made at its first use, with the state loaded for it.
+    """Streams by name; each is made at its first use, with the state that was loaded for it.
 
     Args:
         make: Makes the stream of a name.
-        prefix: Of the names: the states of all points may lie in one dictionary.
+        prefix: Prefix of the names: the states of several objects may lie in one dictionary.
 
     Attributes:
         step: Optimizer steps so far.
@@ -36,7 +36,7 @@ class ActivationStreams:
         self._loaded: dict[str, Any] = {}
 
     def stream(self, name: str, config: ActivationConfig) -> ActivationStream:
-        """The stream of a name (with the prefix); ``config`` is for its first use."""
+        """Return the stream of a name (with the prefix); ``config`` is for its first use."""
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = self._make(name, config)
@@ -46,7 +46,7 @@ class ActivationStreams:
         return stream
 
     def begin(self, training: bool) -> None:
-        """A pass starts."""
+        """Begin a pass."""
         self.training = training
         for stream in self._streams.values():
             stream.training = training
@@ -54,20 +54,20 @@ class ActivationStreams:
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
     ) -> None:
-        """An optimizer step is over, taken or skipped (see :class:`.steps.HasSteps`)."""
+        """End an optimizer step, taken or skipped (see :class:`.steps.HasSteps`)."""
         self.step += 1
         for stream in self._streams.values():
             stream.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What streams remember by name, of streams that were not used since they were loaded, too."""
+        """Return the states of the streams by name, also of those not used since they were loaded."""
         return {**self._loaded, **{name: stream.state_dict() for name, stream in self._streams.items()}}
 
     def load_state_dict(self, streams: dict[str, Any], *, step: int) -> None:
-        """Restore what :meth:`state_dict` gave; other prefixes are left, all else starts afresh.
+        """Restore :meth:`state_dict`; names with other prefixes are ignored, other streams start afresh.
 
         Args:
-            streams: By name.
+            streams: States by name.
             step: Optimizer steps so far.
         """
         self.step = step
@@ -76,7 +76,7 @@ class ActivationStreams:
 
 
 def average(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Tensors become their mean over a group, in place; None: there are no replicas."""
+    """Replace tensors by their mean over a group, in place; without a group they stay as they are."""
     if group is None or group.size() == 1:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Which versions of a host are supported, and the text that says so."""
+"""Supported versions of a host, and the error for others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["VersionRange", "parse", "unsupported"]
 
 
 def parse(version: str) -> tuple[int, ...]:
-    """``"0.19.4rc1+cu12"`` as ``(0, 19, 4)``: three numbers or more; none if it starts with no number."""
+    """Return ``(0, 19, 4)`` for ``"0.19.4rc1+cu12"``: three numbers or more; ``()`` without any."""
     match = re.match(r"\d+(?:\.\d+)*", version.strip())
     numbers = [int(part) for part in match[0].split(".")] if match else []
     return tuple(numbers + [0] * (3 - len(numbers))) if numbers else ()
@@ -34,7 +34,7 @@ class VersionRange:
 def unsupported(
     found: str, supported: object, remedy: str, *, why: str = "is not supported", faults: str = ""
 ) -> VersionError:
-    """The error for a host that the plugin does not go with.
+    """Return the error for a host that the plugin does not support.
 
     Args:
         found: Name and version, for example ``"DeepSpeed 0.18.0"``, and where it lies if that helps.

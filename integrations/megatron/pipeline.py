@@ -23,7 +23,7 @@ from dct_plugin.errors import DCTError
 from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
 
-from ..host.pipeline_metrics import Crossings
+from ..host.pipeline_metrics import PipelineMetrics
 from .session import Session
 from .streams import ActivationHook, data_parallel_group
 
@@ -98,7 +98,7 @@ class PipelineHook(ActivationHook):
                     for key, request in requests.items()
                 }
                 return *received, handles
-            with self.crossings.timed("exchange"):
+            with self.pipeline_metrics.timed("exchange"):
                 for request in requests if isinstance(requests, list) else requests.values():
                     request.wait()
                 if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
@@ -165,7 +165,7 @@ class PipelineHook(ActivationHook):
         if self.session.training and tensor.requires_grad:
             self._sent[number] = kept
         self._count += 1
-        self.crossings.sent("pipeline", tensor, message, encoded)
+        self.pipeline_metrics.sent("pipeline", tensor, message, encoded)
         return message
 
     def _encode_gradient(self, gradient: Tensor, *, exact: bool) -> Tensor:
@@ -180,27 +180,27 @@ class PipelineHook(ActivationHook):
                 "received; a changed backward_step is not supported with dct.model_parallel.pipeline"
             )
         message, encoded = messages.encode_gradient(gradient, kept, exact=exact)
-        self.crossings.sent("pipeline_gradient", gradient, message, encoded)
+        self.pipeline_metrics.sent("pipeline_gradient", gradient, message, encoded)
         return message
 
     def _decode(self, message: Tensor, out: Tensor, boundary: int) -> None:
-        with self.crossings.timed("decode"):
+        with self.pipeline_metrics.timed("decode"):
             messages = self._messages(boundary, number_of(message))
             kept = messages.decode(message, out.detach())
         if self.session.training and torch.is_grad_enabled():
             self._received.append((out, kept, messages))
 
     def _decode_gradient(self, message: Tensor, out: Tensor, boundary: int) -> None:
-        with self.crossings.timed("decode"):
+        with self.pipeline_metrics.timed("decode"):
             messages = self._messages(boundary, number_of(message))
             messages.decode_gradient(message, self._sent, out.detach())
 
     # -- metrics --------------------------------------------------------------------------------------------
 
     @property
-    def crossings(self) -> Crossings:
+    def pipeline_metrics(self) -> PipelineMetrics:
         """The metrics of the current pass."""
-        return Crossings(self.session.metrics, self.session.training)
+        return PipelineMetrics(self.session.metrics, self.session.training)
 
 
 class _Transfer:
@@ -283,7 +283,7 @@ class _Handle:
         """Wait for the transfer and fill the tensor; further calls do nothing."""
         request, self._request = self._request, None
         if request is not None:
-            with self._hook.crossings.timed("exchange"):
+            with self._hook.pipeline_metrics.timed("exchange"):
                 request.wait()
             if self._finish is not None:
                 self._finish()

@@ -11,12 +11,8 @@ from textwrap import dedent
 
 import pytest
 
-STUB = [
-    "dct_plugin", "dct_plugin._version", "dct_plugin.integrations", "dct_plugin.integrations.autoload",
-    "dct_plugin.integrations.deepspeed", "dct_plugin.integrations.host",
-    "dct_plugin.integrations.host.build_lock", "dct_plugin.integrations.host.post_import",
-    "dct_plugin.processes",
-]  # fmt: skip
+#: One small module, and the packages in which it lies.
+STUB = ["dct_plugin", "dct_plugin.integrations", "dct_plugin.integrations.autoload"]
 
 #: A package that fails, changes and is subclassed at will, as the installed DeepSpeed cannot: for the import
 #: machinery alone. What needs DeepSpeed itself uses DeepSpeed itself, here and in test_deepspeed.py.
@@ -60,7 +56,7 @@ def python(*code: str, path: Path | None = None, **environment: str) -> str:
     """Run pieces of code in a new interpreter and return what they printed."""
     variables = {**os.environ, **environment}
     if path is not None:
-        variables["PYTHONPATH"] = str(path)
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(map(dedent, code))],
         env=variables,
@@ -97,6 +93,33 @@ def test_the_stub_costs_its_own_modules_alone() -> None:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert json.loads(loaded) == STUB
+
+
+@pytest.mark.slow
+def test_a_process_without_the_plugin_is_left_as_it_was(package: Path) -> None:
+    """One finder waits for DeepSpeed, also when somebody asks whether it is installed."""
+    out = python(
+        """
+        import importlib.util, sys
+        excepthook, before = sys.excepthook, list(sys.meta_path)
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils import cpp_extension, file_baton
+        importlib.util.find_spec("deepspeed")
+        added = [type(finder).__name__ for finder in sys.meta_path
+                 if finder not in before and type(finder).__module__.startswith("dct_plugin")]
+        print(added, sys.excepthook is excepthook, cpp_extension.FileBaton is file_baton.FileBaton)
+        print(file_baton.FileBaton.wait.__module__, DistributedDataParallel.register_comm_hook.__module__)
+        import deepspeed.runtime.engine
+        print(any("WaitForDeepSpeed" in type(finder).__name__ for finder in sys.meta_path))
+        """,
+        path=package,
+    )
+    assert out.splitlines() == [
+        "['_WaitForDeepSpeed'] True True",
+        "torch.utils.file_baton torch.nn.parallel.distributed",
+        "False",
+    ]
 
 
 @pytest.mark.slow

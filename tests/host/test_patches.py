@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dct_plugin import VersionError
-from dct_plugin.integrations.host import signatures, versions
+from dct_plugin.integrations.host import lost_peers, signatures, versions
 from dct_plugin.integrations.host.patches import Patches
 from dct_plugin.integrations.host.signatures import Target
 
@@ -110,3 +110,17 @@ def test_every_target_that_does_not_fit_is_named() -> None:
     assert f"{__name__} has no Absent" in text
     assert "no such module" in text
     assert text.endswith("  supported: 1.1 up to, not including, 2\n  what to do: update it")
+
+
+def test_the_excepthook_is_replaced_as_long_as_jobs_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dct_plugin.transport.lost_ranks.register_process", lambda: None)
+    before = sys.excepthook
+    jobs = [Base(), Base()]
+    for job in jobs:
+        lost_peers.watch(job, lambda job: 3)
+    assert sys.excepthook is not before
+    jobs.pop()
+    assert sys.excepthook is not before
+    del job
+    jobs.pop()
+    assert sys.excepthook is before

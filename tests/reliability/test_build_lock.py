@@ -23,27 +23,35 @@ def test_a_lock_that_was_left_behind_is_said_to_be_old(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_any_process_that_waits_says_so(tmp_path: Path) -> None:
-    """Nothing but ``import torch``: as under torchrun and the deepspeed launcher."""
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
     lock.touch()
     code = """
-import threading, time
+import sys, threading, time
 import torch
 from dct_plugin.integrations.host import build_lock
 build_lock.SAY_AFTER = 0.2
-import torch.utils.cpp_extension
-from torch.utils.file_baton import FileBaton
-baton = FileBaton(LOCK)
-assert not baton.try_acquire()
-threading.Timer(1.0, lambda: __import__("os").remove(LOCK)).start()
-baton.wait()
-assert baton.try_acquire()
-time.sleep(0.5)
-baton.release()
-assert baton.try_acquire()
-baton.release()
-time.sleep(0.5)
+from torch.utils import cpp_extension, file_baton
+
+def compile_operator():
+    baton = cpp_extension.FileBaton(LOCK)
+    assert not baton.try_acquire()
+    threading.Timer(1.0, lambda: __import__("os").remove(LOCK)).start()
+    baton.wait()
+    assert baton.try_acquire()
+    time.sleep(0.5)
+    baton.release()
+    assert baton.try_acquire()
+    baton.release()
+    time.sleep(0.5)
+
+class OpBuilder:
+    def jit_load(self):
+        compile_operator()
+
+build_lock.watch_builder(sys.modules[__name__])
+OpBuilder().jit_load()
+assert cpp_extension.FileBaton is file_baton.FileBaton
 """
     done = subprocess.run(
         [sys.executable, "-c", f"LOCK = {str(lock)!r}\n{code}"], capture_output=True, text=True, timeout=120
@@ -61,14 +69,15 @@ def test_the_lock_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> Non
     lock.parent.mkdir()
     code = f"""
 import os, signal
-import torch.utils.cpp_extension
-from torch.utils.file_baton import FileBaton
-baton = FileBaton({str(lock)!r})
-if baton.try_acquire():
-    os.kill(os.getpid(), signal.SIGKILL)
-baton.wait()
-assert baton.try_acquire()
-baton.release()
+from torch.utils import cpp_extension
+from dct_plugin.integrations.host import build_lock
+with build_lock.watched():
+    baton = cpp_extension.FileBaton({str(lock)!r})
+    if baton.try_acquire():
+        os.kill(os.getpid(), signal.SIGKILL)
+    baton.wait()
+    assert baton.try_acquire()
+    baton.release()
 """
     for ends in (-9, 0):
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == ends
