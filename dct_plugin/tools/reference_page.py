@@ -69,7 +69,8 @@ _OPTIONAL: dict[str, type[Section]] = {
 
 def _section(model: type[Section]) -> str:
     keys = [key for key, field in model.model_fields.items() if not _is_section(models(field))]
-    return f"## `{model.section_path}`\n\n{_text(model)}\n\n{_table(model, keys)}"
+    level = "##" if model.section_path.count(".") < 2 else "###"
+    return f"{level} `{model.section_path}`\n\n{_text(model)}\n\n{_table(model, keys)}"
 
 
 def _optional(key: str, model: type[Section]) -> str:
