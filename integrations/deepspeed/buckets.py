@@ -1,28 +1,43 @@
-"""Between DeepSpeed's buckets and a reducer's streams: views per parameter, types, order of scaling."""
+"""The gradients in DeepSpeed's buckets: slices by parameter, types, order of scaling, experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Piece(NamedTuple):
-    """Entries ``[offset, offset + numel)`` of a 1-D buffer: the gradient of one parameter."""
+def is_expert(parameter: Any) -> bool:
+    """Return whether DeepSpeed treats the parameter as an expert's, reduced over a group of its own."""
+    return not getattr(parameter, "allreduce", True)
+
+
+class BucketSlice(NamedTuple):
+    """The gradient of one parameter: entries ``[offset, offset + numel)`` of a 1-D buffer."""
 
     name: str
     offset: int
     numel: int
 
-    def of(self, buffer: Tensor) -> Tensor:
-        """The parameter's part of ``buffer``, a view."""
-        return buffer.narrow(0, self.offset, self.numel)
+
+def consecutive(sizes: Iterable[tuple[str, int]]) -> list[BucketSlice]:
+    """Return the slices of a buffer that holds parameters of these ``(name, numel)`` one after the other."""
+    slices, offset = [], 0
+    for name, numel in sizes:
+        slices.append(BucketSlice(name, offset, numel))
+        offset += numel
+    return slices
 
 
-class Averaging(NamedTuple):
-    """How the host turns a sum over the ranks into what it calls the gradient.
+def entries_of(buffer: Tensor, slices: Sequence[BucketSlice]) -> list[tuple[str, Tensor]]:
+    """Return ``(name, view of the buffer)`` for each slice: the entries that a reducer takes."""
+    return [(name, buffer.narrow(0, offset, numel)) for name, offset, numel in slices]
+
+
+class ScaleFactors(NamedTuple):
+    """The factors with which the host turns a sum over the ranks into what it calls the gradient.
 
     The multiplications of DeepSpeed (``prescale_gradients``, ``gradient_predivide_factor``,
     ``gradient_allreduce_op``) are kept in its order where the order shows in the result. Only a plain
@@ -38,8 +53,8 @@ class Averaging(NamedTuple):
     after: float
 
     @classmethod
-    def of(cls, world_size: int, *, average: bool, postscale: bool, predivide: float) -> Averaging:
-        """From DeepSpeed's settings of the same names."""
+    def of(cls, world_size: int, *, average: bool, postscale: bool, predivide: float) -> ScaleFactors:
+        """Return the factors for DeepSpeed's settings of the same names."""
         if not average:
             return cls(1.0, 1.0)
         if postscale and predivide != 1.0:
@@ -47,15 +62,15 @@ class Averaging(NamedTuple):
         return cls(1.0, 1.0 / world_size)
 
 
-class CommBuffer:
+class CommunicationBuffer:
     """A gradient in the type it is communicated in, 1-D and contiguous.
 
     DeepSpeed rounds gradients to ``communication_data_type`` before it sends them, so the same is done here.
 
     Args:
-        grad: Of any shape and layout.
-        dtype: Communication type.
-        factor: Multiplied in before the sum, see :class:`Averaging`.
+        grad: A gradient of any shape and layout.
+        dtype: The communication type.
+        factor: Multiplied in before the sum, see :class:`ScaleFactors`.
     """
 
     def __init__(self, grad: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
@@ -67,15 +82,6 @@ class CommBuffer:
             self.flat.mul_(factor)
 
     def write_back(self) -> None:
-        """Put the result into the gradient, if it is not there already."""
+        """Copy the result into the gradient, if it is not there already."""
         if not self._aliased:
             self._grad.copy_(self.flat.view(self._grad.shape))
-
-
-def pieces(sizes: Sequence[tuple[str, int]]) -> list[Piece]:
-    """Layout of a buffer that holds parameters one after the other."""
-    found, offset = [], 0
-    for name, numel in sizes:
-        found.append(Piece(name, offset, numel))
-        offset += numel
-    return found

@@ -1,15 +1,15 @@
 """Residuals beside DeepSpeed's checkpoints: one ``dct_rank_XXXXX.pt`` per rank in the tag's folder.
 
-DeepSpeed's own state names the save that the files are of, as an entry of the client state: files that were
-left by another run, or by a save that was interrupted, are found.
+DeepSpeed's own state names the save that the files belong to, as an entry of the client state: files that
+were left by another run, or by a save that was interrupted, are found.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,156 +17,171 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
-from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.transport import lost_ranks
 
 from ..host import reducer_files
-from ..host.patches import Patches
-from ..host.steps import StepHooks
-from .moe import ExpertHooks
-from .parameters import GatherHooks
-from .pipeline import PipelineHooks
+from ..host.patches import Function, Patches
+from .part import EngineContext, EnginePart
+from .path import ActivationPath, GradientPath
 from .support import is_pipeline
+from .weight_updates import ThresholdedGather
 
-#: Of the client state: the identity of the save.
+__all__ = ["CheckpointFiles", "RankState"]
+
+#: The key of the client state that holds the identity of the save.
 CLIENT_KEY = "dct_plugin"
 
 
-def install(
-    engine: Any,
-    reducer: GradientReducer,
-    gathers: GatherHooks | None,
-    steps: StepHooks,
-    patches: Patches,
-    *,
-    unit: float,
-    sizes: Mapping[str, int],
-    configuration: str,
-    local: LocalUpdates | None,
-    activations: Mapping[str, PipelineHooks | ExpertHooks],
-    experts: Mapping[str, GradientReducer],
-) -> Callable[..., bool]:
-    """Wrap ``save_checkpoint`` and ``load_checkpoint`` of an engine.
+@dataclass
+class RankState:
+    """The state of one rank: residuals, thresholds and counters.
 
-    Args:
-        engine: DeepSpeed's engine; this instance is patched.
-        reducer: Whose state is saved.
-        gathers: Whose state is saved with it; the weights are gathered in full before they are saved.
-        steps: Of the engine's optimizer.
-        patches: Keeps what was replaced.
-        unit: Factor on the gradients that reach the reducer, see :func:`dct_plugin.checkpoint.save`.
-        sizes: Entries of the parameters by the names of their streams.
-        configuration: Fingerprint of the ``dct`` section.
-        local: Weights of this rank, which go into its own file; the others hold the anchor.
-        activations: Whose states are saved with it, under their names.
-        experts: Reducers of experts, whose states are saved with it.
+    Attributes:
+        context: The engine.
+        path: The path of its gradients.
+        gather: Its gather of updated weights, if that is thresholded.
+        activations: The paths of its activations, by their names.
+    """
 
-    Returns:
-        ``load(folder, expected=None)``: takes over the residuals in the folder of a tag, all ranks together;
-        whether there were any. ``expected`` is the save they must be of.
+    context: EngineContext
+    path: GradientPath
+    gather: ThresholdedGather | None
+    activations: Mapping[str, ActivationPath]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; the reducer's lies at its top level."""
+        path = self.path
+        state = path.reducer.state_dict()
+        if self.gather is not None:
+            state["parameters"] = self.gather.updates.state_dict()
+        if path.experts:
+            state["expert_gradients"] = {
+                name: {"unit": path.unit, "state": reducer.state_dict()}
+                for name, reducer in path.experts.items()
+            }
+        return state | {
+            name: activation.streams.state_dict() for name, activation in self.activations.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; what is not in it starts afresh."""
+        path = self.path
+        scale = float(path.optimizer.loss_scale) if path.scaled else None
+        path.reducer.load_state_dict(state, loss_scale=scale)
+        step = self.context.steps.step = path.reducer.step
+        if self.gather is not None:
+            self.gather.updates.load_state_dict(state.get("parameters"), step=step)
+        for name, reducer in path.experts.items():
+            saved = (state.get("expert_gradients") or {}).get(name)
+            own = {**reducer_files.FRESH, "step": step}
+            if saved is not None:
+                own = checkpoint.in_unit(saved["state"], path.unit / saved["unit"])
+            reducer.load_state_dict(own, loss_scale=scale)
+        for name, activation in self.activations.items():
+            activation.streams.load_state_dict(state.get(name) or {}, step=step)
+
+
+class CheckpointFiles(EnginePart):
+    """The files beside an engine's checkpoints, through its ``save_checkpoint`` and ``load_checkpoint``.
 
     The stages of a pipeline hold other parameters: each has a folder for its data-parallel ranks.
+
+    Args:
+        state: The state of this rank.
     """
-    group, parts = reducer.exchange.group, is_pipeline(engine)
-    # Of the class: a subclass may pass its arguments on unseen.
-    save_signature = inspect.signature(DeepSpeedEngine.save_checkpoint)
-    load_signature = inspect.signature(DeepSpeedEngine.load_checkpoint)
 
-    def state_dict() -> dict[str, Any]:
-        state = reducer.state_dict()
-        if gathers is not None:
-            state["parameters"] = gathers.updates.state_dict()
-        if experts:
-            state["expert_gradients"] = {
-                name: {"unit": unit, "state": each.state_dict()} for name, each in experts.items()
-            }
-        return state | {name: hooks.streams.state_dict() for name, hooks in activations.items()}
+    def __init__(self, state: RankState) -> None:
+        self._state, self._path, self._engine = state, state.path, state.path.engine
+        self._group = state.path.reducer.exchange.group
+        self._in_parts = is_pipeline(self._engine)
+        self._configuration = state.context.config.fingerprint()
+        self._sizes = state.path.sizes()
 
-    def own_folder(of_tag: str | Path) -> Path:
-        if not parts:
-            return Path(of_tag)
-        return Path(of_tag, f"dct_stage_{engine.stage_id:02d}_of_{engine.num_stages:02d}")
+    def install(self, patches: Patches) -> None:
+        patches.intercept(self._engine, "save_checkpoint", self._save)
+        patches.intercept(self._engine, "load_checkpoint", self._load)
 
-    def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(*args: Any, **keywords: Any) -> Any:
-            given = save_signature.bind(engine, *args, **keywords).arguments
-            if not given["save_dir"]:
-                return original(*args, **keywords)
-            tag, client_state = given.get("tag"), given.get("client_state") or {}
-            tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-            folder = own_folder(Path(given["save_dir"], tag))
-            mark = folder / checkpoint.UNFINISHED
-            if reducer.rank == 0 and folder.is_dir() and any(folder.iterdir()):
-                mark.touch()
-            # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
-            if gathers is not None:
-                gathers.gather()
-            identity = reducer_files.save(
-                folder, state_dict, group=group, parts=parts, unit=unit, configuration=configuration
-            )
-            given.update(client_state={**client_state, CLIENT_KEY: identity})
-            given.pop("self")
-            named = given.get("save_latest", True) and not engine.checkpoint_engine.is_decoupled()
-            if named:
-                given["save_latest"] = False
-            with local.anchored() if local is not None else nullcontext():
-                done = original(**given)
-            mark.unlink(missing_ok=True)
-            if named:
-                _name_latest(Path(given["save_dir"]), tag)
-            return done
+    def load(self, tag_folder: str | os.PathLike[str], expected: str | None = None) -> bool:
+        """Take over the residuals in the folder of a tag, all ranks together; return whether it has any.
 
-        return save_checkpoint
+        Args:
+            tag_folder: The folder of a checkpoint's tag.
+            expected: The identity of the save that they must belong to; None for any.
 
-    def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_checkpoint(*args: Any, **keywords: Any) -> Any:
-            found = original(*args, **keywords)
-            if found[0] is None:
-                return found
-            given = load_signature.bind(engine, *args, **keywords)
-            given.apply_defaults()
-            asked = given.arguments
-            identity = found[1].pop(CLIENT_KEY, "")
-            if asked["load_optimizer_states"] and not asked["load_module_only"]:
-                load(_folder(engine, asked["load_dir"], asked["tag"]), identity)
-            else:
-                adopt(reducer_files.FRESH)
-            return found
-
-        return load_checkpoint
-
-    def load(folder: str | os.PathLike[str], expected: str | None = None) -> bool:
-        place = own_folder(Path(folder))
-        state = reducer_files.load(place, group=group, parts=parts, unit=unit, sizes=sizes, expected=expected)
-        adopt(state or reducer_files.FRESH)
+        Raises:
+            DCTError: On every rank, if a rank's file is damaged or does not fit.
+        """
+        state = reducer_files.load(
+            self._own_folder(tag_folder),
+            group=self._group,
+            parts=self._in_parts,
+            unit=self._path.unit,
+            sizes=self._sizes,
+            expected=expected,
+        )
+        self._state.load_state_dict(state or reducer_files.FRESH)
         return state is not None
 
-    def adopt(state: dict[str, Any]) -> None:
-        scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
-        reducer.load_state_dict(state, loss_scale=scale)
-        steps.step = reducer.step
-        if gathers is not None:
-            gathers.updates.load_state_dict(state.get("parameters"), step=reducer.step)
-        for name, each in experts.items():
-            saved = (state.get("expert_gradients") or {}).get(name)
-            own = {**reducer_files.FRESH, "step": reducer.step}
-            if saved is not None:
-                own = checkpoint.in_unit(saved["state"], unit / saved["unit"])
-            each.load_state_dict(own, loss_scale=scale)
-        for name, hooks in activations.items():
-            hooks.streams.load_state_dict(state.get(name) or {}, step=reducer.step)
+    def _save(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        # The signature of the class: a subclass may pass its arguments on unseen.
+        signature = inspect.signature(DeepSpeedEngine.save_checkpoint)
+        given = signature.bind(self._engine, *args, **keywords).arguments
+        if not given["save_dir"]:
+            return original(*args, **keywords)
+        tag, client_state = given.get("tag"), given.get("client_state") or {}
+        tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+        folder = self._own_folder(Path(given["save_dir"], tag))
+        mark = folder / checkpoint.UNFINISHED
+        if self._path.reducer.rank == 0 and folder.is_dir() and any(folder.iterdir()):
+            mark.touch()
+        # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
+        if self._state.gather is not None:
+            self._state.gather.gather()
+        identity = reducer_files.save(
+            folder,
+            self._state.state_dict,
+            group=self._group,
+            parts=self._in_parts,
+            unit=self._path.unit,
+            configuration=self._configuration,
+        )
+        given.update(client_state={**client_state, CLIENT_KEY: identity})
+        given.pop("self")
+        names_latest = given.get("save_latest", True) and not self._engine.checkpoint_engine.is_decoupled()
+        if names_latest:
+            given["save_latest"] = False
+        with self._path.saving():
+            result = original(**given)
+        mark.unlink(missing_ok=True)
+        if names_latest:
+            _name_latest(Path(given["save_dir"]), tag)
+        return result
 
-    patches.wrap(engine, "save_checkpoint", make_save)
-    patches.wrap(engine, "load_checkpoint", make_load)
-    return load
+    def _load(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        loaded = original(*args, **keywords)
+        if loaded[0] is None:
+            return loaded
+        given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(self._engine, *args, **keywords)
+        given.apply_defaults()
+        asked = given.arguments
+        identity = loaded[1].pop(CLIENT_KEY, "")
+        if asked["load_optimizer_states"] and not asked["load_module_only"]:
+            self.load(_tag_folder(self._engine, asked["load_dir"], asked["tag"]), identity)
+        else:
+            self._state.load_state_dict(reducer_files.FRESH)
+        return loaded
+
+    def _own_folder(self, tag_folder: str | os.PathLike[str]) -> Path:
+        if not self._in_parts:
+            return Path(tag_folder)
+        return Path(tag_folder, f"dct_stage_{self._engine.stage_id:02d}_of_{self._engine.num_stages:02d}")
 
 
 def _name_latest(folder: Path, tag: str) -> None:
-    """Make ``tag`` the checkpoint to go on from; a collective.
+    """Make ``tag`` the checkpoint to resume from; a collective.
 
-    DeepSpeed's rank 0 writes it once its own files are there, perhaps not those of others, and in place;
-    a kill in between leaves it empty.
+    DeepSpeed's rank 0 writes the name once its own files are there, perhaps not those of others, and in
+    place; a kill in between leaves it empty.
     """
     if dist.get_rank() == 0:
         (folder / "latest.new").write_text(tag)
@@ -175,8 +190,8 @@ def _name_latest(folder: Path, tag: str) -> None:
         dist.barrier()
 
 
-def _folder(engine: Any, load_dir: Any, tag: Any) -> str:
-    """Where DeepSpeed has just loaded from."""
+def _tag_folder(engine: Any, load_dir: Any, tag: Any) -> str:
+    """Return the folder from which DeepSpeed has just loaded."""
     if tag is None:
         latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
         with open(os.path.join(load_dir, latest), encoding="utf-8") as file:

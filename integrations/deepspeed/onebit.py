@@ -5,6 +5,8 @@ momentum through a backend that they choose by name, and keep two errors for it:
 part that a rank sums up for all. Here what is exchanged is thresholded instead of reduced to signs, through
 the plugin's codecs and exchange; the residuals of its streams lie in the optimizer's two buffers. DeepSpeed
 has these optimizers up to 0.19.6.
+
+Deleting this file and its row in :mod:`.features` removes the feature.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.config import DCTConfig, LocalFeedback
+from dct_plugin.config.options import show
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.two_phase import TwoPhase
@@ -28,9 +32,10 @@ from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.stream import Compressor
 
 from ..host.patches import Patches
-from .section import PATH_ATTRIBUTE, SECTION, backend_name
-from .stage0 import BoundaryHooks
-from .support import inner_of
+from .part import EngineContext
+from .section import PATH_ATTRIBUTE, SECTION, backend_name, inner_optimizer
+from .stage0 import Stage0Path
+from .support import precision_of
 
 #: The value of ``comm_backend_name`` that chooses the plugin.
 BACKEND_NAME = SECTION
@@ -68,7 +73,7 @@ def prepare(module: ModuleType) -> None:
             original(*given.args, **given.kwargs)
         made = given.arguments["self"]
         made.comm_backend_name = BACKEND_NAME
-        setattr(made, PATH_ATTRIBUTE, MomentumHooks)
+        setattr(made, PATH_ATTRIBUTE, MomentumPath)
         # DeepSpeed gives the first step of a process to trying its backend out: no weight moves. After a
         # checkpoint was loaded, the step after it is then taken with each rank's own gradient.
         made.initialize = True
@@ -114,7 +119,7 @@ def _standing_in() -> Iterator[None]:
 
 
 class Backend:
-    """What the optimizers call; the engine's attachment connects it.
+    """The backend that the optimizers call; the gradient path of their engine connects it.
 
     Args:
         mpu: DeepSpeed's model-parallel unit, None for data parallelism over all ranks.
@@ -124,7 +129,7 @@ class Backend:
         group = None if mpu is None else mpu.get_data_parallel_group()
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.hooks: MomentumHooks | None = None
+        self.path: MomentumPath | None = None
 
     def compressed_allreduce(
         self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor, local_rank: int
@@ -132,28 +137,28 @@ class Backend:
         """Replace ``buffer_m`` by the mean of what the ranks send of it, bitwise the same on all.
 
         Args:
-            buffer_m: Any shape; changed in place and returned.
-            worker_error: fp32, at least as many entries: what this rank has not sent.
-            server_error: fp32, one over the number of ranks of these: what it owes to all of the part whose
-                sum it forms.
+            buffer_m: A momentum of any shape; changed in place and returned.
+            worker_error: fp32, at least as many entries: the residual of this rank.
+            server_error: fp32, one over the number of ranks of these: the residual of the part that this rank
+                sums up for all.
             local_rank: Not used.
 
         Raises:
             ConfigError: The engine's configuration switches the plugin off.
             DesyncError, PayloadError: See :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
         """
-        if self.hooks is None:
+        if self.path is None:
             raise ConfigError(
                 f"optimizer.params.comm_backend_name = '{BACKEND_NAME}': the engine that this optimizer "
                 "belongs to is not attached to dct"
             )
         if buffer_m.numel():
-            self.hooks.average(buffer_m, worker_error, server_error)
+            self.path.average(buffer_m, worker_error, server_error)
         return buffer_m
 
 
 class _BuffersOfOptimizer(TwoPhase):
-    """Owners own what the optimizer gave them buffers for; small tensors need no buffers."""
+    """A two-phase exchange whose owners own what the optimizer has buffers for; small tensors need none."""
 
     part = 0
     """Entries that each rank owns."""
@@ -163,7 +168,7 @@ class _BuffersOfOptimizer(TwoPhase):
 
 
 class MomentumReducer(GradientReducer):
-    """Averages one momentum after the other; the residuals are the optimizer's."""
+    """A reducer that averages one momentum after the other; its residuals are the optimizer's."""
 
     _errors: dict[str, Tensor]
     """Residuals by stream, in the optimizer's memory."""
@@ -178,7 +183,7 @@ class MomentumReducer(GradientReducer):
         """Replace ``momentum`` (1-D) by the mean of what the ranks send of ``momentum + worker_error``.
 
         Args:
-            name: Of the stream.
+            name: The name of the stream.
             momentum, worker_error, server_error: See :meth:`Backend.compressed_allreduce`.
         """
         numel, self._layout.part = momentum.numel(), server_error.numel()
@@ -188,12 +193,6 @@ class MomentumReducer(GradientReducer):
                 self._errors[f"{name}[{start}:{stop}]"] = server_error[: stop - start]
         self.all_reduce([(name, momentum)], scale=1.0 / self.world_size)
 
-    def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
-        """See :meth:`~dct_plugin.data_parallel.GradientReducer.load_state_dict`; no loss scale is in a
-        momentum.
-        """
-        super().load_state_dict(state)
-
     def stream(self, name: str) -> Compressor:
         """Return the stream of a tensor, with its residual where the optimizer keeps it."""
         stream = super().stream(name)
@@ -201,47 +200,70 @@ class MomentumReducer(GradientReducer):
         return stream
 
 
-class MomentumHooks(BoundaryHooks):
-    """Connects an engine's optimizer with a reducer; gradients of the optimizer's own dense steps stay
-    DeepSpeed's.
-    """
+class MomentumPath(Stage0Path):
+    """The exchange of an optimizer's momentum; gradients of its dense steps are left to DeepSpeed."""
 
+    reducer_class = MomentumReducer
+    loss_scaled = False  # momentum is in the weights' units, and is not exchanged in a step that is skipped
     reducer: MomentumReducer
 
-    def install(self, patches: Patches) -> None:
-        """Patch the engine's optimizer (this instance)."""
-        self._optimizer = inner_of(self.engine)
-        self._names, self.sizes = self._streams()
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self._inner = inner_optimizer(self.engine)
+        # Tensors of the optimizer are parameters, or flat copies of groups of them.
+        tensors = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        self._stream_names = {id(t): self._names.get(id(t), f"group {i}") for i, t in enumerate(tensors)}
+        self._sizes = {self._stream_names[id(t)]: t.numel() for t in tensors}
+        if hasattr(self._inner, "exp_avg_flat"):
+            # 1-bit LAMB has all momenta in one tensor, with zeros at its end.
+            unit = self._inner.size * self._inner.divider
+            self._sizes = {_ALL: -(-sum(self._sizes.values()) // unit) * unit}
+            self._stream_names = {}
         self._owners: dict[int, Any] = {}
-        patches.replace(self._optimizer.comm_backend_handle, "hooks", self)
+
+    @classmethod
+    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
+        settings = config.data_parallel
+        given_and_allowed = {
+            "enabled": (config.enabled, True),
+            "data_parallel.enabled": (settings.enabled, True),
+            "data_parallel.feedback": (settings.feedback, LocalFeedback()),
+            "data_parallel.adaptive": (settings.adaptive, None),
+            "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
+            "data_parallel.expert.error_averaging": (settings.expert.error_averaging, None),
+        }
+        for key, (given, allowed) in given_and_allowed.items():
+            if given != allowed:
+                raise ConfigError(
+                    f"rank {engine.global_rank}: dct.{key} = {show(given)} does not go with "
+                    f"optimizer.params.comm_backend_name = '{BACKEND_NAME}', where the optimizer keeps what "
+                    f"is not sent of its momentum: must be {show(allowed)}"
+                )
+        return super().check(engine, config)
+
+    def describe(self) -> str:
+        return f"the momentum of {type(self._inner).__name__}, {precision_of(self.engine)}"
+
+    def install(self, patches: Patches) -> None:
+        patches.replace(self._inner.comm_backend_handle, "path", self)
         self.steps.begin()  # in the optimizer's dense steps nothing comes here, and nothing is wrong
 
-    def _streams(self) -> tuple[dict[int, str], dict[str, int]]:
-        """Names of the optimizer's tensors, which are parameters or flat copies of groups of them, and the
-        sizes by name. 1-bit LAMB has all momenta in one tensor, with zeros at its end.
-        """
-        names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
-        tensors = [p for group in self._optimizer.param_groups for p in group["params"]]
-        named = {id(p): names.get(id(p), f"group {i}") for i, p in enumerate(tensors)}
-        sizes = {named[id(p)]: p.numel() for p in tensors}
-        if hasattr(self._optimizer, "exp_avg_flat"):
-            unit = self._optimizer.size * self._optimizer.divider
-            return {}, {_ALL: -(-sum(sizes.values()) // unit) * unit}
-        return named, sizes
+    def sizes(self) -> dict[str, int]:
+        return self._sizes
 
     def average(self, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
         """See :meth:`Backend.compressed_allreduce`."""
         self.steps.begin()
         flat = momentum.detach().reshape(-1)
-        self.reducer.average(self._name(worker_error), flat, worker_error, server_error)
+        self.reducer.average(self._stream_name(worker_error), flat, worker_error, server_error)
         if flat.data_ptr() != momentum.data_ptr():
             momentum.copy_(flat.view(momentum.shape))
 
-    def _name(self, worker_error: Tensor) -> str:
-        """The stream whose residual is ``worker_error``; a loaded checkpoint changes the tensors."""
-        state = self._optimizer.state
+    def _stream_name(self, worker_error: Tensor) -> str:
+        """Return the stream whose residual is ``worker_error``; a loaded checkpoint changes the tensors."""
+        state = self._inner.state
         owner = self._owners.get(id(worker_error))
         if owner is None or state[owner].get("worker_error") is not worker_error:
             self._owners = {id(s["worker_error"]): p for p, s in state.items() if "worker_error" in s}
             owner = self._owners.get(id(worker_error))
-        return _ALL if owner is None else self._names[id(owner)]
+        return _ALL if owner is None else self._stream_names[id(owner)]

@@ -1,11 +1,11 @@
 """DeepSpeed's pipeline engine: activations forward and gradients backward between stages, compressed.
 
 The engine executes a schedule of instructions; four of them send or receive through the module ``p2p``.
-While one of these runs, the engine module's ``p2p`` is a channel that replaces the tensors that are
-compressed by messages of fixed size (:class:`~dct_plugin.model_parallel.FixedMessages`) and hands everything
-else on: shapes, integer and boolean tensors, tensors so small that a message would be no smaller. The
-schedule, buffers and shapes stay DeepSpeed's. Which micro-batch a gradient belongs to is its pipeline buffer,
-on both sides, so that both know what the gradient that crosses next answers.
+While one of these runs, the engine module's ``p2p`` is a :class:`_Transfers` that replaces the tensors that
+are compressed by messages of fixed size (:class:`~dct_plugin.model_parallel.FixedMessages`) and hands
+everything else on: shapes, integer and boolean tensors, tensors so small that a message would be no smaller.
+The schedule, buffers and shapes stay DeepSpeed's. Which micro-batch a gradient belongs to is its pipeline
+buffer, on both sides, so that both know which activation the next gradient answers.
 """
 
 from __future__ import annotations
@@ -20,67 +20,90 @@ from torch import Tensor
 
 from dct_plugin.config import ActivationConfig, DCTConfig, PipelineConfig
 from dct_plugin.kernels import GRAD_DTYPES
-from dct_plugin.metrics import Metrics
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
 
 from ..host.patches import Patches
 from ..host.pipeline_metrics import PipelineMetrics
+from ..host.signatures import Target
 from ..host.streams import ActivationStreams, average
-from .support import is_pipeline
+from .part import EngineContext
+from .path import ActivationPath
+from .support import is_pipeline, require_attributes, require_targets, targets_of
 
-__all__ = ["PipelineHooks"]
+__all__ = ["PipelinePath"]
 
 _PREFIX = "pipeline boundary "
-#: Of one tensor that crossed: how, and what its gradient takes; None where it crossed as it was.
-_Crossed = tuple[FixedMessages, Kept] | None
+
+_TARGETS = (
+    *targets_of(
+        "deepspeed.runtime.pipe.engine",
+        "PipelineEngine",
+        train_batch="data_iter",
+        _exec_send_activations="buffer_id",
+        _exec_recv_activations="buffer_id",
+        _exec_send_grads="buffer_id",
+        _exec_recv_grads="buffer_id",
+    ),
+    Target("deepspeed.runtime.pipe.p2p", "send", ("tensor", "dest_stage", "async_op")),
+    Target("deepspeed.runtime.pipe.p2p", "recv", ("tensor", "src_stage", "async_op")),
+    Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", ("self",)),
+)
+_ATTRIBUTES = (
+    "_INSTRUCTION_MAP", "pipe_buffers", "pipe_recv_buf", "grid", "stage_id", "num_stages",
+    "has_attention_mask", "has_bool_tensors", "is_model_parallel",
+)  # fmt: skip
+
+#: How one tensor was compressed, and what its gradient needs; None where it was sent as it is.
+_Compressed = tuple[FixedMessages, Kept] | None
+_Transfer = Callable[[Tensor], Any]
 
 
-class PipelineHooks:
-    """Compresses what a ``PipelineEngine`` sends between its stages.
+class PipelinePath(ActivationPath):
+    """The compressed exchange of activations and their gradients between the stages of an engine."""
 
-    Args:
-        engine: DeepSpeed's engine, of two stages or more.
-        config: The whole section.
-        metrics: Where bytes, density and times are recorded.
-    """
+    name = "pipeline"
 
-    def __init__(self, engine: Any, config: DCTConfig, metrics: Metrics) -> None:
-        self.engine = engine
-        self.config = config.model_parallel.pipeline
-        self.metrics = metrics
-        self._kernels = config.kernels
+    def __init__(self, context: EngineContext) -> None:
+        self.engine = context.engine
+        self.config = context.config.model_parallel.pipeline
+        self.metrics = context.metrics
+        self._kernels = context.config.kernels
         self.streams = ActivationStreams(self._make, _PREFIX)
         self._number = 0
-        self._sent: dict[int, list[_Crossed]] = {}  # by pipeline buffer, one for each floating-point tensor
-        self._received: dict[int, list[_Crossed]] = {}
+        self._sent: dict[
+            int, list[_Compressed]
+        ] = {}  # by pipeline buffer, one for each floating-point tensor
+        self._received: dict[int, list[_Compressed]] = {}
 
-    @staticmethod
-    def wanted(engine: Any, config: DCTConfig) -> bool:
-        """Whether anything is to be compressed between this engine's stages."""
+    @classmethod
+    def applies(cls, engine: Any, config: DCTConfig) -> bool:
         if not is_pipeline(engine):
             return False
         return any(section.compresses for section in _sections(engine, config.model_parallel.pipeline))
 
-    @property
-    def summary(self) -> str:
-        """What is done at the boundaries, for people."""
+    @classmethod
+    def check(cls, engine: Any, config: DCTConfig) -> None:
+        if is_pipeline(engine):
+            require_targets(_TARGETS)
+            require_attributes(engine=(engine, _ATTRIBUTES))
+
+    def describe(self) -> str:
         return "; ".join(dict.fromkeys(section.summary for section in _sections(self.engine, self.config)))
 
     def install(self, patches: Patches) -> None:
-        """Patch the engine instance."""
         instructions = dict(self.engine._INSTRUCTION_MAP)
-        channels: dict[Any, Callable[[int], _Channel]] = {
+        transfers: dict[Any, Callable[[int], _Transfers]] = {
             schedule.SendActivation: self._send_activations,
             schedule.RecvActivation: self._receive_activations,
             schedule.SendGrad: self._send_gradients,
             schedule.RecvGrad: self._receive_gradients,
         }
-        for instruction, channel in channels.items():
-            instructions[instruction] = _through(instructions[instruction], channel)
+        for instruction, make in transfers.items():
+            instructions[instruction] = _with_transfers(instructions[instruction], make)
         patches.replace(self.engine, "_INSTRUCTION_MAP", instructions)
 
     def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
-        # Both ends of a boundary are of the same replica.
+        # Both ends of a boundary belong to the same replica.
         replica = self.engine.grid.get_data_parallel_id()
         group = self.engine.grid.get_data_parallel_group()
         return ActivationStream(
@@ -91,97 +114,103 @@ class PipelineHooks:
             average=lambda tensors: average(tensors, group),
         )
 
-    # -- the four instructions ------------------------------------------------------------------------------
+    # -- the four instructions ---
 
-    def _send_activations(self, buffer_id: int) -> _Channel:
-        """Outputs to the next stage; what their gradients take is kept."""
+    def _send_activations(self, buffer_id: int) -> _Transfers:
+        """Send outputs to the next stage, and keep what their gradients need."""
         boundary = self.engine.stage_id
         outputs = _tensors(self.engine.pipe_buffers["outputs"][buffer_id])
-        sparse = self._begin(boundary)
-        crossed = self._kept(self._sent, buffer_id)
+        compresses = self._begin(boundary)
+        compressed = self._kept(self._sent, buffer_id)
 
-        def send(tensor: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
-            messages = self._messages(boundary, position, tensor) if sparse else None
+        def send(tensor: Tensor, transfer: _Transfer, position: int) -> None:
+            messages = self._messages(boundary, position, tensor) if compresses else None
             if messages is None:
-                crossed.append(None)
+                compressed.append(None)
                 transfer(tensor)
                 return
             message, kept, encoded = messages.encode(tensor, self._number)
             self._number += 1
-            crossed.append((messages, kept))
-            self._pipeline_metrics.sent("pipeline", tensor, message, encoded)
+            compressed.append((messages, kept))
+            self._pass_metrics.sent("pipeline", tensor, message, encoded)
             self._timed(transfer, message)
 
-        return _Channel(lambda: self._floating(outputs), send)
+        return _Transfers(lambda: self._floating(outputs), send)
 
-    def _receive_activations(self, buffer_id: int) -> _Channel:
-        """Inputs from the previous stage, into DeepSpeed's buffers, which it copies."""
+    def _receive_activations(self, buffer_id: int) -> _Transfers:
+        """Receive inputs from the previous stage into DeepSpeed's buffers, which it copies."""
         boundary = self.engine.stage_id - 1
-        sparse = self._begin(boundary)
-        crossed = self._kept(self._received, buffer_id)
+        compresses = self._begin(boundary)
+        compressed = self._kept(self._received, buffer_id)
 
-        def receive(buffer: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
-            messages = self._messages(boundary, position, buffer) if sparse else None
+        def receive(buffer: Tensor, transfer: _Transfer, position: int) -> None:
+            messages = self._messages(boundary, position, buffer) if compresses else None
             if messages is None:
-                crossed.append(None)
+                compressed.append(None)
                 transfer(buffer)
                 return
-            message = _room(buffer, messages.nbytes(buffer.shape, buffer.dtype))
+            message = _message_buffer(buffer, messages.nbytes(buffer.shape, buffer.dtype))
             self._timed(transfer, message)
-            with self._pipeline_metrics.timed("decode"):
-                crossed.append((messages, messages.decode(message, buffer)))
+            with self._pass_metrics.timed("decode"):
+                compressed.append((messages, messages.decode(message, buffer)))
 
         # The buffers are made after the first shapes arrived, inside the instruction.
-        return _Channel(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), receive)
+        return _Transfers(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), receive)
 
-    def _send_gradients(self, buffer_id: int) -> _Channel:
-        """Of the inputs, in their order, to the previous stage."""
-        crossed = self._received.pop(buffer_id, [])
+    def _send_gradients(self, buffer_id: int) -> _Transfers:
+        """Send the gradients of the inputs, in their order, to the previous stage."""
+        compressed = self._received.pop(buffer_id, [])
 
-        def send(gradient: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
-            if (known := crossed[position]) is None:
+        def send(gradient: Tensor, transfer: _Transfer, position: int) -> None:
+            if (activation := compressed[position]) is None:
                 transfer(gradient)
                 return
-            messages, kept = known
+            messages, kept = activation
             message, encoded = messages.encode_gradient(gradient, kept, exact=True)
-            self._pipeline_metrics.sent("pipeline_gradient", gradient, message, encoded)
+            self._pass_metrics.sent("pipeline_gradient", gradient, message, encoded)
             self._timed(transfer, message)
 
-        return _Channel(lambda: None, send)
+        return _Transfers(lambda: None, send)
 
-    def _receive_gradients(self, buffer_id: int) -> _Channel:
-        """Of the outputs, in their order, from the next stage."""
-        crossed = self._sent.pop(buffer_id, [])
+    def _receive_gradients(self, buffer_id: int) -> _Transfers:
+        """Receive the gradients of the outputs, in their order, from the next stage."""
+        compressed = self._sent.pop(buffer_id, [])
 
-        def receive(buffer: Tensor, transfer: Callable[[Tensor], Any], position: int) -> None:
-            if (known := crossed[position]) is None:
+        def receive(buffer: Tensor, transfer: _Transfer, position: int) -> None:
+            if (activation := compressed[position]) is None:
                 transfer(buffer)
                 return
-            messages, kept = known
+            messages, kept = activation
             size = messages.nbytes(buffer.shape, buffer.dtype, gradient=True, kept=kept)
-            message = _room(buffer, size)
+            message = _message_buffer(buffer, size)
             self._timed(transfer, message)
-            with self._pipeline_metrics.timed("decode"):
+            with self._pass_metrics.timed("decode"):
                 messages.decode_gradient(message, {kept.number: kept}, buffer)
 
-        return _Channel(lambda: None, receive)
+        return _Transfers(lambda: None, receive)
 
-    # -- what is compressed ----------------------------------------------------------------------------------
+    # -- what is compressed ---
 
     def _begin(self, boundary: int) -> bool:
-        """A pass reaches a boundary; whether it is compressed there."""
-        training = torch.is_grad_enabled()  # of which eval_batch has none
+        """Note that a pass reaches a boundary; return whether it is compressed there."""
+        training = torch.is_grad_enabled()  # not so in eval_batch
         self.streams.begin(training)
         if not training and not self.config.evaluation:
             return False
         return self.config.at(boundary).compresses and self.streams.step >= self.config.warmup_steps
 
-    def _kept(self, where: dict[int, list[_Crossed]], buffer_id: int) -> list[_Crossed]:
-        """What gradients will need of a pass; those without a backward pass leave nothing behind."""
-        return where.setdefault(buffer_id, []) if self.streams.training else []
+    def _kept(self, by_buffer: dict[int, list[_Compressed]], buffer_id: int) -> list[_Compressed]:
+        """Return the list for what gradients will need; a pass without a backward pass keeps nothing."""
+        return by_buffer.setdefault(buffer_id, []) if self.streams.training else []
 
     def _messages(self, boundary: int, position: int, tensor: Tensor) -> FixedMessages | None:
-        """For the floating-point tensor at a position of what crosses; None: it crosses as it is."""
+        """Return the messages for a floating-point tensor; None: it is sent as it is.
+
+        Args:
+            boundary: The stage before the boundary.
+            position: The tensor's position among those that are sent together.
+            tensor: The tensor, or a buffer of its shape and type.
+        """
         if tensor.dtype not in GRAD_DTYPES:
             return None
         name = f"{_PREFIX}{boundary}" + (f" tensor {position}" if position else "")
@@ -190,41 +219,44 @@ class PipelineHooks:
         return messages if size < tensor.numel() * tensor.element_size() else None
 
     def _floating(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those whose gradients come back; the last one may be a boolean mask that crosses as a number."""
+        """Return the tensors whose gradients come back.
+
+        The last one may be a boolean mask that is sent as a number.
+        """
         if self.engine.has_attention_mask or self.engine.has_bool_tensors:
             tensors = tensors[:-1]
         return [tensor for tensor in tensors if tensor.is_floating_point()]
 
-    # -- metrics --------------------------------------------------------------------------------------------
+    # -- metrics ---
 
     @property
-    def _pipeline_metrics(self) -> PipelineMetrics:
-        """Of the current pass."""
+    def _pass_metrics(self) -> PipelineMetrics:
+        """The metrics of the current pass."""
         return PipelineMetrics(self.metrics, self.streams.training)
 
-    def _timed(self, transfer: Callable[[Tensor], Any], message: Tensor) -> None:
-        with self._pipeline_metrics.timed("exchange"):
+    def _timed(self, transfer: _Transfer, message: Tensor) -> None:
+        with self._pass_metrics.timed("exchange"):
             transfer(message)
 
 
 def _sections(engine: Any, config: PipelineConfig) -> list[PipelineConfig]:
-    """Of the boundaries between an engine's stages."""
+    """Return the sections of the boundaries between an engine's stages."""
     return [config.at(boundary) for boundary in range(engine.num_stages - 1)]
 
 
-class _Channel:
-    """Stands for the module ``p2p`` while one instruction runs.
+class _Transfers:
+    """A replacement of the module ``p2p`` while one instruction runs.
 
     Args:
-        expected: The tensors that are handled, in the order in which they cross; whatever else comes, crosses
-            as it is. None: all tensors are handled.
+        expected: Returns the tensors that are handled, in the order in which they are transferred; whatever
+            else comes is transferred as it is. None: all tensors are handled.
         handle: Called with one of them, a function that transfers a tensor in its place, and its position.
     """
 
     def __init__(
         self,
         expected: Callable[[], Sequence[Tensor] | None],
-        handle: Callable[[Tensor, Callable[[Tensor], Any], int], None],
+        handle: Callable[[Tensor, _Transfer, int], None],
     ) -> None:
         self._expected, self._handle = expected, handle
         self._position = 0
@@ -233,12 +265,12 @@ class _Channel:
         return getattr(_p2p, name)
 
     def send(self, tensor: Tensor, stage: int, *more: Any, **keywords: Any) -> None:
-        self._cross(tensor, lambda message: _p2p.send(message, stage, *more, **keywords))
+        self._transfer(tensor, lambda message: _p2p.send(message, stage, *more, **keywords))
 
     def recv(self, tensor: Tensor, stage: int, *more: Any, **keywords: Any) -> None:
-        self._cross(tensor, lambda message: _p2p.recv(message, stage, *more, **keywords))
+        self._transfer(tensor, lambda message: _p2p.recv(message, stage, *more, **keywords))
 
-    def _cross(self, tensor: Tensor, transfer: Callable[[Tensor], Any]) -> None:
+    def _transfer(self, tensor: Tensor, transfer: _Transfer) -> None:
         expected, position = self._expected(), self._position
         if expected is not None and (position >= len(expected) or tensor is not expected[position]):
             transfer(tensor)
@@ -250,11 +282,11 @@ class _Channel:
 _p2p = pipe_engine.p2p
 
 
-def _through(original: Callable[..., None], channel: Callable[[int], _Channel]) -> Callable[..., None]:
-    """An instruction whose transfers go through a channel."""
+def _with_transfers(original: Callable[..., None], make: Callable[[int], _Transfers]) -> Callable[..., None]:
+    """Return an instruction whose transfers go through what ``make(buffer_id)`` returns."""
 
     def execute(engine: Any, buffer_id: int) -> None:
-        pipe_engine.p2p = channel(buffer_id)
+        pipe_engine.p2p = make(buffer_id)
         try:
             original(engine, buffer_id)
         finally:
@@ -263,12 +295,12 @@ def _through(original: Callable[..., None], channel: Callable[[int], _Channel]) 
     return execute
 
 
-def _tensors(crossing: Any) -> Sequence[Tensor]:
-    """What crosses in one instruction: a tensor, several, or not known yet."""
-    if crossing is None:
+def _tensors(transferred: Any) -> Sequence[Tensor]:
+    """Return what one instruction transfers: a tensor, several, or none yet."""
+    if transferred is None:
         return ()
-    return (crossing,) if isinstance(crossing, Tensor) else crossing
+    return (transferred,) if isinstance(transferred, Tensor) else transferred
 
 
-def _room(tensor: Tensor, size: int) -> Tensor:
+def _message_buffer(tensor: Tensor, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=tensor.device)

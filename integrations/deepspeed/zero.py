@@ -1,7 +1,7 @@
 """ZeRO-1 and ZeRO-2: gradients go to the ranks that own the optimizer's partitions.
 
 DeepSpeed reduces a bucket of gradients in ``average_tensor`` (contiguous gradients) or ``allreduce_bucket``
-(not contiguous) and afterwards files the result into partitions. Streams, events, double buffers, filing and
+(not contiguous) and afterwards copies the result into partitions. Streams, events, double buffers, copies and
 accumulation stay DeepSpeed's; only the collectives inside are replaced:
 
 =====================  ==================  ==================================  ==========================
@@ -13,173 +13,187 @@ false                  true                ``allreduce_bucket``                `
 false                  false               ``allreduce_bucket``                ``all_reduce``
 =====================  ==================  ==================================  ==========================
 
-The all-gather of updated parameters after the step stays dense.
+The all-gather of updated parameters after the step stays dense, unless :mod:`.weight_updates` replaces it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
+from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 
-from ..host.patches import Patches
-from ..host.steps import StepHooks
-from .buckets import Averaging, CommBuffer, Piece, pieces
-from .filing import Filing
-from .overlap import Overlap
-from .stage0 import is_expert
+from ..host.patches import Function, Patches
+from .bucket_reductions import Bucket, BucketReductions, reductions_of
+from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, consecutive, entries_of, is_expert
+from .part import EngineContext
+from .path import GradientPath
+from .support import precision_of, targets_of, tied_weights
+from .weight_updates import WeightLayout
+
+__all__ = ["ZeroPath"]
+
+_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 
 
-class PartitionHooks:
-    """Replaces the gradient collectives of a ``DeepSpeedZeroOptimizer`` (stage 1 or 2).
+class _Parameter(NamedTuple):
+    """A parameter in a bucket."""
 
-    Args:
-        optimizer: DeepSpeed's optimizer.
-        reducer: Over the optimizer's data-parallel group.
-        steps: Of the optimizer.
-        whole: Weights of which other ranks, with partitions of their own, have a copy that must stay bitwise
-            the same: they are reduced as if nobody owned a part of them.
-        experts: As for :class:`.stage0.BoundaryHooks`; used where DeepSpeed reduces contiguous buckets to
-            their owners.
-    """
+    group: int
+    """Index of its group in the optimizer."""
+    identity: int
+    """DeepSpeed's number for it."""
+    parameter: Any
 
-    def __init__(
-        self,
-        optimizer: Any,
-        reducer: GradientReducer,
-        steps: StepHooks,
-        *,
-        whole: Sequence[Tensor] = (),
-        experts: Mapping[str, GradientReducer],
-    ) -> None:
-        self.optimizer = optimizer
-        self._experts = {optimizer.expert_dp_process_group[name]: each for name, each in experts.items()}
-        self._whole = {id(weight) for weight in whole}
-        self.reducer = reducer
-        self.steps = steps
-        self.to_owners = bool(optimizer.reduce_scatter)
+
+class ZeroPath(GradientPath):
+    """The gradient collectives of a ``DeepSpeedZeroOptimizer`` (stage 1 or 2)."""
+
+    targets = (
+        *targets_of(
+            _MODULE,
+            "DeepSpeedZeroOptimizer",
+            average_tensor="tensor communication_data_type",
+            allreduce_and_scatter=(
+                "bucket communication_data_type numel_per_bucket log divide process_group"
+            ),
+            gradient_reduction_w_predivide="tensor communication_data_type",
+            allreduce_bucket="bucket communication_data_type rank log divide process_group",
+            get_param_id="param",
+            step="closure",
+            update_lp_params="",
+        ),
+        *WeightLayout.targets(_MODULE),
+    )
+    attributes = (
+        "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
+        "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
+        "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale", "bit16_groups_flat",
+        "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups",
+    )  # fmt: skip
+    weight_layout = WeightLayout(
+        module=stage_1_and_2,
+        flat="bit16_groups_flat",
+        partitions="parallel_partitioned_bit16_groups",
+        masters="single_partition_of_fp32_groups",
+        parameters="bit16_groups",
+    )
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        optimizer = self.optimizer
+        self._expert_reducers = {
+            optimizer.expert_dp_process_group[name]: reducer for name, reducer in self.experts.items()
+        }
+        # Other stages of a pipeline, with partitions of their own, have copies of these weights that must
+        # stay bitwise the same: their gradients are reduced as if nobody owned a part of them.
+        self._whole = {id(weight) for weight in tied_weights(self.engine)}
+        self._to_owners = bool(optimizer.reduce_scatter)
         # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
-        self.average = bool(getattr(optimizer, "gradient_average", True))
+        self._averages = bool(getattr(optimizer, "gradient_average", True))
+        # With contiguous gradients to their owners, average_tensor has divided by the number of ranks before.
+        if self._to_owners and self._averages and optimizer.contiguous_gradients:
+            self.unit = 1.0 / self.reducer.world_size
         self._bucket: Tensor | None = None
-        self._overlap: Overlap | None = None
-        self._filing: Filing | None = None
+        self._reductions: BucketReductions | None = None
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
-    @property
-    def prescaled(self) -> bool:
-        """Whether ``average_tensor`` divides gradients by the number of ranks before they come here."""
-        return self.to_owners and self.average and bool(self.optimizer.contiguous_gradients)
+    @classmethod
+    def applies(cls, engine: Any, config: DCTConfig) -> bool:
+        return type(engine.optimizer) is stage_1_and_2.DeepSpeedZeroOptimizer
+
+    def describe(self) -> str:
+        stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
+        form = "reduce-scatter" if self._to_owners else "all-reduce"
+        layout = "contiguous" if self.optimizer.contiguous_gradients else "separate"
+        return f"ZeRO stage {stage}, {precision}, {form}, {layout} gradients"
+
+    def install(self, patches: Patches) -> None:
+        self._reductions = reductions_of(self.optimizer, self.reducer)
+        self._reductions.install(patches)
+        # One bucket for all owners instead of one per owner: then everything comes through
+        # allreduce_and_scatter.
+        patches.replace(self.optimizer, "use_multi_rank_bucket_allreduce", True)
+        patches.intercept(self.optimizer, "average_tensor", self._average_tensor)
+        patches.intercept(self.optimizer, "allreduce_and_scatter", self._allreduce_and_scatter)
+        patches.intercept(self.optimizer, "gradient_reduction_w_predivide", self._reduce_whole_bucket)
+        patches.intercept(self.optimizer, "allreduce_bucket", self._reduce_separate_gradients)
+
+    def close(self) -> None:
+        if self._reductions is not None:
+            self._reductions.close()
 
     @property
     def scale(self) -> float:
-        """Factor that makes the gradient of the sum over the ranks."""
         if not self.optimizer.contiguous_gradients:
-            return 1.0 / self.reducer.world_size if self.average else 1.0
-        return 1.0 if self.to_owners else self._averaging().after
+            return 1.0 / self.reducer.world_size if self._averages else 1.0
+        return 1.0 if self._to_owners else self._factors().after
 
-    def _averaging(self) -> Averaging:
-        return Averaging.of(
+    def _factors(self) -> ScaleFactors:
+        return ScaleFactors.of(
             self.reducer.world_size,
-            average=self.average,
+            average=self._averages,
             postscale=self.optimizer.postscale_gradients,
             predivide=self.optimizer.gradient_predivide_factor,
         )
 
-    def install(self, patches: Patches) -> None:
-        """Patch the optimizer instance."""
-        optimizer = self.optimizer
-        self._filing = Filing.of(optimizer, self.reducer)
-        self._overlap = Overlap.of(optimizer, self.reducer) if self._filing is None else None
-        for part in (self._filing, self._overlap):
-            if part is not None:
-                part.install(patches)
-        average, scatter = optimizer.average_tensor, optimizer.allreduce_and_scatter
-        predivide, reduce = optimizer.gradient_reduction_w_predivide, optimizer.allreduce_bucket
-        # One bucket for all owners instead of one per owner: then everything comes through
-        # allreduce_and_scatter.
-        patches.replace(optimizer, "use_multi_rank_bucket_allreduce", True)
+    def name_of(self, group: int, parameter: Any) -> str:
+        name = self.optimizer.param_names.get(parameter)
+        return str(name) if name is not None else f"group{group}.{parameter.param_idx_in_group}"
 
-        def average_tensor(tensor: Tensor, communication_data_type: torch.dtype) -> None:
-            self.steps.begin()
-            self._bucket = tensor
-            try:
-                average(tensor, communication_data_type)
-            finally:
-                self._bucket = None
+    # -- DeepSpeed's collectives ---
 
-        def allreduce_and_scatter(
-            bucket: list[Any],
-            communication_data_type: torch.dtype,
-            *args: Any,
-            process_group: Any = None,
-            **keywords: Any,
-        ) -> None:
-            ours = process_group is optimizer.dp_process_group
-            reducer = self.reducer if ours else self._experts.get(process_group)
-            if self._bucket is None or reducer is None:
-                scatter(bucket, communication_data_type, *args, process_group=process_group, **keywords)
-            else:
-                self._scatter(bucket, communication_data_type, reducer)
+    def _average_tensor(
+        self, original: Function, tensor: Tensor, communication_data_type: torch.dtype
+    ) -> None:
+        """Note which bucket DeepSpeed's ``average_tensor`` is about to reduce."""
+        self.steps.begin()
+        self._bucket = tensor
+        try:
+            original(tensor, communication_data_type)
+        finally:
+            self._bucket = None
 
-        def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
-            found = self._parameters(communication_data_type)
-            if tensor.numel() == 0 or any(is_expert(parameter) for _, _, parameter in found):
-                return predivide(tensor, communication_data_type)
-            return self._all_reduce(tensor, communication_data_type)
+    def _allreduce_and_scatter(
+        self,
+        original: Function,
+        bucket: list[Any],
+        communication_data_type: torch.dtype,
+        *args: Any,
+        process_group: Any = None,
+        **keywords: Any,
+    ) -> None:
+        ours = process_group is self.optimizer.dp_process_group
+        reducer = self.reducer if ours else self._expert_reducers.get(process_group)
+        if self._bucket is None or reducer is None:
+            original(bucket, communication_data_type, *args, process_group=process_group, **keywords)
+        else:
+            self._scatter(self._bucket, bucket, communication_data_type, reducer)
 
-        def allreduce_bucket(
-            bucket: list[Tensor],
-            communication_data_type: torch.dtype,
-            rank: int | None = None,
-            log: Any = None,
-            divide: bool = True,
-            process_group: Any = None,
-        ) -> Tensor:
-            layout = self._layout_of(bucket, communication_data_type) if rank is None and divide else None
-            if layout is None:
-                return reduce(
-                    bucket,
-                    communication_data_type,
-                    rank=rank,
-                    log=log,
-                    divide=divide,
-                    process_group=process_group,
-                )
-            self.steps.begin()
-            return self._reduce_loose(bucket, layout, communication_data_type)
-
-        for method in average_tensor, allreduce_and_scatter, gradient_reduction_w_predivide, allreduce_bucket:
-            patches.replace(optimizer, method.__name__, method)
-
-    def close(self) -> None:
-        """The engine is gone."""
-        if self._overlap is not None:
-            self._overlap.close()
-
-    # -- the three collectives -------------------------------------------------------------------------------
-
-    def _scatter(self, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer) -> None:
-        """Contiguous bucket, of it what ``reducer`` reduces, to its owners.
+    def _scatter(
+        self, tensor: Tensor, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer
+    ) -> None:
+        """Reduce a contiguous bucket, of it what ``reducer`` reduces, to its owners.
 
         Args:
-            bucket: ``(owners, slice of the bucket[, fp32 accumulator of the slice if it is owned here])``;
-                gradients are divided by the number of ranks already.
-            dtype: Communication type.
+            tensor: The bucket; gradients are divided by the number of ranks already.
+            bucket: ``(owners, slice of the bucket[, fp32 accumulator of the slice if it is owned here])``.
+            dtype: The communication type.
+            reducer: The reducer of all ranks, or that of a group of experts.
         """
-        tensor = self._bucket
-        assert tensor is not None
-        found = self._parameters(dtype)
-        layout, first = self._pieces_of(found), tensor.storage_offset()
-        buffer = CommBuffer(tensor, dtype)
+        parameters = self._parameters(dtype)
+        slices, first = self._slices_of(parameters), tensor.storage_offset()
+        buffer = CommunicationBuffer(tensor, dtype)
 
-        def work() -> None:
-            self._to_owners(buffer.flat, layout, found, reducer)
+        def reduce() -> None:
+            self._reduce_to_owners(buffer.flat, slices, parameters, reducer)
 
-        def after() -> None:
+        def use() -> None:
             for owners, part, *accumulators in bucket:
                 if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
                     result = buffer.flat.narrow(0, part.storage_offset() - first, part.numel())
@@ -188,116 +202,122 @@ class PartitionHooks:
                     if result.data_ptr() != part.data_ptr():
                         part.copy_(result)
 
-        if self._overlap is not None and reducer is self.reducer:
-            self._overlap.submit(work, after)
+        if reducer is self.reducer and self._reductions is not None:
+            named = [(slice_.name, each.parameter) for slice_, each in zip(slices, parameters, strict=True)]
+            self._reductions.reduce(Bucket(tensor, dtype, named), reduce, use)
         else:
-            work()
-            if self._filing is not None and reducer is self.reducer:
-                named = ((self.name_of(group, parameter), parameter) for group, _, parameter in found)
-                self._filing.begin(tensor, dtype, named)
-            after()
+            reduce()
+            use()
 
-    def _all_reduce(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Contiguous bucket, the whole result to every rank; returns it in the communication type."""
-        averaging = self._averaging()
-        buffer = CommBuffer(tensor, dtype, averaging.before)
-        found = self._parameters(dtype)
-        layout = self._pieces_of(found)
-        self.reducer.all_reduce(
-            [(piece.name, piece.of(buffer.flat)) for piece in layout], scale=averaging.after
-        )
+    def _reduce_whole_bucket(
+        self, original: Function, tensor: Tensor, communication_data_type: torch.dtype
+    ) -> Tensor:
+        """Reduce a contiguous bucket, the whole to every rank; return it in the communication type."""
+        parameters = self._parameters(communication_data_type)
+        if tensor.numel() == 0 or any(is_expert(each.parameter) for each in parameters):
+            return original(tensor, communication_data_type)
+        factors = self._factors()
+        buffer = CommunicationBuffer(tensor, communication_data_type, factors.before)
+        self.reducer.all_reduce(entries_of(buffer.flat, self._slices_of(parameters)), scale=factors.after)
         buffer.write_back()
         return buffer.flat
 
-    def _reduce_loose(
-        self, bucket: Sequence[Tensor], layout: Sequence[tuple[int, int, Any]], dtype: torch.dtype
+    def _reduce_separate_gradients(
+        self,
+        original: Function,
+        bucket: list[Tensor],
+        communication_data_type: torch.dtype,
+        rank: int | None = None,
+        log: Any = None,
+        divide: bool = True,
+        process_group: Any = None,
     ) -> Tensor:
-        """Gradients that lie apart; returns them packed, reduced, in the communication type."""
-        flat = self.optimizer.flatten(bucket)
-        buffer = CommBuffer(flat, dtype)
-        parts = self._pieces_of(layout)
-        if self.to_owners:
-            self._to_owners(buffer.flat, parts, layout, self.reducer, scale=self.scale)
-        else:
-            self.reducer.all_reduce(
-                [(piece.name, piece.of(buffer.flat)) for piece in parts], scale=self.scale
+        """Reduce gradients that lie apart; return them in one tensor, in the communication type."""
+        parameters = self._separate_parameters(bucket, communication_data_type)
+        if rank is not None or not divide or parameters is None:
+            return original(
+                bucket,
+                communication_data_type,
+                rank=rank,
+                log=log,
+                divide=divide,
+                process_group=process_group,
             )
-        return buffer.flat
+        self.steps.begin()
+        flat = CommunicationBuffer(self.optimizer.flatten(bucket), communication_data_type).flat
+        slices = self._slices_of(parameters)
+        if self._to_owners:
+            self._reduce_to_owners(flat, slices, parameters, self.reducer, scale=self.scale)
+        else:
+            self.reducer.all_reduce(entries_of(flat, slices), scale=self.scale)
+        return flat
 
-    def _to_owners(
+    def _reduce_to_owners(
         self,
         flat: Tensor,
-        layout: Sequence[Piece],
-        found: Sequence[tuple[int, int, Any]],
+        slices: Sequence[BucketSlice],
+        parameters: Sequence[_Parameter],
         reducer: GradientReducer,
         *,
         scale: float = 1.0,
     ) -> None:
         """Reduce the gradients in ``flat`` that ``reducer`` reduces, each part at its owner."""
-        ours = [
-            (piece, part)
-            for piece, part in zip(layout, found, strict=True)
-            if self._reducer_of(part[2]) is reducer
-        ]
-        cut = [(piece, part) for piece, part in ours if id(part[2]) not in self._whole]
-        if whole := [(piece.name, piece.of(flat)) for piece, part in ours if id(part[2]) in self._whole]:
+        whole, sharded = [], []
+        for entry, each in zip(entries_of(flat, slices), parameters, strict=True):
+            if self._reducer_of(each.parameter) is not reducer:
+                continue
+            if id(each.parameter) in self._whole:
+                whole.append(entry)
+            else:
+                sharded.append((*entry, self._shards_of(each)))
+        if whole:
             reducer.all_reduce(whole, scale=scale)
             reducer.finish()  # nobody owns these: the bucket alone holds the sums
-        if cut:
-            entries = [(piece.name, piece.of(flat), self._shards_of(*part)) for piece, part in cut]
-            reducer.reduce_scatter(entries, scale=scale)
+        if sharded:
+            reducer.reduce_scatter(sharded, scale=scale)
 
     def _reducer_of(self, parameter: Any) -> GradientReducer | None:
         if not is_expert(parameter):
             return self.reducer
-        return self._experts.get(self.optimizer.expert_dp_process_group[parameter.group_name])
+        return self._expert_reducers.get(self.optimizer.expert_dp_process_group[parameter.group_name])
 
-    # -- where things are ------------------------------------------------------------------------------------
+    # -- parameters and their owners ---
 
-    def _parameters(self, dtype: torch.dtype) -> list[tuple[int, int, Any]]:
-        """``(group index, parameter id, parameter)`` of the bucket being reduced, in its order."""
+    def _parameters(self, dtype: torch.dtype) -> list[_Parameter]:
+        """Return the parameters of the bucket being reduced, in its order."""
         optimizer = self.optimizer
         return [
-            (group, identity, optimizer.bit16_groups[group][index])
+            _Parameter(group, identity, optimizer.bit16_groups[group][index])
             for group, index, identity in optimizer.ipg_buckets[dtype].params
         ]
 
-    def _layout_of(self, bucket: Sequence[Tensor], dtype: torch.dtype) -> list[tuple[int, int, Any]] | None:
-        """The parameters that loose gradients belong to; None unless all are ours."""
-        known = {
-            grad.data_ptr(): found
-            for grad, found in zip(
-                self.optimizer.ipg_buckets[dtype].grads, self._parameters(dtype), strict=True
-            )
-        }
-        layout = []
+    def _separate_parameters(self, bucket: Sequence[Tensor], dtype: torch.dtype) -> list[_Parameter] | None:
+        """Return the parameters that separate gradients belong to; None unless all are reduced here."""
+        grads = self.optimizer.ipg_buckets[dtype].grads
+        known = {g.data_ptr(): each for g, each in zip(grads, self._parameters(dtype), strict=True)}
+        found = []
         for tensor in bucket:
-            found = known.get(tensor.data_ptr())
-            if found is None or found[2].numel() != tensor.numel() or is_expert(found[2]):
+            each = known.get(tensor.data_ptr())
+            if each is None or each.parameter.numel() != tensor.numel() or is_expert(each.parameter):
                 return None
-            layout.append(found)
-        return layout
+            found.append(each)
+        return found
 
-    def _pieces_of(self, parameters: Sequence[tuple[int, int, Any]]) -> list[Piece]:
-        """Layout of a buffer that holds their gradients one after the other."""
-        return pieces([(self.name_of(group, p), p.numel()) for group, _, p in parameters])
+    def _slices_of(self, parameters: Sequence[_Parameter]) -> list[BucketSlice]:
+        """Return the slices of a buffer that holds their gradients one after the other."""
+        return consecutive((self.name_of(p.group, p.parameter), p.parameter.numel()) for p in parameters)
 
-    def _shards_of(self, group: int, identity: int, parameter: Any) -> list[Shard]:
-        """Owners of a parameter's parts: a partition boundary may cut it, even several times."""
-        shards = self._shards.get((group, identity))
-        if shards is None:
-            optimizer = self.optimizer
+    def _shards_of(self, each: _Parameter) -> list[Shard]:
+        """Return the owners of a parameter's parts: a partition boundary may cut it, even several times."""
+        key = each.group, each.identity
+        if key not in self._shards:
+            offsets = self.optimizer.grad_start_offset[each.group]
             starts = sorted(
-                (int(optimizer.grad_start_offset[group][partition][identity]), partition)
-                for partition in optimizer.param_to_partition_ids[group][identity]
+                (int(offsets[partition][each.identity]), partition)
+                for partition in self.optimizer.param_to_partition_ids[each.group][each.identity]
             )
-            ends = [start for start, _ in starts[1:]] + [parameter.numel()]
-            shards = [
+            ends = [start for start, _ in starts[1:]] + [each.parameter.numel()]
+            self._shards[key] = [
                 Shard(partition, start, stop) for (start, partition), stop in zip(starts, ends, strict=True)
             ]
-            self._shards[group, identity] = shards
-        return shards
-
-    def name_of(self, group: int, parameter: Any) -> str:
-        name = self.optimizer.param_names.get(parameter)
-        return str(name) if name is not None else f"group{group}.{parameter.param_idx_in_group}"
+        return self._shards[key]

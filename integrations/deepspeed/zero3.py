@@ -9,7 +9,7 @@ parameters before each module stay DeepSpeed's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,51 +18,85 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.options import show
-from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import ConfigError
 
-from ..host.patches import Patches
-from ..host.steps import StepHooks
+from ..host.patches import Function, Patches
+from .part import EngineContext
+from .path import GradientPath
+from .support import precision_of, targets_of
 
-#: Of DeepSpeed's optimizer; both take ``(self, gradients or parameters, communication type)``.
-SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-SCATTER_CONTIGUOUS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
+__all__ = ["Zero3Path"]
+
+_CLASS = "DeepSpeedZeroOptimizer_Stage3"
+_SCATTER = f"_{_CLASS}__avg_scatter_grads"
+_SCATTER_CONTIGUOUS = f"_{_CLASS}__avg_scatter_contiguous_grads"
 
 
-class ScatterHooks:
-    """Replaces the gradient collectives of a ``DeepSpeedZeroOptimizer_Stage3``.
+class Zero3Path(GradientPath):
+    """The gradient collectives of a ``DeepSpeedZeroOptimizer_Stage3``."""
 
-    Args:
-        optimizer: DeepSpeed's optimizer.
-        reducer: Over the optimizer's data-parallel group.
-        steps: Of the optimizer.
-    """
+    targets = targets_of(
+        "deepspeed.runtime.zero.stage3",
+        _CLASS,
+        **{
+            _SCATTER: "params_to_reduce communication_data_type",
+            _SCATTER_CONTIGUOUS: "buffer_to_reduce communication_data_type",
+        },
+    )
+    attributes = (
+        "ipg_buckets", "fp16_groups", "param_names", "dp_process_group", "postscale_gradients",
+        "gradient_predivide_factor", "gradient_accumulation_dtype", "loss_scale",
+    )  # fmt: skip
 
-    def __init__(self, optimizer: Any, reducer: GradientReducer, steps: StepHooks) -> None:
-        self.optimizer = optimizer
-        self.reducer = reducer
-        self.steps = steps
-        self.scale = 1.0 / reducer.world_size
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self._residual_dtype = context.config.data_parallel.residual_dtype
+
+    @classmethod
+    def applies(cls, engine: Any, config: DCTConfig) -> bool:
+        return type(engine.optimizer).__name__ == _CLASS
+
+    @classmethod
+    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
+        """Return the section as it is applied under ZeRO-3: residuals are in int8 unless it says otherwise.
+
+        Raises:
+            ConfigError: The section asks for what ZeRO-3 cannot give; says why.
+            VersionError: See :meth:`.path.GradientPath.check`.
+        """
+        settings = config.data_parallel
+        if settings.enabled:
+            automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
+            for key, reason in _refusals(settings, automatic=automatic, fp16=engine.fp16_enabled()):
+                given = show(attrgetter(key)(settings))
+                raise ConfigError(
+                    f"rank {engine.global_rank}: dct.data_parallel.{key} = {given} under ZeRO stage 3: "
+                    f"{reason}"
+                )
+            if automatic:
+                changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
+                config = config.model_copy(update={"data_parallel": changed})
+        return super().check(engine, config)
+
+    def describe(self) -> str:
+        stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
+        return f"ZeRO stage {stage}, {precision}, reduce-scatter, residuals in {self._residual_dtype}"
 
     def install(self, patches: Patches) -> None:
-        """Patch the optimizer instance."""
+        patches.intercept(self.optimizer, _SCATTER, self._scatter)
+        patches.intercept(self.optimizer, _SCATTER_CONTIGUOUS, self._scatter_contiguous)
 
-        def scatter(parameters: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
-            return self._scatter(parameters, dtype)
+    def _scatter_contiguous(self, original: Function, _: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        # The buffer is the bucket's, in which the gradients of its parameters lie.
+        return self._scatter(original, self.optimizer.ipg_buckets[dtype].params, dtype)
 
-        def scatter_contiguous(_: Tensor, dtype: torch.dtype) -> list[Tensor]:
-            # The buffer is the bucket's, in which the gradients of its parameters lie.
-            return self._scatter(self.optimizer.ipg_buckets[dtype].params, dtype)
+    def _scatter(self, _: Function, parameters: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+        """Return this rank's part of the average of each parameter's gradient, in the accumulation type.
 
-        patches.replace(self.optimizer, SCATTER, scatter)
-        patches.replace(self.optimizer, SCATTER_CONTIGUOUS, scatter_contiguous)
-
-    def _scatter(self, parameters: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
-        """This rank's part of the average of each parameter's gradient, in DeepSpeed's accumulation type.
-
-        Its operations in its order, but for the division by the number of ranks, which comes after the sum:
-        residuals are in the unit of the gradients.
+        DeepSpeed's operations are made in its order, except the division by the number of ranks, which comes
+        after the sum: residuals are in the unit of the gradients.
         """
         self.steps.begin()
         optimizer = self.optimizer
@@ -75,64 +109,52 @@ class ScatterHooks:
                 flat = flat.div(predivide)
             entries.append((self.name_of(0, parameter), flat, self._shards_of(parameter)))
         self.reducer.reduce_scatter(entries, scale=self.scale)
-        found = []
-        for _, flat, shards in entries:
+        averages = []
+        for _name, flat, shards in entries:
             own = next((s for s in shards if s.owner == self.reducer.rank), Shard(self.reducer.rank, 0, 0))
             part = flat[own.start : own.stop]
             if predivides and predivide != self.reducer.world_size:
                 part = part.mul(predivide)
-            found.append(part.to(optimizer.gradient_accumulation_dtype))
-        return found
+            averages.append(part.to(optimizer.gradient_accumulation_dtype))
+        return averages
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / self.reducer.world_size
 
     def _shards_of(self, parameter: Any) -> list[Shard]:
         return shards_in(0, parameter.ds_numel, parameter.partition_numel()) if parameter.ds_numel else []
 
-    def name_of(self, _: int, parameter: Any) -> str:
-        """Name of a parameter's stream."""
+    def name_of(self, group: int, parameter: Any) -> str:
         return str(self.optimizer.param_names[parameter])
 
 
-def settings_for_zero3(engine: Any, config: DCTConfig) -> DCTConfig:
-    """The section as it is applied under ZeRO-3, where residuals are in int8 unless it says otherwise.
-
-    Raises:
-        ConfigError: It asks for what ZeRO-3 cannot give; says why.
-    """
-    settings = config.data_parallel
-    automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
+def _refusals(settings: DataParallelConfig, *, automatic: bool, fp16: bool) -> Iterator[tuple[str, str]]:
+    """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
+    if settings.feedback.looks_ahead or settings.feedback.steps_locally:
+        yield (
+            "feedback",
+            "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
+            "set it to 'local'",
+        )
+    if settings.parameters is not None:
+        yield (
+            "parameters",
+            "modules gather their parameters when they need them, there is no update that all ranks take "
+            "over; leave it out (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
+        )
+    if settings.verify is not None:
+        yield (
+            "verify",
+            "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",
+        )
+    if settings.nonfinite_action == "skip" and not fp16:
+        yield "nonfinite_action", "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'"
     in_place = (
         "residuals are in int8 here unless residual_dtype says otherwise, and it needs them in fp32; leave "
         "it out, or set residual_dtype to 'fp32' (4 bytes per parameter and rank)"
     )
-    refused = {
-        "feedback": (
-            settings.feedback.looks_ahead or settings.feedback.steps_locally,
-            "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
-            "set it to 'local'",
-        ),
-        "parameters": (
-            settings.parameters is not None,
-            "modules gather their parameters when they need them, there is no update that all ranks take "
-            "over; leave it out (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
-        ),
-        "verify": (
-            settings.verify is not None,
-            "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",
-        ),
-        "nonfinite_action": (
-            settings.nonfinite_action == "skip" and not engine.fp16_enabled(),
-            "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'",
-        ),
-        "feedback.momentum": (automatic and settings.feedback.worker_momentum > 0, in_place),
-        "expert.error_averaging": (automatic and settings.expert.error_averaging is not None, in_place),
-    }
-    for key, (asked, reason) in refused.items():
-        if asked:
-            given = show(attrgetter(key)(settings))
-            raise ConfigError(
-                f"rank {engine.global_rank}: dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
-            )
-    if not automatic:
-        return config
-    changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
-    return config.model_copy(update={"data_parallel": changed})
+    if automatic and settings.feedback.worker_momentum > 0:
+        yield "feedback.momentum", in_place
+    if automatic and settings.expert.error_averaging is not None:
+        yield "expert.error_averaging", in_place

@@ -37,6 +37,10 @@ class Patches:
         original = getattr(owner, name)
         self.replace(owner, name, functools.wraps(original)(make(original)))
 
+    def intercept(self, owner: Any, name: str, function: Function) -> None:
+        """Replace a function by ``function(original, *arguments, **keywords)``."""
+        self.wrap(owner, name, lambda original: functools.partial(function, original))
+
     def rebind(self, package: str, name: str, old: Any, new: Any) -> None:
         """Replace ``old`` where modules of ``package`` (and the script) have imported it by name."""
         for key, module in list(sys.modules.items()):

@@ -1,0 +1,152 @@
+"""What the plugin adds to one engine, from its parts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.metrics import Metrics
+
+from ..host.patches import Function, Patches
+from ..host.replicas import Replicas
+from ..host.reporting import Reporting
+from ..host.steps import StepHooks
+from .buckets import is_expert
+from .checkpointing import CheckpointFiles, RankState
+from .displacement import DisplacedPasses
+from .nonfinite import SkippedSteps
+from .part import EngineContext, EnginePart
+from .path import GradientPath
+from .paths import activation_paths_of
+from .support import is_pipeline
+from .weight_updates import ThresholdedGather
+
+__all__ = ["Attachment"]
+
+
+class Attachment:
+    """The plugin's additions to an engine; ``engine.dct`` for scripts.
+
+    Args:
+        engine: DeepSpeed's engine.
+        config: The section as it is applied to the engine.
+        path: The class of path for its gradients.
+
+    Attributes:
+        config: The section.
+        reducer: Sums the gradients; holds residuals and thresholds.
+        experts: The same for experts, by the name of their group; empty unless they are thresholded.
+        metrics: Bytes, densities and times so far.
+        steps: Optimizer steps so far.
+        ahead: Displaces the weights in training passes; None without ``"feedback": "step_ahead"``.
+        activations: Paths of activations, by section of ``dct.model_parallel``: ``pipeline``, ``experts``.
+        description: The paths that were chosen, in words.
+    """
+
+    def __init__(self, engine: Any, config: DCTConfig, path: type[GradientPath]) -> None:
+        self.config = config
+        self.metrics = Metrics(config.metrics, rank=engine.global_rank, world_size=dist.get_world_size())
+        self.steps = StepHooks([], self.metrics, rank=engine.global_rank)
+        context = EngineContext(engine, config, self.metrics, self.steps)
+        self._engine, self._patches = engine, Patches()
+        self._path = path(context)
+        self.reducer, self.experts = self._path.reducer, self._path.experts
+        self.activations = {each.name: each(context) for each in activation_paths_of(engine, config)}
+        self.description = self._describe()
+        streams = [activation.streams for activation in self.activations.values()]
+        self.steps.members = [self.reducer, *self.experts.values(), *streams]
+        self._gather: ThresholdedGather | None = None
+        self.ahead: StepAhead | None = None
+        self._parts: list[EnginePart] = []
+        settings = config.data_parallel
+        if settings.enabled:
+            self._parts.append(self._path)
+            if settings.parameters is not None and path.weight_layout is not None:
+                self._gather = ThresholdedGather(context, path.weight_layout, self._path.name_of)
+                self._parts.append(self._gather)
+                self.steps.members = [*self.steps.members, self._gather.updates]
+        self._parts += self.activations.values()
+        self._parts.append(SkippedSteps(context, transactional=self._path.transactional))
+        if settings.enabled and settings.feedback.looks_ahead:
+            displaced = DisplacedPasses(self._path, None if self._gather is None else self._gather.updates)
+            self.ahead = displaced.ahead
+            self._parts.append(displaced)
+        state = RankState(context, self._path, self._gather, self.activations)
+        self._files = CheckpointFiles(state)
+        self._parts.append(self._files)
+
+    def load_residuals(self, folder: str | os.PathLike[str]) -> bool:
+        """Take over the residuals in the folder of a checkpoint's tag; a collective, between two steps.
+
+        This is for checkpoints that ``load_checkpoint`` is to load without the optimizer's states, because
+        another ZeRO stage wrote them: their residuals would start at zero.
+
+        Returns:
+            Whether the folder had any; otherwise residuals are zero, and the log says why.
+
+        Raises:
+            DCTError: On every rank, if a rank's file is damaged or does not fit; names ranks and files.
+        """
+        return self._files.load(folder)
+
+    def gather_parameters(self) -> None:
+        """Bring the weights of all ranks to the optimizer's masters, in full; a collective, between two
+        steps.
+
+        Checkpoints do it by themselves; for evaluation or an export of the weights call it before.
+        """
+        if self._gather is not None:
+            self._gather.gather()
+
+    def install(self) -> None:
+        """Patch the engine and its optimizer (these instances, not their classes)."""
+        engine = self._engine
+        if not self.config.data_parallel.enabled:
+            self.steps.begin()  # no gradients will come, and nothing is to be said about that
+        for part in self._parts:
+            part.install(self._patches)
+        replicated = [
+            (name, parameter)
+            for group in self._path.named_parameters()
+            for name, parameter in group
+            if not is_expert(parameter)
+        ]
+        self.steps.replicas = Replicas(
+            self.config.data_parallel,
+            lambda: [(name, parameter.data) for name, parameter in replicated],
+            self.reducer.exchange.group,
+        )
+        # The monitor, but not the engine: one that is dropped must not live until the process ends.
+        monitor = engine.monitor.write_events if engine.monitor.enabled else None
+        self._reporting = Reporting(self.metrics, monitor)
+        self._patches.intercept(engine, "_take_model_step", self._step)
+        self._patches.intercept(engine, "destroy", self._destroy)
+
+    def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        path = self._path
+        for part in self._parts:
+            part.before_step()
+        result = original(*args, **keywords)
+        for part in self._parts:
+            part.after_step()
+        self.steps.end(
+            skipped=path.transactional and bool(getattr(path.optimizer, "overflow", False)),
+            loss_scale=float(path.optimizer.loss_scale) if path.scaled else None,
+        )
+        return result
+
+    def _destroy(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        for part in reversed(self._parts):
+            part.close()
+        self._reporting.finish()
+        self._patches.undo()
+        return original(*args, **keywords)
+
+    def _describe(self) -> str:
+        stages = f", {self._engine.num_stages} pipeline stages" if is_pipeline(self._engine) else ""
+        crossing = [f"; {name}: {each.describe()}" for name, each in self.activations.items()]
+        return "".join([self._path.describe(), stages, *crossing])

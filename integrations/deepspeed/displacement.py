@@ -1,0 +1,61 @@
+"""Step-ahead error feedback: training passes of an engine run at displaced weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.step_ahead import StepAheadAddOn, units_of
+
+from ..host.patches import Function, Patches
+from .part import EnginePart
+from .path import GradientPath
+from .support import is_pipeline
+
+__all__ = ["DisplacedPasses"]
+
+
+class DisplacedPasses(EnginePart):
+    """The displacement of an engine's weights in its training passes.
+
+    Args:
+        path: The path of the engine's gradients.
+        updates: Exchanges updates of the engine's weights; None if they are not thresholded.
+
+    Attributes:
+        ahead: Displaces and restores the weights.
+
+    Raises:
+        ConfigError: The step of the engine's optimizer is not known.
+    """
+
+    def __init__(self, path: GradientPath, updates: ParameterUpdates | None) -> None:
+        self._engine = path.engine
+        groups = path.named_parameters()
+        unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
+        pending = {} if updates is None else {"pending_of": updates.pending_of}
+        unit = 1.0 / (path.scale * path.reducer.world_size)
+        pairs = [pair for group in groups for pair in group]
+        self.ahead = path.reducer.add_on(StepAheadAddOn).prepare(pairs, unit_of, unit=unit, **pending)
+
+    def install(self, patches: Patches) -> None:
+        if is_pipeline(self._engine):
+            # The passes of several micro-batches overlap: the weights are displaced from the start of
+            # train_batch to the optimizer's step in it.
+            patches.intercept(self._engine, "train_batch", self._train_batch)
+        else:
+            self.ahead.attach(self._engine.module)
+
+    def before_step(self) -> None:
+        self.ahead.restore()
+
+    def close(self) -> None:
+        self.ahead.detach()
+
+    def _train_batch(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        self.ahead.forget()
+        self.ahead.displace()
+        try:
+            return original(*args, **keywords)
+        finally:
+            self.ahead.restore()

@@ -1,0 +1,175 @@
+"""The interfaces of the paths that gradients and activations of an engine take through the plugin."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.accordion import Accordion
+from dct_plugin.data_parallel.parameters import refuse
+from dct_plugin.errors import ConfigError
+
+from ..host.signatures import Target
+from ..host.streams import ActivationStreams
+from .part import EngineContext, EnginePart
+from .support import ENGINE_ATTRIBUTES, is_pipeline, require_attributes, require_targets, tied_weights
+from .weight_updates import WeightLayout
+
+__all__ = ["ActivationPath", "GradientPath"]
+
+#: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
+_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+
+
+class GradientPath(EnginePart, ABC):
+    """The way of the gradients of one kind of engine through a :class:`GradientReducer`.
+
+    Attributes:
+        targets: Functions of DeepSpeed that the path replaces or calls.
+        attributes: Attributes of DeepSpeed's optimizer that the path reads.
+        weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
+            it gathers none.
+        reducer_class: The class of reducer that the path needs.
+        loss_scaled: Whether what the reducers exchange carries the loss scale of fp16.
+        unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
+        reducer: Sums the gradients; holds residuals and thresholds.
+        experts: The same for experts, by the name of their group; empty unless they are thresholded.
+    """
+
+    targets: ClassVar[tuple[Target, ...]] = ()
+    attributes: ClassVar[tuple[str, ...]] = ()
+    weight_layout: ClassVar[WeightLayout | None] = None
+    reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
+    loss_scaled: ClassVar[bool] = True
+    unit = 1.0
+
+    def __init__(self, context: EngineContext) -> None:
+        engine, config = context.engine, context.config
+        self.engine, self.optimizer, self.steps = engine, engine.optimizer, context.steps
+        self.scaled = self.loss_scaled and bool(engine.fp16_enabled())
+        # With dynamic loss scaling (fp16) the optimizer learns in step(), after all gradients were reduced,
+        # that they overflowed: such a step is rolled back. In fp32 and bf16 only non-finite gradients skip a
+        # step. They never enter a residual; what the finite tensors had sent in that step is lost with its
+        # batch, unless nonfinite_action asks for more.
+        skips = self.loss_scaled and config.data_parallel.nonfinite_action == "skip"
+        self.transactional = self.scaled or skips
+        self.reducer = self._make_reducer(context, engine.seq_data_parallel_group)
+        self.experts: dict[str, GradientReducer] = {}
+        if config.model_parallel.expert_gradients and engine.has_moe_layers:
+            for name, group in engine.expert_data_parallel_group.items():
+                if dist.get_world_size(group) > 1:
+                    self.experts[name] = self._make_reducer(context, group)
+        if (accordion := self.reducer.find(Accordion)) is not None:
+            accordion.follow(engine.optimizer)
+
+    def _make_reducer(self, context: EngineContext, group: Any) -> GradientReducer:
+        return self.reducer_class(
+            context.config.data_parallel,
+            group,
+            metrics=context.metrics,
+            device=self.engine.device,
+            kernels=context.config.kernels,
+            transactional=self.transactional,
+            loss_scale=float(self.optimizer.loss_scale) if self.scaled else 1.0,
+        )
+
+    @classmethod
+    @abstractmethod
+    def applies(cls, engine: Any, config: DCTConfig) -> bool:
+        """Return whether this is the path for the engine's gradients."""
+
+    @classmethod
+    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
+        """Return the section as this path applies it.
+
+        Raises:
+            ConfigError: The section asks for what this path cannot give; says why and what to do.
+            VersionError: This DeepSpeed lacks something that the path needs.
+        """
+        require_targets(cls.targets)
+        require_attributes(engine=(engine, ENGINE_ATTRIBUTES), optimizer=(engine.optimizer, cls.attributes))
+        if config.data_parallel.enabled and config.data_parallel.parameters is not None:
+            if cls.weight_layout is None:
+                raise refuse("ZeRO stage 0")
+            if is_pipeline(engine) and tied_weights(engine):
+                raise ConfigError(
+                    f"rank {engine.global_rank}: dct.data_parallel.parameters: stages of the pipeline have "
+                    "weights in common (TiedLayerSpec), which their optimizers cut in different places: the "
+                    "copies would drift apart. Leave it out"
+                )
+        return config
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the words for the path in the log line ``active on ...``."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """The factor that turns the sum over the ranks into the gradient."""
+
+    @abstractmethod
+    def name_of(self, group: int, parameter: Any) -> str:
+        """Return the name of a parameter's stream.
+
+        Args:
+            group: Index of the parameter's group in the optimizer.
+            parameter: A parameter of the model.
+        """
+
+    def named_parameters(self) -> list[list[tuple[str, Any]]]:
+        """Return ``(name of the stream, parameter)`` for each of the optimizer's groups."""
+        groups = next((getattr(self.optimizer, n) for n in _GROUPS if hasattr(self.optimizer, n)), None)
+        if groups is None:
+            groups = [group["params"] for group in self.optimizer.param_groups]
+        return [[(self.name_of(i, parameter), parameter) for parameter in g] for i, g in enumerate(groups)]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of entries of each stream, by its name."""
+        # Under ZeRO-3 a parameter of which this rank has a part has no entries of its own.
+        pairs = [pair for group in self.named_parameters() for pair in group]
+        return {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in pairs}
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return the context in which DeepSpeed writes its own files of a checkpoint."""
+        return nullcontext()
+
+
+class ActivationPath(EnginePart, ABC):
+    """The compression of the activations that cross between ranks in one kind of layer.
+
+    Attributes:
+        name: The section of ``dct.model_parallel`` that configures it.
+        streams: The streams of activations; saved with a checkpoint.
+    """
+
+    name: ClassVar[str]
+    streams: ActivationStreams
+
+    @abstractmethod
+    def __init__(self, context: EngineContext) -> None:
+        """Find the engine's layers; nothing is patched yet."""
+
+    @classmethod
+    @abstractmethod
+    def applies(cls, engine: Any, config: DCTConfig) -> bool:
+        """Return whether activations of this engine are to be compressed here."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, engine: Any, config: DCTConfig) -> None:
+        """Check an engine of any kind.
+
+        Raises:
+            ConfigError: The section asks for what cannot be done here; says why and what to do.
+            VersionError: This DeepSpeed lacks something that the path needs.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the words for the path in the log line ``active on ...``."""

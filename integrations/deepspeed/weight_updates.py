@@ -1,0 +1,196 @@
+"""ZeRO-1 and 2, and bf16 with fp32 accumulation: updated weights, from the owners of their masters to all.
+
+DeepSpeed copies a rank's masters into its part of the flat weights, and gathers all parts
+(``all_gather_dp_groups``). Here the copy is made to go nowhere: for the time of the optimizer's step the
+rank's part in DeepSpeed's list of partitions is the master itself, so that the flat weights keep what all
+ranks know, without a buffer for it. Then the gather is replaced, or, for the steps in which everything is
+sent, the copy is made and DeepSpeed gathers. Groups of expert parameters are left to DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dct_plugin.data_parallel import Shard
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.plan import shards_in
+
+from ..host.patches import Function, Patches
+from ..host.signatures import Target
+from .buckets import is_expert
+from .part import EngineContext, EnginePart
+
+__all__ = ["ThresholdedGather", "WeightLayout"]
+
+_GATHER = "all_gather_dp_groups"
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The attributes in which an optimizer of DeepSpeed keeps its groups, and the module with its gather.
+
+    Attributes:
+        module: Where the optimizer finds ``all_gather_dp_groups``.
+        flat: Of all flat weights.
+        partitions: Of the ranks' parts of them.
+        masters: Of this rank's masters (fp32).
+        parameters: Of the parameters in order.
+    """
+
+    module: ModuleType
+    flat: str
+    partitions: str
+    masters: str
+    parameters: str
+
+    @staticmethod
+    def targets(module: str) -> tuple[Target, ...]:
+        """Return what is replaced in a module, by its name."""
+        parameters = (
+            "groups_flat", "partitioned_param_groups", "dp_process_group", "start_alignment_factor",
+            "allgather_bucket_size",
+        )  # fmt: skip
+        return (Target(module, _GATHER, parameters),)
+
+
+class _FlatParameter(NamedTuple):
+    """A parameter in its group's flat weights."""
+
+    name: str
+    start: int
+    numel: int
+    shards: list[Shard]
+
+
+class ThresholdedGather(EnginePart):
+    """The gather of updated weights of a DeepSpeed optimizer, thresholded.
+
+    Args:
+        context: The engine.
+        layout: Where its optimizer keeps the weights.
+        name_of: Gives the name of a parameter's stream, from the index of its group and the parameter.
+
+    Attributes:
+        updates: Exchanges updates over the optimizer's data-parallel group.
+    """
+
+    def __init__(
+        self, context: EngineContext, layout: WeightLayout, name_of: Callable[[int, Any], str]
+    ) -> None:
+        engine, config = context.engine, context.config
+        self.updates = ParameterUpdates(
+            config.data_parallel,
+            engine.seq_data_parallel_group,
+            metrics=context.metrics,
+            device=engine.device,
+            kernels=config.kernels,
+        )
+        self._optimizer, self._layout = engine.optimizer, layout
+        self._groups: dict[int, list[_FlatParameter]] = {}
+        """By index, the groups whose updates are thresholded."""
+        groups = zip(getattr(engine.optimizer, layout.parameters), self._flat, strict=True)
+        for index, (parameters, flat) in enumerate(groups):
+            if not any(is_expert(parameter) for parameter in parameters):
+                self._groups[index] = [
+                    self._place(name_of(index, parameter), parameter, flat)
+                    for parameter in parameters
+                    if parameter.numel()
+                ]
+        self._parts: dict[int, Tensor] = {}
+        """While the optimizer steps: this rank's parts of the flat weights."""
+
+    def install(self, patches: Patches) -> None:
+        patches.intercept(self._optimizer, "step", self._step)
+
+    def gather(self) -> None:
+        """Bring all working weights to the masters, in full; a collective."""
+        self._optimizer.update_lp_params()
+        for index in self._groups:
+            self._record_full(self._flat[index])
+
+    def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        partitions, masters, rank = self._partitions, self._masters, self.updates.rank
+        self._parts = {index: partitions[index][rank] for index in self._groups}
+        for index in self._parts:
+            partitions[index][rank] = masters[index].data
+        # For this step alone: the function is shared by all engines.
+        patches = Patches()
+        patches.intercept(self._layout.module, _GATHER, self._gather)
+        try:
+            return original(*args, **keywords)
+        finally:
+            patches.undo()
+            for index, part in self._parts.items():
+                partitions[index][rank] = part
+
+    def _gather(
+        self,
+        original: Function,
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[list[Tensor]],
+        dp_process_group: Sequence[Any],
+        **keywords: Any,
+    ) -> None:
+        dense = self._update(groups_flat, partitioned_param_groups)
+        original(
+            groups_flat=[groups_flat[i] for i in dense],
+            partitioned_param_groups=[partitioned_param_groups[i] for i in dense],
+            dp_process_group=[dp_process_group[i] for i in dense],
+            **keywords,
+        )
+
+    @torch.no_grad()
+    def _update(self, flats: Sequence[Tensor], partitions: Sequence[list[Tensor]]) -> list[int]:
+        """Exchange thresholded updates; return the groups that are left for DeepSpeed to gather."""
+        dense, entries = [], []
+        masters: dict[str, Tensor] = {}
+        for index, flat in enumerate(flats):
+            if index not in self._groups:
+                dense.append(index)
+                continue
+            part, master = self._parts[index], self._masters[index].data
+            if self.updates.full(flat.dtype):
+                partitions[index][self.updates.rank] = part
+                part.copy_(master)
+                self._record_full(flat)
+                dense.append(index)
+                continue
+            begin = self.updates.rank * part.numel()
+            for name, start, numel, shards in self._groups[index]:
+                entries.append((name, flat[start : start + numel], shards))
+                for shard in shards:
+                    if shard.owner == self.updates.rank:
+                        offset = start - begin
+                        masters[name] = master[offset + shard.start : offset + shard.stop]
+        if entries:
+            self.updates.update(entries, masters.__getitem__)
+        return dense
+
+    # -- where things are ---
+
+    @property
+    def _flat(self) -> list[Tensor]:
+        return list(getattr(self._optimizer, self._layout.flat))
+
+    @property
+    def _partitions(self) -> list[list[Tensor]]:
+        partitions: list[list[Tensor]] = getattr(self._optimizer, self._layout.partitions)
+        return partitions  # DeepSpeed's own list: a step replaces its elements
+
+    @property
+    def _masters(self) -> list[Any]:
+        return list(getattr(self._optimizer, self._layout.masters))
+
+    def _place(self, name: str, parameter: Any, flat: Tensor) -> _FlatParameter:
+        start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+        each = flat.numel() // self.updates.world_size
+        return _FlatParameter(name, start, parameter.numel(), shards_in(start, parameter.numel(), each))
+
+    def _record_full(self, flat: Tensor) -> None:
+        self.updates.record_full(flat.numel(), flat.element_size())
