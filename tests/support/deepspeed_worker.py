@@ -183,7 +183,7 @@ class Look:
         self.displaced += len(moved)
         passes = [p.detach().clone() for p in moved]
         if moved and getattr(self.engine.__dict__.get("dct"), "ahead", None) is not None:
-            self.engine.module.state_dict()  # shows the weights, and lets the passes go on where they are
+            self.engine.dct.ahead.restore()
             self.displacement = sum(
                 float((p.detach() - seen).double().norm()) for p, seen in zip(moved, passes, strict=True)
             )
