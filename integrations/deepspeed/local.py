@@ -1,4 +1,4 @@
-"""``"feedback": "local_updates"`` at ZeRO stage 0: gradients stay on their rank, and changes of weights are exchanged.
+"""``"feedback": "local_updates"`` at ZeRO stage 0: gradients stay on their rank, weights are exchanged.
 
 Deleting this file and its row in :mod:`.paths` removes the feature from DeepSpeed.
 """
