@@ -36,26 +36,26 @@ class _ExceptHook:
 
     def __init__(self) -> None:
         self.jobs: list[Callable[[], int | None]] = []
-        self._previous: _Hook = sys.excepthook
+        self._previous: _Hook | None = None  # while this hook is not in the chain
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._previous(kind, error, trace)
+        if self._previous is not None:
+            self._previous(kind, error, trace)
         if self.jobs and dist.is_initialized() and _of_transport(error):
             what, group = _collective(trace)
             logger.error("dct: %s", lost_ranks.describe_failure(what, error, group, self.jobs[-1]()))
 
     def add(self, steps: Callable[[], int | None]) -> None:
         """Report the errors of one more job."""
-        if not self.jobs:
-            self._previous = sys.excepthook
-            sys.excepthook = self
+        if self._previous is None:
+            self._previous, sys.excepthook = sys.excepthook, self
         self.jobs.append(steps)
 
     def remove(self, steps: Callable[[], int | None]) -> None:
-        """Undo :meth:`add`; after the last job the hook from before is put back."""
+        """Undo :meth:`add`; after the last job the hook from before is put back, unless one is in front."""
         self.jobs.remove(steps)
-        if not self.jobs and sys.excepthook is self:
-            sys.excepthook = self._previous
+        if not self.jobs and sys.excepthook is self and self._previous is not None:
+            sys.excepthook, self._previous = self._previous, None
 
 
 _excepthook = _ExceptHook()
