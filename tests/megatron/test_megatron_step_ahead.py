@@ -151,7 +151,7 @@ def test_tensor_parallel_and_experts() -> None:
     tensor = Job(tp=2, sequence_parallel=True, steps=4)
     experts = Job(layers=2, experts=2, ep=2, steps=4, distributed_optimizer=True)
     asked = section()
-    asked["model_parallel"]["expert_gradients"] = True
+    asked["model_parallel"] = {"expert_gradients": True}
     cut, left, routed = run(
         4, tensor.with_dct(section()), experts.with_dct(section()), experts.with_dct(asked, watch=True)
     )
@@ -209,7 +209,7 @@ def test_an_iteration_that_fails_leaves_the_weights_behind() -> None:
 
 def _refused(rank: int, world_size: int) -> dict[str, str]:
     """Messages of what stops in the first training iteration."""
-    from dct_plugin.data_parallel import step_ahead
+    from dct_plugin.data_parallel import step_units
     from dct_plugin.integrations.megatron import step_ahead as host
 
     def message(job: Job) -> str:
@@ -220,10 +220,10 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
         return ""
 
     torch.set_num_threads(1)
-    found, rules, init = {}, dict(step_ahead._RULES), host.Optimizers._make_init
-    step_ahead._RULES.clear()
+    found, rules, init = {}, dict(step_units._RULES), host.Optimizers._make_init
+    step_units._RULES.clear()
     found["unknown"] = message(Job(steps=1))
-    step_ahead._RULES.update(rules)
+    step_units._RULES.update(rules)
     host.Optimizers._make_init = lambda self, original: original  # as if made before the hooks
     found["before"] = message(Job(steps=1))
     host.Optimizers._make_init = init
