@@ -18,7 +18,7 @@ from support import processes
 
 from dct_plugin.config import DCTConfig, ParametersConfig, options
 from dct_plugin.config.methods import ThresholdMethod
-from dct_plugin.errors import ConfigError, DesyncError, VersionError
+from dct_plugin.errors import ConfigError, DCTError, DesyncError, VersionError
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
 from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
@@ -553,3 +553,19 @@ def test_rank_is_found_with_every_launcher() -> None:
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         assert launcher_rank({name: "5"}) == 5
     assert launcher_rank({"SLURM_PROCID": "5", "RANK": "2"}) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_impl": "full_iteration"},  # from 0.18
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+    ],
+)
+def test_cuda_graphs_of_full_iterations_are_refused(settings: dict[str, Any]) -> None:
+    from types import SimpleNamespace
+
+    from dct_plugin.integrations.megatron import pipeline
+
+    with pytest.raises(DCTError, match="CUDA graphs of full iterations"):
+        pipeline._check(SimpleNamespace(pipeline_dtype=None, **settings))
