@@ -67,7 +67,7 @@ class CompressedAllToAll(nn.Module):
         extend_distributed.alltoall = self.alltoall  # type: ignore[attr-defined]
 
     def alltoall(self, inputs: Sequence[Tensor], per_rank_split_lengths: Sequence[int] | None) -> _Done:
-        """Exchange now; the result is handed out by ``wait()``.
+        """Exchange now; ``wait()`` returns the result.
 
         Args:
             inputs: One tensor [N, dim] for each local table; N is the global batch.
@@ -78,7 +78,7 @@ class CompressedAllToAll(nn.Module):
     def forward(
         self, inputs: Sequence[Tensor], per_rank_split_lengths: Sequence[int] | None
     ) -> tuple[Tensor, ...]:
-        """Returns [n, tables of rank r times dim] for every rank r; n are the local samples."""
+        """Return [n, tables of rank r times dim] for every rank r; n are the local samples."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         tables = list(per_rank_split_lengths or [len(inputs)] * ranks)
         share, more = divmod(len(inputs[0]), ranks)
@@ -102,7 +102,7 @@ class CompressedAllToAll(nn.Module):
 
 
 class _Done:
-    """What that code calls a request."""
+    """The handle that the all-to-all of that code returns."""
 
     def __init__(self, result: tuple[Tensor, ...]) -> None:
         self._result = result

@@ -31,7 +31,7 @@ __all__ = ["BackwardCodec", "Context", "ForwardCodec", "Positions", "dct_registr
 
 
 class Context:
-    """What torchrec asks of a codec's context."""
+    """The context that torchrec asks of a codec."""
 
     padded_dim_sum_per_rank: list[int] | None = None
 
@@ -63,7 +63,10 @@ class Positions:
 
 
 class _Codec:
-    """Common part. ``keep`` entries of each ``chunk`` cross."""
+    """Base class of both codecs: ``keep`` entries of each ``chunk`` cross."""
+
+    #: Bytes of an entry that crosses: its value, and its position if that is sent.
+    entry_nbytes = 2
 
     def __init__(self, keep: int, chunk: int, dtype: torch.dtype, positions: Positions) -> None:
         self.keep, self.chunk, self.dtype, self.positions = keep, chunk, dtype, positions
@@ -78,8 +81,35 @@ class _Codec:
     def padded_size(
         self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: Context
     ) -> tuple[int, int]:
-        """(padded dims, padding): there is none."""
+        """Return (padded dims, padding): there is none."""
         return input_tensor.shape[1], 0
+
+    def calc_quantized_size(self, input_len: int, ctx: Context | None = None) -> int:
+        """Return the bytes of a message of ``input_len`` entries."""
+        return self._chunks(input_len) * self.entry_nbytes * self.keep
+
+    def encode(self, input_tensor: Tensor, ctx: Context | None = None) -> Tensor:
+        rows = input_tensor.reshape(self._chunks(input_tensor.numel()), self.chunk)
+        at, limit = self._chosen(rows), torch.finfo(self.dtype).max
+        values = rows.gather(1, at).clamp(-limit, limit).to(self.dtype).contiguous().view(torch.uint8)
+        message = torch.cat([values, at.to(torch.uint8)], dim=1)[:, : self.entry_nbytes * self.keep].flatten()
+        self.positions.dense_bytes += input_tensor.numel() * input_tensor.element_size()
+        self.positions.sent_bytes += message.numel()
+        return message
+
+    def decode(self, input_tensor: Tensor, ctx: Context | None = None) -> Tensor:
+        rows = input_tensor.reshape(-1, self.entry_nbytes * self.keep)
+        values, at = rows[:, : 2 * self.keep], self._arrived(rows)
+        decoded = values.contiguous().view(self.dtype).float()
+        return decoded.new_zeros(len(at), self.chunk).scatter_(1, at, decoded).reshape(-1)
+
+    def _chosen(self, rows: Tensor) -> Tensor:
+        """Return the positions of the entries to send, int64 [chunks, keep]."""
+        raise NotImplementedError
+
+    def _arrived(self, rows: Tensor) -> Tensor:
+        """Return the positions of the entries of a message, int64 [chunks, keep]."""
+        raise NotImplementedError
 
     def _chunks(self, length: int) -> int:
         if length % self.chunk:
@@ -90,58 +120,31 @@ class _Codec:
             )
         return length // self.chunk
 
-    def _values(self, tensor: Tensor) -> Tensor:
-        """uint8 [chunks, 2 * keep]."""
-        limit = torch.finfo(self.dtype).max
-        return tensor.clamp(-limit, limit).to(self.dtype).contiguous().view(torch.uint8)
-
-    def _scatter(self, values: Tensor, at: Tensor) -> Tensor:
-        """uint8 [chunks, 2 * keep] -> fp32 [chunks * chunk]."""
-        decoded = values.contiguous().view(self.dtype).float()
-        return decoded.new_zeros(len(at), self.chunk).scatter_(1, at, decoded).reshape(-1)
-
-    def _count(self, tensor: Tensor, message: Tensor) -> Tensor:
-        self.positions.dense_bytes += tensor.numel() * tensor.element_size()
-        self.positions.sent_bytes += message.numel()
-        return message
-
 
 class ForwardCodec(_Codec):
-    """Per chunk, the entries of largest magnitude: values, then positions."""
+    """The entries of largest magnitude of each chunk: values, then positions."""
 
-    def calc_quantized_size(self, input_len: int, ctx: Context | None = None) -> int:
-        """Bytes of a message of ``input_len`` entries."""
-        return self._chunks(input_len) * 3 * self.keep
+    entry_nbytes = 3
 
-    def encode(self, input_tensor: Tensor, ctx: Context | None = None) -> Tensor:
-        rows = input_tensor.reshape(self._chunks(input_tensor.numel()), self.chunk)
+    def _chosen(self, rows: Tensor) -> Tensor:
         at = rows.abs().topk(self.keep, dim=1, sorted=False).indices.sort(dim=1).values
         self.positions.sent.append(at)
-        parts = [self._values(rows.gather(1, at)), at.to(torch.uint8)]
-        return self._count(input_tensor, torch.cat(parts, dim=1).reshape(-1))
+        return at
 
-    def decode(self, input_tensor: Tensor, ctx: Context | None = None) -> Tensor:
-        rows = input_tensor.reshape(-1, 3 * self.keep)
+    def _arrived(self, rows: Tensor) -> Tensor:
         at = rows[:, 2 * self.keep :].long()
         self.positions.received.append(at)
-        return self._scatter(rows[:, : 2 * self.keep], at)
+        return at
 
 
 class BackwardCodec(_Codec):
     """Gradients at the positions of the forward message: values only."""
 
-    def calc_quantized_size(self, input_len: int, ctx: Context | None = None) -> int:
-        """Bytes of a message of ``input_len`` entries."""
-        return self._chunks(input_len) * 2 * self.keep
+    def _chosen(self, rows: Tensor) -> Tensor:
+        return self.positions.take(self.positions.received, len(rows))
 
-    def encode(self, input_tensor: Tensor, ctx: Context | None = None) -> Tensor:
-        rows = input_tensor.reshape(self._chunks(input_tensor.numel()), self.chunk)
-        at = self.positions.take(self.positions.received, len(rows))
-        return self._count(input_tensor, self._values(rows.gather(1, at)).reshape(-1))
-
-    def decode(self, input_tensor: Tensor, ctx: Context | None = None) -> Tensor:
-        rows = input_tensor.reshape(-1, 2 * self.keep)
-        return self._scatter(rows, self.positions.take(self.positions.sent, len(rows)))
+    def _arrived(self, rows: Tensor) -> Tensor:
+        return self.positions.take(self.positions.sent, len(rows))
 
 
 def codecs(
@@ -160,7 +163,7 @@ def codecs(
 
 
 def dct_registry(sparsity: float, *, chunk: int = 256, in_flight: int = 16) -> dict[str, Any]:
-    """For ``EmbeddingBagCollectionSharder(qcomm_codecs_registry=...)``.
+    """Return the codecs for ``EmbeddingBagCollectionSharder(qcomm_codecs_registry=...)``.
 
     Args:
         sparsity: Share of the entries of each chunk that do not cross.

@@ -1,7 +1,7 @@
-"""Which exchange a part of a model takes: an all-to-all of embeddings, or DES.
+"""The choice between an all-to-all of embeddings and DES, for each part of a model.
 
-By the floats that a rank sends: an operator's partial results against the embeddings it reads (Rong et al.,
-SIGIR 2020, arXiv:1909.04823).
+It compares the floats that a rank sends: an operator's partial results against the embeddings that it reads
+(Rong et al., SIGIR 2020, arXiv:1909.04823).
 """
 
 from __future__ import annotations

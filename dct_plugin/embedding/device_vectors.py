@@ -20,7 +20,7 @@ from ..codecs.payload import payload_bound
 from ..codecs.slots import PREFIX
 from ..codecs.stats import KERNEL_ERRORS, Stats, read_figures
 from ..codecs.values import ValueDtype
-from ..kernels.embedding_format import FloatArray, IntArray, Outgoing
+from ..kernels.embedding_format import CodedMessages, DeviceCodeKernels, FloatArray, IntArray, Outgoing
 from ..stream import as_flat, encode_all
 from ..transport.fixed_size import FixedSizeExchange, MessageSize, SlotTransfer
 from .device_slots import arrived_messages, fill_slots
@@ -95,22 +95,7 @@ class DeviceVectors:
         sent, got = ([coded_size(each) for each in lengths] for lengths in (self._sent, self._got))
         transfer = self._slots.slots(sent, got, self._device)
         with self._slots.telling(transfer):
-            parts = [
-                Outgoing(
-                    self._flats[r].to(torch.float32),
-                    self._sent[r],
-                    np.zeros(len(self._sent[r])) if bounds is None else bounds[r],
-                    send=r != self._rank,
-                    kind=BOUNDED,
-                )
-                for r in self._written
-            ]
-            if parts and bounds is None:
-                parts = relative_parts(parts, relative, kernels)
-            coded = kernels.write(parts) if parts else None
-            if coded is not None:
-                numbers = {r: at for at, r in enumerate(self._receivers)}
-                fill_slots(transfer, self._slots.fingerprint, numbers, coded, coded.sizes[:, 0] + 1)
+            coded = self._write_codes(kernels, transfer, bounds, relative)
         self._send(transfer)
         if coded is not None and coded.values is not None:  # those of this rank are the last
             exact = self._flats[self._rank].to(torch.float32)  # what is not finite, nobody rounds
@@ -129,7 +114,7 @@ class DeviceVectors:
         messages = {}
         for at, r in enumerate(self._receivers):
             assert coded is not None
-            messages[r] = coded.buffer[coded.starts[at] : coded.starts[at] + sizes_read[4 * at] + 1]
+            messages[r] = coded.head(at, sizes_read[4 * at] + 1)
         late, received = self._slots.finish(transfer, messages, words, self._senders)
         to_read = {}
         results = zip(self._senders, kernels.opened(opened_read, lengths, outs), kinds_read, strict=True)
@@ -144,6 +129,33 @@ class DeviceVectors:
                 self._codec.refuse("message", source, each.fault)
         self._codec.decode(to_read, dict(enumerate(self._got)), dict(enumerate(self._outs)))
         return self._out.to(self._dtype)
+
+    def _write_codes(
+        self,
+        kernels: DeviceCodeKernels,
+        transfer: SlotTransfer,
+        bounds: Sequence[FloatArray] | None,
+        relative: float,
+    ) -> CodedMessages | None:
+        """Write the messages of :meth:`bounded` into their slots; return them, None if there are none."""
+        parts = [
+            Outgoing(
+                self._flats[r].to(torch.float32),
+                self._sent[r],
+                np.zeros(len(self._sent[r])) if bounds is None else bounds[r],
+                send=r != self._rank,
+                kind=BOUNDED,
+            )
+            for r in self._written
+        ]
+        if not parts:
+            return None
+        if bounds is None:
+            parts = relative_parts(parts, relative, kernels)
+        coded = kernels.write(parts)
+        numbers = {r: at for at, r in enumerate(self._receivers)}
+        fill_slots(transfer, self._slots.fingerprint, numbers, coded, coded.sizes[:, 0] + 1)
+        return coded
 
     def values(self, code: ValueDtype) -> Tensor:
         """Exchange payloads of all entries as values of one type; results and errors as :meth:`bounded`."""

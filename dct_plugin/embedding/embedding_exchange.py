@@ -1,4 +1,4 @@
-"""What crosses between the owner of embedding tables and the samples' rank, and what is left of it.
+"""The exchange of vectors and gradients between the owners of embedding tables and the ranks with samples.
 
 Forward, vectors travel from the tables' owner to the rank whose samples asked for them; backward, their
 gradients travel back. Three layers, cheapest first, each one on its own or with the others:
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..autograd import with_gradient
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
@@ -43,7 +44,7 @@ __all__ = ["EmbeddingExchange", "Route", "rename_saved_buffers"]
 
 
 class Route(NamedTuple):
-    """Which vectors cross between this rank and every rank of the group, in the order of the messages.
+    """The vectors that cross between this rank and every rank of the group, in the order of the messages.
 
     Attributes:
         sent_tables, sent_rows: Per destination: the own tables (local numbers), and rows of each of them.
@@ -134,14 +135,14 @@ class EmbeddingExchange(TableLimits):
         return self._slots[key]
 
     def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
-        """Send ``vectors``, [rows, dim], those for rank 0 first; returns what all ranks sent here, in rank
+        """Send ``vectors``, [rows, dim], those for rank 0 first; return what all ranks sent here, in rank
         order.
 
         A collective, and so is its backward pass.
 
         Raises:
-            PayloadError: a message is damaged or does not fit ``route``; names exchange and rank.
-            DesyncError: a rank failed, or is at another exchange.
+            PayloadError: A message is damaged or does not fit ``route``; names exchange and rank.
+            DesyncError: A rank failed, or is at another exchange.
         """
         limits = self.limits()
         if self.training:
@@ -149,8 +150,7 @@ class EmbeddingExchange(TableLimits):
                 blocks = vectors.detach().split([sum(rows) for rows in route.sent_rows])
                 self.measure(limits, blocks, route.sent_tables, route.sent_rows)
         trip = _RoundTrip(self, route, limits, self.transport(group, vectors.device))
-        received: Tensor = _Exchanged.apply(trip, torch.is_grad_enabled(), vectors)
-        return received
+        return with_gradient(vectors, trip.forward, lambda gradient: trip.backward(gradient.contiguous()))
 
 
 class _RoundTrip:
@@ -371,14 +371,3 @@ class _Direction(NamedTuple):
 def _most_bytes(rows: Sequence[int], dim: int) -> int:
     """Return more than any message of these rows: positions and values of all entries, and headers."""
     return 8 * sum(rows) * dim + 16 * len(rows) + 4096
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, trip: _RoundTrip, tracked: bool, vectors: Tensor) -> Tensor:
-        ctx.trip = trip if tracked else None
-        return trip.forward(vectors.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, ctx.trip.backward(gradients[0].contiguous())

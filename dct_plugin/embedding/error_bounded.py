@@ -83,7 +83,7 @@ def relative_parts(parts: Sequence[Outgoing], relative: float, kernels: CodeKern
 def decode_bounded(
     payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor], kernels: EmbeddingKernels
 ) -> list[str | None]:
-    """Inverse of :func:`encode_bounded`.
+    """Decode payloads; the inverse of :func:`encode_bounded`.
 
     Args:
         payloads: uint8 on the host, without the byte behind the payload.
@@ -91,7 +91,7 @@ def decode_bounded(
         outs: fp32 [numel] on the host, filled: all NaN if the sender met a non-finite entry.
 
     Returns:
-        what is wrong with each of them (truncated, corrupted, not of these segments); None: nothing.
+        The error of each of them (truncated, corrupted, not of these segments); None if there is none.
     """
     found = kernels.decode(payloads, lengths, outs)
     faults = [opened.fault for opened in found]
@@ -102,7 +102,7 @@ def decode_bounded(
 
 
 def _deflated(part: Outgoing, message: Tensor, codes: npt.NDArray[np.int16]) -> Tensor:
-    """The message with its codes deflated; headers, step widths and raw entries stay."""
+    """Return the message with its codes deflated; headers, step widths and raw entries stay."""
     body = message[HEADER_SIZE:-1].numpy().tobytes()
     segments = len(part.lengths)
     raw = np.frombuffer(body, dtype=np.uint8, count=segments) == RAW
@@ -120,7 +120,7 @@ def _deflated(part: Outgoing, message: Tensor, codes: npt.NDArray[np.int16]) -> 
 def _inflate(
     data: npt.NDArray[np.uint8], lengths: IntArray, raw: int, out: npt.NDArray[np.float32]
 ) -> str | None:
-    """Fill ``out`` from a deflated payload of which header and methods are right; what is wrong with it."""
+    """Fill ``out`` from a deflated payload whose header and methods are right; return an error, or None."""
     segments = len(lengths)
     body = data.tobytes()[HEADER_SIZE:]
     methods = np.frombuffer(body, dtype=np.uint8, count=segments)

@@ -1,45 +1,35 @@
-"""Rows of a matrix, with a gradient that costs what it adds up.
+"""Rows of a matrix, with a gradient that costs no more than what it adds up.
 
-torch's dense backward pass of an embedding on the CPU adds row by row, through the dispatcher: some 0.5 us
-for a row of 16 numbers, which took longer than all of the codec. The kernels add the same rows in the same
-order.
+On the CPU torch's dense backward pass of an embedding adds row by row, through the dispatcher: some 0.5 us
+for a row of 16 numbers, longer than all of the codec. The kernels add the same rows in the same order.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..autograd import with_gradient
 from ..kernels.embedding_format import EmbeddingKernels
 
 __all__ = ["take_rows"]
 
 
 def take_rows(matrix: Tensor, rows: Tensor, kernels: EmbeddingKernels, *, sparse: bool = False) -> Tensor:
-    """``matrix[rows]``: [any, dim], int64 [...] -> [..., dim].
+    """Return ``matrix[rows]``: [any, dim], int64 [...] -> [..., dim].
 
     Args:
         kernels: For matrices on the CPU.
-        sparse: A sparse gradient, for optimizers that take them.
+        sparse: Make the gradient sparse, for optimizers that take them.
     """
     if sparse or matrix.device.type != "cpu" or matrix.dtype != torch.float32:
         return functional.embedding(rows, matrix, sparse=sparse)
-    taken: Tensor = _Rows.apply(matrix, rows, kernels)
-    return taken
 
+    def add_up(gradient: Tensor) -> Tensor:
+        out = torch.zeros(matrix.shape)
+        x = gradient.reshape(-1, matrix.shape[1]).contiguous()
+        kernels.add_rows(out, rows.reshape(-1).contiguous(), x)
+        return out
 
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rows: Tensor, kernels: EmbeddingKernels) -> Tensor:
-        ctx.shape, ctx.rows, ctx.kernels = matrix.shape, rows, kernels
-        return functional.embedding(rows, matrix)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        out = torch.zeros(ctx.shape)
-        x = gradients[0].reshape(-1, ctx.shape[1]).contiguous()
-        ctx.kernels.add_rows(out, ctx.rows.reshape(-1).contiguous(), x)
-        return out, None, None
+    return with_gradient(matrix, lambda x: functional.embedding(rows, x), add_up)

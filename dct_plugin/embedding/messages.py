@@ -26,7 +26,7 @@ _MASKED = 2
 
 
 class Mask(NamedTuple):
-    """Where gradients come back: ``entries``, bool [rows, dim], or the positions of a payload, uint8."""
+    """The entries at which gradients come back: bool [rows, dim], or the positions of a payload, uint8."""
 
     entries: Tensor | None = None
     payload: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which rank holds which embedding tables."""
+"""The placement of embedding tables on ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Table", "check_placement", "place_tables"]
 
 @dataclass(frozen=True)
 class Table:
-    """What placement has to know of a table: rows, width, and average rows per sample (pooling)."""
+    """The size of a table: rows, width, and average rows per sample (pooling)."""
 
     rows: int
     width: int
@@ -32,7 +32,7 @@ def place_tables(tables: Sequence[Table], world_size: int) -> list[list[int]]:
     that every rank finds the same answer.
 
     Returns:
-        the tables of each rank, ascending.
+        The tables of each rank, ascending.
 
     Raises:
         ValueError: ``world_size`` is below 1.
@@ -51,10 +51,10 @@ def place_tables(tables: Sequence[Table], world_size: int) -> list[list[int]]:
 def check_placement(
     placement: Sequence[Sequence[int]] | None, tables: Sequence[Table], world_size: int
 ) -> list[list[int]]:
-    """A placement given by the user, or the balanced one.
+    """Return the placement given by the user, or the balanced one.
 
     Raises:
-        ValueError: not every table is on exactly one of ``world_size`` ranks.
+        ValueError: Not every table is on exactly one of ``world_size`` ranks.
     """
     placed = [list(numbers) for numbers in placement or place_tables(tables, world_size)]
     named = sorted(number for numbers in placed for number in numbers)

@@ -151,7 +151,7 @@ class ShardedTables(nn.Module):
         return self.embedding_exchange.follow(optimizer)
 
     def end_step(self) -> None:
-        """An optimizer step is over; for those who do not :meth:`follow` the optimizer."""
+        """Count an optimizer step, if the optimizer is not followed (:meth:`follow`)."""
         self.embedding_exchange.end_step()
 
     def _initialise(self) -> None:
@@ -235,43 +235,43 @@ class ShardedTables(nn.Module):
     # -- state of the whole ---
 
     def gather_tables(self) -> dict[str, Any] | None:
-        """All tables on rank 0 (None elsewhere), for export and for another number of ranks. A collective.
+        """Return all tables on rank 0 (None elsewhere), for export and another number of ranks; a collective.
 
         Returns:
             ``tables``: fp [rows, dim] per table; ``tau`` and ``bound_class`` per table where they exist;
             ``steps``.
         """
         exchange = self.embedding_exchange
+        tables = self.placement[self.rank]
+        taus = exchange.tau.cpu() if exchange.tau.numel() else torch.zeros(1)  # one for all, or one each
         own = {
-            "tables": [t.cpu().clone() for t in self.shard.tables()],
-            "tau": exchange.tau.cpu().clone(),
-            "bound_class": exchange.bound_class.cpu().clone(),
-            "steps": int(exchange.steps),
+            table: (weight.cpu().clone(), tau, bound_class)
+            for table, weight, tau, bound_class in zip(
+                tables,
+                self.shard.tables(),
+                taus.expand(len(tables)).tolist(),
+                exchange.bound_class.tolist(),
+                strict=True,
+            )
         }
         everyones: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyones, own, group=self.group)
         if self.rank:
             return None
-        whole: dict[str, Any] = {"steps": own["steps"], "tables": [None] * len(self.cardinalities)}
-        per_table = self.config.granularity == "table"
-        whole["bound_class"] = torch.ones(len(self.cardinalities), dtype=torch.int64)
-        whole["tau"] = torch.zeros(len(self.cardinalities))
-        for tables, part in zip(self.placement, everyones, strict=True):
-            for at, table in enumerate(tables):
-                whole["tables"][table] = part["tables"][at]
-                whole["bound_class"][table] = part["bound_class"][at]
-                if per_table:
-                    whole["tau"][table] = part["tau"][at]
-                elif part["tau"].numel():
-                    whole["tau"][table] = part["tau"][0]
-        return whole
+        found = dict(sorted((table, part) for each in everyones for table, part in each.items()))
+        return {
+            "steps": int(exchange.steps),
+            "tables": [weight for weight, _, _ in found.values()],
+            "tau": torch.tensor([tau for _, tau, _ in found.values()]),
+            "bound_class": torch.tensor([bound_class for _, _, bound_class in found.values()]),
+        }
 
 
 def load_tables(module: ShardedTables, whole: Mapping[str, Any]) -> None:
-    """Take this rank's part of :meth:`ShardedTables.gather_tables`, whatever the number of ranks was.
+    """Load this rank's part of :meth:`ShardedTables.gather_tables`, whatever the number of ranks was.
 
     Raises:
-        ValueError: another number of tables, or a table of another shape.
+        ValueError: Another number of tables, or a table of another shape.
     """
     tables = whole["tables"]
     shapes = [tuple(t.shape) for t in tables]

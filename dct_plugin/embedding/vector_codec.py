@@ -94,14 +94,11 @@ class VectorCodec:
         if not parts:
             return {}
         outgoing = list(parts.values())
-        kernels = self.on_device(outgoing[0].x.device)
-        if kernels is not None:
-            if relative is not None:
-                outgoing = relative_parts(outgoing, relative, kernels)
-            return dict(zip(parts, kernels.encode(outgoing, 0, decoded=decoded), strict=True))
-        host = self._host()
+        on_device, host = self.on_device(outgoing[0].x.device), self._host()
         if relative is not None:
-            outgoing = relative_parts(outgoing, relative, host)
+            outgoing = relative_parts(outgoing, relative, on_device or host)
+        if on_device is not None:
+            return dict(zip(parts, on_device.encode(outgoing, 0, decoded=decoded), strict=True))
         encoded = encode_bounded(
             outgoing,
             host,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..autograd import with_gradient
 from ..errors import PayloadError
 from ..metrics import Metrics
 from ..stream import Encoded
@@ -52,7 +53,7 @@ class CompressedCollectives:
 
         The gradient of this rank's tensor is the sum of its own part's and of the others' as they come back.
         """
-        return _Exchanged.apply(tensor, self, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
+        return self._exchanged(tensor, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
 
     def reduce_scatter(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum equal chunks (along the first dimension) of the ranks' partial sums at the chunk's rank.
@@ -60,7 +61,7 @@ class CompressedCollectives:
         What goes to other ranks is compressed, and so is its gradient. The own chunk is exact.
         """
         leaving = _splits(tensor.shape[0], self.world_size, None, stream)
-        return _Exchanged.apply(tensor, self, stream, "reduce_scatter", leaving, None)
+        return self._exchanged(tensor, stream, "reduce_scatter", leaving, None)
 
     def all_reduce(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum the ranks' compressed partial sums, the own one too: bitwise the same result on every rank.
@@ -68,7 +69,8 @@ class CompressedCollectives:
         Backward needs no communication where the gradient of the sum is the same on every rank: what is
         decoded of the own partial sum passes it on, exactly.
         """
-        return _AllReduce.apply(tensor, self, stream)
+        trip = _SumRoundTrip(self, stream)
+        return with_gradient(tensor, trip.forward, trip.backward)
 
     def all_to_all(
         self,
@@ -91,54 +93,75 @@ class CompressedCollectives:
         """
         leaving = _splits(tensor.shape[0], self.world_size, input_splits, stream)
         arriving = leaving if output_splits is None else list(output_splits)
-        return _Exchanged.apply(tensor, self, stream, "all_to_all", leaving, arriving)
+        return self._exchanged(tensor, stream, "all_to_all", leaving, arriving)
 
-    # -- forward and backward halves ---------------------------------------------------------------------
-
-    def _send_parts(
-        self, parts: list[Tensor], stream: ActivationStream, kind: str, arriving: list[int] | None
-    ) -> _Sent:
-        """Each rank's part to that rank; one that goes to several ranks is encoded once.
-
-        ``arriving`` are the rows from each rank; None: as many as in the own part.
-        """
-        with self.exchange.preparing():
-            leaving = {id(part): part for rank, part in enumerate(parts) if rank != self.rank}
-            written = stream.encode(list(leaving.values()))
-            place = {key: number for number, key in enumerate(leaving)}
-            nothing = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
-            where = [None if r == self.rank else place[id(part)] for r, part in enumerate(parts)]
-            messages = [nothing if at is None else written.messages[at] for at in where]
-        fingerprint = zlib.crc32(f"{kind}:{stream.name}:{[tuple(p.shape[1:]) for p in parts]}".encode())
-        with self._recorded(self.cls, parts, written.encoded):
-            own = parts[self.rank]
-            rows = [own.shape[0] if own.dim() else 1] * len(parts) if arriving is None else arriving
-            bounds = [most_bytes(count * math.prod(own.shape[1:])) for count in rows]
-            received = self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
-        kept = [None if at is None else written.kept[at] for at in where]
-        return _Sent(messages, kept, received)
-
-    def _return_gradients(
+    def _exchanged(
         self,
-        parts: list[Tensor],
-        received: list[Any],
-        sent: list[Any],
-        shapes: list[torch.Size],
+        tensor: Tensor,
+        stream: ActivationStream,
+        what: str,
+        leaving: list[int] | None,
+        arriving: list[int] | None,
+    ) -> Tensor:
+        trip = _BlockRoundTrip(self, stream, what, leaving, arriving)
+        return with_gradient(tensor, trip.forward, trip.backward)
+
+    # -- messages of one direction ---
+
+    def send(
+        self, parts: Sequence[Tensor], stream: ActivationStream, what: str, arriving: list[int] | None
+    ) -> SentParts:
+        """Send each rank its part; a part that goes to all ranks is encoded once.
+
+        Args:
+            what: Name of the operation, part of the fingerprint.
+            arriving: Rows from each rank; None: as many as in the own part.
+        """
+        own = parts[self.rank]
+        others = [r for r in range(self.world_size) if r != self.rank]
+        shared = all(part is own for part in parts)
+        with self.exchange.preparing():
+            written = stream.encode([parts[r] for r in (others[:1] if shared else others)])
+            messages = [own.new_empty(0, dtype=torch.uint8)] * len(parts)
+            kept: list[Any] = [None] * len(parts)
+            for at, r in enumerate(others):
+                messages[r], kept[r] = (each[0 if shared else at] for each in written[:2])
+        shape = own.shape[1:]
+        fingerprint = zlib.crc32(f"{what}:{stream.name}:{[tuple(p.shape[1:]) for p in parts]}".encode())
+        rows = [own.shape[0] if own.dim() else 1] * len(parts) if arriving is None else arriving
+        bounds = [most_bytes(count * math.prod(shape)) for count in rows]
+        with self._recorded(self.cls, parts, written.encoded):
+            received = self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
+        return SentParts(messages, kept, received)
+
+    def send_gradients(
+        self,
+        parts: Sequence[Tensor],
+        received: Sequence[Any],
+        sent: Sequence[Any],
+        shapes: Sequence[torch.Size],
         stream: ActivationStream,
     ) -> list[Tensor]:
-        """Backward of :meth:`_send_parts`: gradients of what was ``received`` to its senders, and those of
-        what was ``sent``, of ``shapes``, from its receivers.
-        """  # fmt: skip
+        """Send the gradients of what was ``received`` to its senders, the backward pass of :meth:`send`.
+
+        Args:
+            received, sent: What was kept of the messages from each rank, and to it.
+            shapes: Shapes of the parts that were sent.
+
+        Returns:
+            Messages with the gradients of what was sent, from its receivers.
+        """
         own = parts[self.rank]
-        messages = [torch.empty(0, dtype=torch.uint8, device=own.device)] * len(parts)
+        messages = [own.new_empty(0, dtype=torch.uint8)] * len(parts)
         encoded = Encoded(density=stream.density)
-        with self.exchange.preparing(announced=not stream.gradient_size_is_known):
+        known = stream.gradient_size_is_known
+        with self.exchange.preparing(announced=not known):
             for rank, (part, kept) in enumerate(zip(parts, received, strict=True)):
                 if rank != self.rank:
                     messages[rank], one = stream.encode_gradient(part, kept)
                     encoded.stats += one.stats
         with self._recorded(f"{self.cls}_gradient", parts, encoded):
-            if not stream.gradient_size_is_known:
+            if not known:
                 bounds = [most_bytes(math.prod(shape)) for shape in shapes]
                 fingerprint = zlib.crc32(f"{stream.name} gradient".encode())
                 return self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
@@ -149,8 +172,8 @@ class CompressedCollectives:
             return self.exchange.transfer(messages, sizes)
 
     @contextmanager
-    def _recorded(self, cls: str, parts: list[Tensor], encoded: Encoded) -> Iterator[None]:
-        """Around the exchange of ``parts``."""
+    def _recorded(self, cls: str, parts: Sequence[Tensor], encoded: Encoded) -> Iterator[None]:
+        """Record the exchange of ``parts`` within the block."""
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
         before, waited = self.exchange.sent_bytes, self.exchange.waited_ms
         record = encoded.record(
@@ -167,107 +190,117 @@ class CompressedCollectives:
             self.metrics.record(record)
 
 
-class _Sent(NamedTuple):
-    """By rank of the group: messages that went there, what is kept of them, and messages from there."""
+class SentParts(NamedTuple):
+    """One direction of an exchange, by rank of the group.
+
+    Attributes:
+        messages: Messages that went there.
+        kept: What is kept of them until the gradients arrive.
+        received: Messages from there.
+    """
 
     messages: list[Tensor]
     kept: list[Any]
     received: list[Tensor]
 
 
-class _Exchanged(torch.autograd.Function):
-    """Blocks of rows to the ranks, and the others' blocks from them.
+class _BlockRoundTrip:
+    """Blocks of rows to the ranks, and the others' blocks from them; the gradients go back the same ways.
 
-    ``leaving`` are the rows for each rank; None: every rank gets all rows. ``arriving`` are those from each
-    rank, which are concatenated; None: what arrives is summed up. Backward they change places.
+    Args:
+        what: Name of the operation.
+        leaving: Rows for each rank; None: every rank gets all rows.
+        arriving: Rows from each rank, which are concatenated; None: what arrives is summed up.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
+    def __init__(
+        self,
         comm: CompressedCollectives,
         stream: ActivationStream,
-        kind: str,
+        what: str,
         leaving: list[int] | None,
         arriving: list[int] | None,
-    ) -> Tensor:
-        parts = _parts(tensor, leaving, comm)
-        own = parts[comm.rank]
-        crossed = comm._send_parts(parts, stream, kind, arriving)
-        ctx.comm, ctx.stream, ctx.leaving, ctx.arriving = comm, stream, leaving, arriving
-        ctx.sent, ctx.shapes = crossed.kept, [part.shape for part in parts]
-        ctx.received = [None] * len(parts)
+    ) -> None:
+        self._comm, self._stream, self._what = comm, stream, what
+        self._leaving, self._arriving = leaving, arriving
+        self._received: list[Any] = [None] * comm.world_size
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        parts = self._parts(tensor, self._leaving)
+        sent = self._comm.send(parts, self._stream, self._what, self._arriving)
+        self._sent, self._shapes = sent.kept, [part.shape for part in parts]
 
         def decode(rank: int, out: Tensor) -> None:
-            ctx.received[rank] = _decoded(stream, crossed.received[rank], out, rank)
+            self._received[rank] = _decoded(self._stream, sent.received[rank], out, rank)
 
-        return _combined(own, arriving, comm, decode)
+        return self._combined(parts, self._arriving, decode)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        comm, stream = ctx.comm, ctx.stream
-        parts = _parts(gradients[0], ctx.arriving, comm)
-        answers = comm._return_gradients(parts, ctx.received, ctx.sent, ctx.shapes, stream)
+    def backward(self, gradient: Tensor) -> Tensor:
+        parts = self._parts(gradient, self._arriving)
+        messages = self._comm.send_gradients(parts, self._received, self._sent, self._shapes, self._stream)
 
         def decode(rank: int, out: Tensor) -> None:
-            stream.decode_gradient(answers[rank], ctx.sent[rank], out, rank)
+            self._stream.decode_gradient(messages[rank], self._sent[rank], out, rank)
 
-        return _combined(parts[comm.rank], ctx.leaving, comm, decode), None, None, None, None, None
+        return self._combined(parts, self._leaving, decode)
 
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, comm: CompressedCollectives, stream: ActivationStream) -> Tensor:
+    def _parts(self, tensor: Tensor, rows: list[int] | None) -> Sequence[Tensor]:
+        """Return the block for each rank."""
         tensor = tensor.contiguous()
-        crossed = comm._send_parts([tensor] * comm.world_size, stream, "all_reduce", None)
-        ctx.stream, ctx.rank, ctx.received = stream, comm.rank, []
+        return [tensor] * self._comm.world_size if rows is None else tensor.split(rows)
+
+    def _combined(
+        self, parts: Sequence[Tensor], rows: list[int] | None, decode: Callable[[int, Tensor], None]
+    ) -> Tensor:
+        """Put this rank's part and what ``decode(rank, out)`` adds for the others together: in blocks of
+        ``rows``, or (None) summed in fp32 and in rank order.
+        """
+        own = parts[self._comm.rank]
+        if rows is None:
+            out = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+            blocks: Sequence[Tensor] = [out] * len(parts)
+        else:
+            out = own.new_zeros((sum(rows), *own.shape[1:]))
+            blocks = out.split(rows)
+        for rank, block in enumerate(blocks):
+            if rank != self._comm.rank:
+                decode(rank, block)
+            elif rows is None:
+                block.add_(own)
+            else:
+                block.copy_(own)
+        return out.to(own.dtype)
+
+
+class _SumRoundTrip:
+    """The sum of the ranks' compressed tensors; nothing crosses backward."""
+
+    def __init__(self, comm: CompressedCollectives, stream: ActivationStream) -> None:
+        self._comm, self._stream = comm, stream
+        self._kept: Any = None
+        self._received: list[Any] = []
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        comm, tensor = self._comm, tensor.contiguous()
+        sent = comm.send([tensor] * comm.world_size, self._stream, "all_reduce", None)
         if comm.world_size == 1:
             return tensor.clone()
         other = (comm.rank + 1) % comm.world_size
+        self._kept = sent.kept[other]
         total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-        ctx.kept = crossed.kept[other]
-        for rank, message in enumerate(crossed.received):
-            message = crossed.messages[other] if rank == comm.rank else message
-            ctx.received.append(_decoded(stream, message, total, rank))
+        for rank, message in enumerate(sent.received):
+            message = sent.messages[other] if rank == comm.rank else message
+            self._received.append(_decoded(self._stream, message, total, rank))
         return total.to(tensor.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient = pulled = gradients[0]
-        for rank, received in enumerate(ctx.received):
-            if rank == ctx.rank:
-                pulled = ctx.stream.pull_back(gradient, ctx.kept, received)
+    def backward(self, gradient: Tensor) -> Tensor:
+        pulled = gradient
+        for rank, received in enumerate(self._received):
+            if rank == self._comm.rank:
+                pulled = self._stream.pull_back(gradient, self._kept, received)
             else:
-                ctx.stream.learn(gradient, received)
-        return pulled, None, None
-
-
-def _parts(tensor: Tensor, rows: list[int] | None, comm: CompressedCollectives) -> list[Tensor]:
-    tensor = tensor.contiguous()
-    return [tensor] * comm.world_size if rows is None else list(tensor.split(rows))
-
-
-def _combined(
-    own: Tensor, rows: list[int] | None, comm: CompressedCollectives, decode: Callable[[int, Tensor], None]
-) -> Tensor:
-    """``own`` and what ``decode(rank, out)`` adds for the others, in blocks of ``rows``, or (None) summed in
-    fp32 and in rank order.
-    """
-    if rows is None:
-        out = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
-        blocks: Sequence[Tensor] = [out] * comm.world_size
-    else:
-        out = own.new_zeros((sum(rows), *own.shape[1:]))
-        blocks = out.split(rows)
-    for rank, block in enumerate(blocks):
-        if rank != comm.rank:
-            decode(rank, block)
-        elif rows is None:
-            block.add_(own)
-        else:
-            block.copy_(own)
-    return out.to(own.dtype)
+                self._stream.learn(gradient, received)
+        return pulled
 
 
 def _decoded(stream: ActivationStream, message: Tensor, out: Tensor, sender: int) -> Any:
