@@ -121,7 +121,7 @@ class CompressedCollectives:
         others = [r for r in range(self.world_size) if r != self.rank]
         shared = all(part is own for part in parts)
         with self.exchange.preparing():
-            written = stream.encode([parts[r] for r in (others[:1] if shared else others)])
+            written = stream.activations.encode([parts[r] for r in (others[:1] if shared else others)])
             messages = [own.new_empty(0, dtype=torch.uint8)] * len(parts)
             kept: list[Any] = [None] * len(parts)
             for at, r in enumerate(others):
@@ -154,11 +154,11 @@ class CompressedCollectives:
         own = parts[self.rank]
         messages = [own.new_empty(0, dtype=torch.uint8)] * len(parts)
         encoded = Encoded(density=stream.density)
-        known = stream.gradient_size_is_known
+        gradients, known = stream.gradients, stream.gradients.size_is_known
         with self.exchange.preparing(announced=not known):
             for rank, (part, kept) in enumerate(zip(parts, received, strict=True)):
                 if rank != self.rank:
-                    messages[rank], one = stream.encode_gradient(part, kept)
+                    messages[rank], one = gradients.encode(part, kept)
                     encoded.stats += one.stats
         with self._recorded(f"{self.cls}_gradient", parts, encoded):
             if not known:
@@ -166,7 +166,7 @@ class CompressedCollectives:
                 fingerprint = zlib.crc32(f"{stream.name} gradient".encode())
                 return self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
             sizes = [
-                0 if r == self.rank else stream.gradient_nbytes(shape, own.dtype, kept)
+                0 if r == self.rank else gradients.nbytes(shape, own.dtype, kept)
                 for r, (shape, kept) in enumerate(zip(shapes, sent, strict=True))
             ]
             return self.exchange.transfer(messages, sizes)
@@ -240,7 +240,7 @@ class _BlockRoundTrip:
         messages = self._comm.send_gradients(parts, self._received, self._sent, self._shapes, self._stream)
 
         def decode(rank: int, out: Tensor) -> None:
-            self._stream.decode_gradient(messages[rank], self._sent[rank], out, rank)
+            self._stream.gradients.decode(messages[rank], self._sent[rank], out, rank)
 
         return self._combined(parts, self._leaving, decode)
 
@@ -297,15 +297,15 @@ class _SumRoundTrip:
         pulled = gradient
         for rank, received in enumerate(self._received):
             if rank == self._comm.rank:
-                pulled = self._stream.pull_back(gradient, self._kept, received)
+                pulled = self._stream.gradients.pull_back(gradient, self._kept, received)
             else:
-                self._stream.learn(gradient, received)
+                self._stream.gradients.observe(gradient, received)
         return pulled
 
 
 def _decoded(stream: ActivationStream, message: Tensor, out: Tensor, sender: int) -> Any:
     try:
-        return stream.decode(message, out, sender)
+        return stream.activations.decode(message, out, sender)
     except PayloadError as error:
         raise PayloadError(f"{stream.name}: message from rank {sender} of the group: {error}") from error
 

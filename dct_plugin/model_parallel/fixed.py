@@ -14,7 +14,7 @@ from .stream import ActivationStream
 
 
 class Kept(NamedTuple):
-    """What an end keeps of a forward message until its gradient has crossed.
+    """The part of a forward message that an end keeps until its gradient has crossed.
 
     Attributes:
         number: The sender's number of the message.
@@ -42,19 +42,19 @@ class FixedMessages:
     def nbytes(
         self, shape: torch.Size, dtype: torch.dtype, *, gradient: bool = False, kept: Kept | None = None
     ) -> int:
-        """Size of every forward (or ``gradient``) message about a tensor.
+        """Return the size of every forward (or ``gradient``) message about a tensor.
 
         With ``kept``, that of the gradient message that answers it and holds no room to spare.
         """
         if gradient:
             content = None if kept is None else kept.content
-            return NUMBER_NBYTES + self.stream.gradient_nbytes(shape, dtype, content)
-        return NUMBER_NBYTES + self.stream.nbytes(shape, dtype)
+            return NUMBER_NBYTES + self.stream.gradients.nbytes(shape, dtype, content)
+        return NUMBER_NBYTES + self.stream.activations.nbytes(shape, dtype)
 
     def encode(self, tensor: Tensor, number: int) -> tuple[Tensor, Kept, Encoded]:
-        """The forward message of ``tensor``, what to keep of it, and what was written."""
-        written = self.stream.encode([tensor])
-        message = _framed(number, written.messages[0], self.nbytes(tensor.shape, tensor.dtype))
+        """Return the forward message of ``tensor``, what to keep of it, and the figures."""
+        written = self.stream.activations.encode([tensor])
+        message = _numbered(number, written.messages[0], self.nbytes(tensor.shape, tensor.dtype))
         return message, Kept(number, written.kept[0]), written.encoded
 
     def decode(self, message: Tensor, out: Tensor) -> Kept:
@@ -65,18 +65,18 @@ class FixedMessages:
         """
         number = number_of(message)
         try:
-            return Kept(number, self.stream.decode(message[NUMBER_NBYTES:], out.zero_()))
+            return Kept(number, self.stream.activations.decode(message[NUMBER_NBYTES:], out.zero_(), 0))
         except PayloadError as error:
             raise PayloadError(f"{self.stream.name}: message {number}: {error}") from error
 
     def encode_gradient(self, gradient: Tensor, kept: Kept, *, exact: bool = False) -> tuple[Tensor, Encoded]:
-        """The message that answers ``kept``.
+        """Return the message that answers ``kept``, and its figures.
 
         ``exact`` leaves no room to spare, for receivers that know which message is answered next.
         """
-        body, encoded = self.stream.encode_gradient(gradient, kept.content)
+        body, encoded = self.stream.gradients.encode(gradient, kept.content)
         size = self.nbytes(gradient.shape, gradient.dtype, gradient=True, kept=kept if exact else None)
-        return _framed(kept.number, body, size), encoded
+        return _numbered(kept.number, body, size), encoded
 
     def decode_gradient(self, message: Tensor, awaited: dict[int, Kept], out: Tensor) -> Kept:
         """Fill ``out`` from a gradient message; what it answers is taken out of ``awaited``.
@@ -90,19 +90,19 @@ class FixedMessages:
             known = ", ".join(str(n) for n in sorted(awaited)) or "none"
             raise PayloadError(f"{self.stream.name}: gradient of message {number}; awaited are {known}")
         try:
-            self.stream.decode_gradient(message[NUMBER_NBYTES:], kept.content, out.zero_())
+            self.stream.gradients.decode(message[NUMBER_NBYTES:], kept.content, out.zero_())
         except PayloadError as error:
             raise PayloadError(f"{self.stream.name}: gradient of message {number}: {error}") from error
         return kept
 
 
 def number_of(message: Tensor) -> int:
-    """The number with which a message begins."""
+    """Return the number with which a message begins."""
     return int(message[:NUMBER_NBYTES].cpu().view(torch.int64))
 
 
-def _framed(number: int, body: Tensor, size: int) -> Tensor:
-    """``body`` behind its number, with padding to ``size`` bytes."""
+def _numbered(number: int, body: Tensor, size: int) -> Tensor:
+    """Return ``body`` behind its number, with padding to ``size`` bytes."""
     message = torch.zeros(size, dtype=torch.uint8, device=body.device)
     start = torch.tensor([number], dtype=torch.int64).view(torch.uint8)
     message[:NUMBER_NBYTES] = start.to(body.device)

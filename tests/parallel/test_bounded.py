@@ -22,10 +22,10 @@ def stream(error_bound: float, **more: Any) -> ActivationStream:
 
 def crossed(own: ActivationStream, x: Tensor) -> tuple[Tensor, int]:
     """What arrives of ``x``, and in how many bytes."""
-    (message,) = own.encode([x]).messages
-    assert message.numel() <= own.nbytes(x.shape, x.dtype)
+    (message,) = own.activations.encode([x]).messages
+    assert message.numel() <= own.activations.nbytes(x.shape, x.dtype)
     out = torch.zeros_like(x)
-    own.decode(message, out)
+    own.activations.decode(message, out, 0)
     return out, message.numel()
 
 
@@ -51,9 +51,9 @@ def test_bytes_follow_the_bound_and_gradients_have_their_own() -> None:
     own = stream(error_bound=0.5, backward={"method": "bound", "error_bound": 0.01})
     coarse, fine = crossed(own, x)[1], crossed(stream(error_bound=0.01), x)[1]
     assert coarse < 0.09 * 4 * x.numel() < 0.26 * 4 * x.numel() > fine
-    gradient, encoded = own.encode_gradient(x, None)
+    gradient, encoded = own.gradients.encode(x, None)
     back = torch.zeros_like(x)
-    own.decode_gradient(gradient, None, back)
+    own.gradients.decode(gradient, None, back)
     assert float((back - x).abs().max()) <= 0.0101 * float(x.square().mean().sqrt())
     assert encoded.stats[0].nbytes == gradient.numel() == fine
 
@@ -66,10 +66,10 @@ def test_zeros_non_finite_entries_and_damage() -> None:
     x = torch.randn(64, 64)
     x[3, 4] = float("inf")
     assert bool(crossed(own, x)[0].isnan().all())
-    (message,) = own.encode([torch.randn(64, 64)]).messages
+    (message,) = own.activations.encode([torch.randn(64, 64)]).messages
     for damaged in (message[:40], message[:-9], torch.cat([message[:50], message[60:]])):
         with pytest.raises(PayloadError):
-            own.decode(damaged, torch.zeros(64, 64))
+            own.activations.decode(damaged, torch.zeros(64, 64), 0)
 
 
 @pytest.mark.parametrize(

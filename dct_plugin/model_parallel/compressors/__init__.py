@@ -1,6 +1,6 @@
 """Compressor classes for activations: one file each, and one line here.
 
-What a class is to have is in :mod:`.compressor`; ``dct.model_parallel`` names it by its key in the table.
+:mod:`.compressor` has their base classes; ``dct.model_parallel`` names a class by its key in the table.
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ COMPRESSORS: Mapping[str, type[ActivationCompressor[Any]]] = {
 
 
 def create(method: Method, site: Site) -> ActivationCompressor[Any]:
-    """The compressor of a method; one that leaves nothing out where the method does not."""
+    """Return the compressor of a method; :class:`Whole` if the method leaves nothing out."""
     return COMPRESSORS[method.label() if method.compresses else "none"](method, site)

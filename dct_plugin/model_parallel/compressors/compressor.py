@@ -1,4 +1,4 @@
-"""What a compressor class for activations is: three methods, and three more if it answers gradients."""
+"""The base classes of compressors for activations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Site:
 
 
 class Written(NamedTuple):
-    """What was written of some tensors.
+    """The messages of some tensors.
 
     Attributes:
         messages: uint8 each, in memory of their own.
@@ -77,7 +77,7 @@ class ActivationCompressor(ABC, Generic[Settings]):
 
     Args:
         config: The settings of the method.
-        site: Where.
+        site: The point of the model.
     """
 
     #: Whether every message about tensors of one shape has :meth:`nbytes` bytes, no fewer.
@@ -94,11 +94,17 @@ class ActivationCompressor(ABC, Generic[Settings]):
 
     @abstractmethod
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Most bytes of a message about a tensor, by what both ends know."""
+        """Return the most bytes of a message about a tensor, by what both ends know."""
 
-    @abstractmethod
     def encode(self, parts: Sequence[Tensor]) -> Written:
-        """One message for each tensor, of any shapes and floating types."""
+        """Write one message for each tensor, of any shapes and floating types."""
+        began = time.perf_counter()
+        pairs = [self.encode_one(part) for part in parts]
+        return self.written([m for m, _ in pairs], [kept for _, kept in pairs], parts, began)
+
+    def encode_one(self, part: Tensor) -> tuple[Tensor, Any]:
+        """Return the message of one tensor, uint8, and what this end keeps until its gradient arrives."""
+        raise NotImplementedError(f"{type(self).__name__} writes all tensors at once")
 
     @abstractmethod
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Any:
@@ -116,11 +122,11 @@ class ActivationCompressor(ABC, Generic[Settings]):
         """
 
     def end_step(self) -> None:
-        """An optimizer step is over."""
+        """Let state change: an optimizer step is over."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bitwise, between steps."""
+        """Return the state that a resumed run needs to go on bitwise, between steps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,7 +136,7 @@ class ActivationCompressor(ABC, Generic[Settings]):
     # -- for the classes -------------------------------------------------------------------------------------
 
     def seed(self, tensor: Tensor) -> Tensor:
-        """int64 [] on the tensor's device, of name, rank, step and content: the same at a recomputation."""
+        """Return int64 [] on the tensor's device, made of name, rank, step and content."""
         own = zlib.crc32(f"{self.site.name}/{self.site.rank}/{self.site.step}".encode())
         words = tensor.detach().to(torch.float32).contiguous().view(torch.int32)
         return words.sum(dtype=torch.int64) * 0x9E3779B1 + (own << 20)
@@ -138,7 +144,7 @@ class ActivationCompressor(ABC, Generic[Settings]):
     def written(
         self, messages: list[Tensor], kept: list[Any], parts: Sequence[Tensor], began: float
     ) -> Written:
-        """With figures; ``began`` by ``perf_counter``."""
+        """Return messages with their figures; ``began`` by ``perf_counter``."""
         spent = round(1e9 * (time.perf_counter() - began) / max(len(parts), 1))
         stats = [
             Stats(message.numel(), count, count, False, encode_ns=spent)
@@ -151,27 +157,31 @@ class RoundingCompressor(ActivationCompressor[Bits]):
     """A compressor that writes values in few bits."""
 
     def quantiser(self) -> Quantiser:
-        """What writes the forward message's values."""
+        """Return the code of the forward message's values."""
         return Quantiser(self.config.bits, self.site.group_size)
+
+    def write(self, values: Tensor, part: Tensor) -> Tensor:
+        """Write ``values``, which stand for ``part``, uint8."""
+        return self.quantiser().encode(values, self.seed(part) if self.config.stochastic else None)
 
 
 class AnsweringCompressor(ActivationCompressor[Settings]):
-    """One whose gradients come back in terms of the forward message: both ends have kept what that takes.
+    """A compressor whose gradients come back in terms of the forward message, of which both ends keep a part.
 
     ``site.answer`` says how the answers are written.
     """
 
     @abstractmethod
     def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Any = None) -> int:
-        """Most bytes of an answer; with what an end ``kept``, exactly those of the answer to that."""
+        """Return the most bytes of an answer; with what an end ``kept``, the bytes of the answer to that."""
 
     @abstractmethod
     def encode_answer(self, gradient: Tensor, kept: Any) -> tuple[Tensor, Encoded]:
-        """The message, uint8, of the gradient of what :meth:`decode` added, which ``kept`` is of."""
+        """Write the gradient of what :meth:`decode` added, uint8; ``kept`` is what it returned."""
 
     @abstractmethod
     def decode_answer(self, message: Tensor, kept: Any, out: Tensor) -> None:
-        """Add the gradient of what was encoded to ``out``; ``kept`` is of :meth:`encode`.
+        """Add the gradient of what was encoded to ``out``; ``kept`` is that of :meth:`encode`.
 
         Raises:
             PayloadError: The message is malformed.
@@ -179,42 +189,46 @@ class AnsweringCompressor(ActivationCompressor[Settings]):
 
     @abstractmethod
     def pull_back(self, gradient: Tensor, kept: Any, received: Any) -> Tensor:
-        """Both in one, and exact, for a message that its own sender decoded: ``kept`` and ``received``."""
+        """Return the gradient of a tensor that its own sender decoded, exactly.
 
-    def learn(self, gradient: Tensor, received: Any) -> None:
-        """Take note of a gradient whose answer the sender makes itself, by :meth:`pull_back`."""
+        Args:
+            kept, received: What :meth:`encode` and :meth:`decode` returned.
+        """
+
+    def observe_gradient(self, gradient: Tensor, received: Any) -> None:
+        """Take note of a gradient whose sender calls :meth:`pull_back`."""
         return
 
 
 class QuantisedAnswers(AnsweringCompressor[Bits], RoundingCompressor[Bits]):
     """A compressor whose answers are values in few bits."""
 
-    def answers(self) -> Quantiser:
-        """What writes the values of an answer."""
+    def answer_quantiser(self) -> Quantiser:
+        """Return the code of the values of an answer."""
         bits = self.site.answer.bits
         return Quantiser(self.config.bits if bits is None else bits, self.site.group_size)
 
     def answered(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, Encoded]:
-        """What :meth:`encode_answer` returns, for the ``values`` that stand for ``gradient``."""
+        """Write ``values``, which stand for ``gradient``; the result of :meth:`encode_answer`."""
         given = self.site.answer.stochastic
         random = self.config.stochastic if given is None else given
-        message = self.answers().encode(values, self.seed(gradient) if random else None)
+        message = self.answer_quantiser().encode(values, self.seed(gradient) if random else None)
         count = round(self.density * gradient.numel())
         stats = Stats(message.numel(), count, count, False)
         return message, Encoded([stats], gradient.numel(), self.density)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """fp32 [rows, size of the last dimension]."""
+    """Return fp32 [rows, size of the last dimension]."""
     return tensor.detach().reshape(-1, tensor.shape[-1]).to(torch.float32)
 
 
 def size_of_rows(shape: torch.Size) -> tuple[int, int]:
-    """The shape of :func:`rows_of`."""
+    """Return the shape of :func:`rows_of`."""
     return shape.numel() // max(shape[-1], 1), shape[-1]
 
 
 def add(out: Tensor, values: Tensor) -> None:
-    """``out += values``, rounded once; as many entries, in whatever shape."""
+    """Add ``values`` to ``out``, rounded once; as many entries, in whatever shape."""
     flat = out.view(-1)
     flat.copy_(flat.to(torch.float32) + values.reshape(-1))

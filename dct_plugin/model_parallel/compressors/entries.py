@@ -1,4 +1,4 @@
-"""Entries and their positions, as payloads of the kernels: what threshold and topk have in common."""
+"""The base classes of compressors that write payloads of the kernels, and of threshold and topk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,79 @@ from ...stream import (
     wire_dtype,
 )
 from ...thresholds import Threshold
-from .compressor import NUMBER_NBYTES, AnsweringCompressor, Site, Written
+from .compressor import (
+    NUMBER_NBYTES,
+    ActivationCompressor,
+    AnsweringCompressor,
+    Settings,
+    Site,
+    Written,
+)
 
 #: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
 #: not fit are dropped like entries below the threshold.
 CAPACITY = 1.0
 
 
-class KeptEntries(AnsweringCompressor[EntriesMethod]):
+class PayloadCompressor(ActivationCompressor[Settings]):
+    """The base class of compressors whose messages are payloads of the kernels."""
+
+    exact = False
+
+    def __init__(self, config: Settings, site: Site) -> None:
+        super().__init__(config, site)
+        threshold = Threshold.of_activations(site.name, site.rank)
+        self._stream = Stream(threshold, name=site.name, kernels=site.kernels)
+
+    @abstractmethod
+    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+        """Return the type of the values on the wire."""
+
+    def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
+        """Return the most entries of a message about ``numel``."""
+        return numel
+
+    @abstractmethod
+    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
+        """Return the threshold of each tensor."""
+
+    def _observe(self, encoded: Encoded) -> None:
+        """Take note of the figures of messages."""
+        return
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        code = self._value_type(dtype)
+        return payload_bound(shape.numel(), self._entries(shape.numel(), code), code)
+
+    def _write(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Encoded]:
+        """Write one payload for each tensor; their figures are read at once."""
+        flats = [as_flat(part) for part in parts]
+        encoded = Encoded(numel=sum(flat.numel() for flat in flats), density=self.density)
+        taus = self._taus(encoded, flats)
+        buffers = []
+        for part, flat, tau in zip(parts, flats, taus, strict=True):
+            code = self._value_type(part.dtype)
+            capacity = self._entries(flat.numel(), code)
+            size = payload_bound(flat.numel(), capacity, code)
+            buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
+            start = first_position(self.site.step, flat.numel())
+            job = Job(flat, None, tau, buffers[-1], capacity=capacity, start=start, value_dtype=code)
+            self._stream.write(encoded, job)
+        read_stats(encoded.stats)
+        self._observe(encoded)
+        messages = [
+            buffer[: stats.nbytes].clone() for buffer, stats in zip(buffers, encoded.stats, strict=True)
+        ]
+        return messages, encoded
+
+    def _add(self, message: Tensor, out: Tensor) -> Tensor:
+        """Add the payload with which a message begins to ``out``; return the payload."""
+        payload = _without_padding(message)
+        add_payload(self._stream.backend(out.device), payload, out)
+        return payload
+
+
+class KeptEntries(PayloadCompressor[EntriesMethod], AnsweringCompressor[EntriesMethod]):
     """Some entries cross with their positions; gradients come back as values there.
 
     Both ends keep the payload for its positions. That is the exact gradient of "choose, then send" (DCT-MP,
@@ -41,26 +106,16 @@ class KeptEntries(AnsweringCompressor[EntriesMethod]):
     gradient.
     """
 
-    exact = False
-
-    def __init__(self, config: EntriesMethod, site: Site) -> None:
-        super().__init__(config, site)
-        self._stream = stream_of(site)
-
     @property
     def density(self) -> float:
         return self.config.density
 
-    @abstractmethod
-    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
-        """The threshold of each tensor."""
-
-    def _observe(self, encoded: Encoded) -> None:
-        """What was written, its figures read."""
+    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+        return wire_dtype(dtype, self.config.value_dtype)
 
     def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
-        """Most entries of a message about ``numel``: as many as a message of fixed size has room for, headers
-        included; else all of them.
+        """Return the most entries of a message about ``numel``: all, or as many as a message of fixed size
+        has room for, headers included.
         """
         if not self.site.fixed_size:
             return numel
@@ -69,35 +124,18 @@ class KeptEntries(AnsweringCompressor[EntriesMethod]):
         header = int(-(-(NUMBER_NBYTES + HEADER_NBYTES) // itemsize))
         return max(1, min(numel, max(room // 2, room - header)))
 
-    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        code = wire_dtype(dtype, self.config.value_dtype)
-        return payload_bound(shape.numel(), self._entries(shape.numel(), code), code)
-
     def encode(self, parts: Sequence[Tensor]) -> Written:
-        flats = [as_flat(part) for part in parts]
-        encoded = Encoded(numel=sum(flat.numel() for flat in flats), density=self.density)
-        types = [wire_dtype(part.dtype, self.config.value_dtype) for part in parts]
-        taus = self._taus(encoded, flats)
-        messages = write_entries(
-            self._stream,
-            encoded,
-            flats,
-            types,
-            taus,
-            [self._entries(flat.numel(), code) for flat, code in zip(flats, types, strict=True)],
-            step=self.site.step,
-        )
-        self._observe(encoded)
+        messages, encoded = self._write(parts)
         return Written(messages, list(messages), encoded)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
-        return add_entries(self._stream, message, out)
+        return self._add(message, out)
 
     def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
         code = wire_dtype(dtype, self.site.answer.value_dtype)
         if kept is not None:
             return values_nbytes(kept, code)
-        entries = self._entries(shape.numel(), wire_dtype(dtype, self.config.value_dtype))
+        entries = self._entries(shape.numel(), self._value_type(dtype))
         return payload_bound(shape.numel(), entries, code, IndexEncoding.SHARED_MASK)
 
     def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
@@ -107,48 +145,12 @@ class KeptEntries(AnsweringCompressor[EntriesMethod]):
         return message, Encoded([stats], flat.numel(), self.density)
 
     def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
-        add_payload(self._stream.backend(out.device), _trimmed(message), out, kept)
+        add_payload(self._stream.backend(out.device), _without_padding(message), out, kept)
 
     def pull_back(self, gradient: Tensor, kept: Tensor, received: Any) -> Tensor:
         mask = self._stream.backend(gradient.device).decode_mask(kept, gradient.numel())
         return gradient * mask.view(gradient.shape)
 
 
-def stream_of(site: Site) -> Stream:
-    """The stream that writes the payloads of a site."""
-    threshold = Threshold.of_activations(site.name, site.rank)
-    return Stream(threshold, name=site.name, kernels=site.kernels)
-
-
-def write_entries(
-    stream: Stream,
-    encoded: Encoded,
-    flats: Sequence[Tensor],
-    types: Sequence[ValueDtype],
-    taus: Sequence[Tau],
-    capacities: Sequence[int],
-    *,
-    step: int = 0,
-) -> list[Tensor]:
-    """One payload for each tensor, their figures read at once; see :meth:`Stream.write`."""
-    rooms = []
-    for flat, code, tau, capacity in zip(flats, types, taus, capacities, strict=True):
-        size = payload_bound(flat.numel(), capacity, code)
-        rooms.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
-        start = first_position(step, flat.numel())
-        job = Job(flat, None, tau, rooms[-1], capacity=capacity, start=start, value_dtype=code)
-        stream.write(encoded, job)
-    read_stats(encoded.stats)
-    return [room[: stats.nbytes].clone() for room, stats in zip(rooms, encoded.stats, strict=True)]
-
-
-def add_entries(stream: Stream, message: Tensor, out: Tensor) -> Tensor:
-    """Add the payload with which a message begins to ``out``; returns the payload."""
-    payload = _trimmed(message)
-    add_payload(stream.backend(out.device), payload, out)
-    return payload
-
-
-def _trimmed(message: Tensor) -> Tensor:
-    """Without padding."""
+def _without_padding(message: Tensor) -> Tensor:
     return message[: Header.parse(header_bytes(message), message.numel()).nbytes]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...config.methods import LearnedMethod
-from ...stream import Encoded
-from .compressor import QuantisedAnswers, Site, Written, add, rows_of, size_of_rows
-from .lowrank import random_basis
+from .compressor import Site, add, rows_of
+from .projection import Projection, random_basis
 
 
 class _Received(NamedTuple):
@@ -21,7 +18,7 @@ class _Received(NamedTuple):
     """fp32 [rows, rank], as it arrived."""
 
 
-class Learned(QuantisedAnswers[LearnedMethod]):
+class Learned(Projection[LearnedMethod]):
     """Rows X [rows, hidden] cross as X E [rows, rank] and become X E D at the receiver.
 
     The sender has E [hidden, rank], the receiver a D [rank, hidden] for each sender; both begin as one
@@ -35,41 +32,34 @@ class Learned(QuantisedAnswers[LearnedMethod]):
         self._weights: dict[str, _Weight] = {}
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        return self.quantiser().nbytes(self._count(shape))
+        return self.quantiser().nbytes(self.count(shape))
 
-    def encode(self, parts: Sequence[Tensor]) -> Written:
-        began = time.perf_counter()
-        messages: list[Tensor] = []
-        kept: list[Tensor | None] = []
-        for part in parts:
-            encoder = self._weight("encoder", part.shape[-1], part.device)
-            seed = self.seed(part) if self.config.stochastic else None
-            messages.append(self.quantiser().encode((rows_of(part) @ encoder.value).t(), seed))
-            kept.append(part.detach() if self.site.training else None)
-        return self.written(messages, kept, parts, began)
+    def encode_one(self, part: Tensor) -> tuple[Tensor, Tensor | None]:
+        encoder = self._weight("encoder", part.shape[-1], part.device)
+        message = self.write((rows_of(part) @ encoder.value).t(), part)
+        return message, part.detach() if self.site.training else None
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> _Received:
         decoder = self._weight(f"decoder {peer}", out.shape[-1], out.device)
-        code = self._code(self.quantiser().decode(message, self._count(out.shape)), out.shape)
+        code = self.read_codes(self.quantiser(), message, out.shape)
         add(out, code @ decoder.value.t())
         return _Received(peer, code)
 
-    def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Any = None) -> int:
-        return self.answers().nbytes(self._count(shape))
+    def project(self, gradient: Tensor, received: _Received) -> Tensor:
+        """Return the gradient of the code; that of the decoder is added to what it has."""
+        rows = rows_of(gradient)
+        decoder = self._weight(f"decoder {received.peer}", rows.shape[1], rows.device)
+        decoder.gradient += rows.t() @ received.code
+        return rows @ decoder.value
 
-    def encode_answer(self, gradient: Tensor, kept: _Received) -> tuple[Tensor, Encoded]:
-        return self.answered(self._through_decoder(gradient, kept).t(), gradient)
+    def expand(self, codes: Tensor, kept: Tensor) -> Tensor:
+        """Return the gradient of the rows; that of the encoder is added to what it has."""
+        encoder = self._weight("encoder", kept.shape[-1], codes.device)
+        encoder.gradient += rows_of(kept).t() @ codes
+        return codes @ encoder.value.t()
 
-    def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
-        code = self._code(self.answers().decode(message, self._count(out.shape)), out.shape)
-        add(out, self._through_encoder(code, kept))
-
-    def pull_back(self, gradient: Tensor, kept: Tensor, received: _Received) -> Tensor:
-        pulled = self._through_encoder(self._through_decoder(gradient, received), kept)
-        return pulled.view(gradient.shape).to(gradient.dtype)
-
-    def learn(self, gradient: Tensor, received: _Received) -> None:
-        self._through_decoder(gradient, received)
+    def observe_gradient(self, gradient: Tensor, received: _Received) -> None:
+        self.project(gradient, received)
 
     def end_step(self) -> None:
         names = sorted(self._weights)
@@ -85,34 +75,12 @@ class Learned(QuantisedAnswers[LearnedMethod]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._weights = {name: _Weight(**part) for name, part in state["weights"].items()}
 
-    def _rank(self, hidden: int) -> int:
-        return min(self.config.rank, hidden)
-
-    def _count(self, shape: torch.Size) -> int:
-        rows, hidden = size_of_rows(shape)
-        return rows * self._rank(hidden)
-
-    def _code(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """[rows, rank] of what crosses a direction after the other."""
-        return values.view(self._rank(shape[-1]), size_of_rows(shape)[0]).t()
-
     def _weight(self, name: str, hidden: int, device: torch.device) -> _Weight:
         weight = self._weights.get(name)
         if weight is None:
-            weight = self._weights[name] = _Weight(random_basis(self.site.name, hidden, self._rank(hidden)))
+            basis = random_basis(self.site.name, hidden, self.rank(0, hidden))
+            weight = self._weights[name] = _Weight(basis)
         return weight.to(device)
-
-    def _through_decoder(self, gradient: Tensor, kept: _Received) -> Tensor:
-        """Gradient of the code; the decoder's is added to what it has."""
-        rows = rows_of(gradient)
-        decoder = self._weight(f"decoder {kept.peer}", rows.shape[1], rows.device)
-        decoder.gradient += rows.t() @ kept.code
-        return rows @ decoder.value
-
-    def _through_encoder(self, code: Tensor, kept: Tensor) -> Tensor:
-        encoder = self._weight("encoder", kept.shape[-1], code.device)
-        encoder.gradient += rows_of(kept).t() @ code
-        return code @ encoder.value.t()
 
 
 class _Weight:

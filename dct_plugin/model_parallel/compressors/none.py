@@ -8,36 +8,30 @@ import torch
 from torch import Tensor
 
 from ...codecs.payload import payload_bound
+from ...codecs.values import ValueDtype
 from ...config.methods import Method
-from ...stream import Encoded, as_flat, wire_dtype
-from .compressor import ActivationCompressor, Site, Written
-from .entries import add_entries, stream_of, write_entries
+from ...stream import Encoded, wire_dtype
+from .compressor import Written
+from .entries import PayloadCompressor
 
 
-class Whole(ActivationCompressor[Method]):
-    """What crosses in warm-up steps, and where nothing is to be left out; finite entries arrive bitwise."""
+class Whole(PayloadCompressor[Method]):
+    """All entries cross, in warm-up steps and if nothing is to be left out; finite ones arrive bitwise."""
 
-    exact = False  # one that holds a non-finite entry is short
+    # A message that holds a non-finite entry is shorter than others: ``exact`` stays False.
 
-    def __init__(self, config: Method, site: Site) -> None:
-        super().__init__(config, site)
-        self._stream = stream_of(site)
+    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+        return wire_dtype(dtype, dense=True)
+
+    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[float]:
+        return [0.0] * len(flats)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        return payload_bound(shape.numel(), None, wire_dtype(dtype, dense=True))
+        return payload_bound(shape.numel(), None, self._value_type(dtype))
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
-        encoded = Encoded(numel=sum(part.numel() for part in parts))
-        flats = [as_flat(part) for part in parts]
-        messages = write_entries(
-            self._stream,
-            encoded,
-            flats,
-            [wire_dtype(part.dtype, dense=True) for part in parts],
-            [0.0] * len(flats),
-            [flat.numel() for flat in flats],
-        )
+        messages, encoded = self._write(parts)
         return Written(messages, [None] * len(messages), encoded)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
-        add_entries(self._stream, message, out)
+        self._add(message, out)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
 from ...config.methods import QuantiseMethod
-from .compressor import RoundingCompressor, Written, add
+from .compressor import RoundingCompressor, add
 
 
 class Quantised(RoundingCompressor[QuantiseMethod]):
@@ -26,13 +23,8 @@ class Quantised(RoundingCompressor[QuantiseMethod]):
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return self.quantiser().nbytes(shape.numel())
 
-    def encode(self, parts: Sequence[Tensor]) -> Written:
-        began = time.perf_counter()
-        quantiser = self.quantiser()
-        messages = [
-            quantiser.encode(part, self.seed(part) if self.config.stochastic else None) for part in parts
-        ]
-        return self.written(messages, [None] * len(messages), parts, began)
+    def encode_one(self, part: Tensor) -> tuple[Tensor, None]:
+        return self.write(part, part), None
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
         add(out, self.quantiser().decode(message, out.numel()))

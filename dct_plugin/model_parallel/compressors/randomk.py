@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,7 +10,7 @@ from ...config.methods import RandomKMethod
 from ...errors import PayloadError
 from ...stream import Encoded
 from ...thresholds import wanted
-from .compressor import QuantisedAnswers, Written
+from .compressor import QuantisedAnswers
 
 _SEED_NBYTES = 8
 
@@ -32,17 +29,12 @@ class RandomK(QuantisedAnswers[RandomKMethod]):
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return _SEED_NBYTES + self.quantiser().nbytes(self._count(shape.numel()))
 
-    def encode(self, parts: Sequence[Tensor]) -> Written:
-        began = time.perf_counter()
-        messages, kept = [], []
-        for part in parts:
-            seed = self.seed(part)
-            index = self._positions(seed, part.numel())
-            values = part.detach().reshape(-1)[index].to(torch.float32)
-            data = self.quantiser().encode(values, seed + 1 if self.config.stochastic else None)
-            messages.append(torch.cat([seed.view(1).view(torch.uint8), data]))
-            kept.append(index)
-        return self.written(messages, kept, parts, began)
+    def encode_one(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        seed = self.seed(part)
+        index = self._positions(seed, part.numel())
+        values = part.detach().reshape(-1)[index].to(torch.float32)
+        data = self.quantiser().encode(values, seed + 1 if self.config.stochastic else None)
+        return torch.cat([seed.view(1).view(torch.uint8), data]), index
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
         if message.numel() < _SEED_NBYTES:
@@ -53,14 +45,14 @@ class RandomK(QuantisedAnswers[RandomKMethod]):
         return index
 
     def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
-        return self.answers().nbytes(self._count(shape.numel()))
+        return self.answer_quantiser().nbytes(self._count(shape.numel()))
 
     def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
         values = gradient.detach().reshape(-1)[kept].to(torch.float32)
         return self.answered(values, gradient)
 
     def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
-        _add_at(out, kept, self.answers().decode(message, kept.numel()))
+        _add_at(out, kept, self.answer_quantiser().decode(message, kept.numel()))
 
     def pull_back(self, gradient: Tensor, kept: Tensor, received: Tensor) -> Tensor:
         pulled = torch.zeros_like(gradient)
@@ -71,7 +63,7 @@ class RandomK(QuantisedAnswers[RandomKMethod]):
         return wanted(self.density, numel) if numel else 0
 
     def _positions(self, seed: Tensor, numel: int) -> Tensor:
-        """int64 [count], ascending: one of each of as many runs."""
+        """Return int64 [count], ascending: one position of each of as many runs."""
         count = self._count(numel)
         starts = torch.arange(count + 1, dtype=torch.int64, device=seed.device) * numel // max(count, 1)
         lengths = starts[1:] - starts[:-1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 from ...codecs.quantised import Quantiser
 from ...config.methods import TransformMethod
 from ...errors import PayloadError
-from .compressor import ActivationCompressor, Site, Written, add, rows_of, size_of_rows
-from .lowrank import BASIS, random_basis
+from .compressor import ActivationCompressor, Site, add, rows_of, size_of_rows
+from .projection import BASIS, random_basis
 
 #: Share of normal values' variance that 0, 1, ... bits leave, at best (Max, IRE Trans. Inf. Theory 1960).
 _LEFT = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869)
 _MOST_BITS = len(_LEFT) - 1
-#: What becomes of the covariance known so far when a step adds its own.
+#: Weight of the covariance known so far when a step adds its own.
 _DECAY = 0.8
 _ITERATIONS = 3
 #: Most steps from one set of directions that crosses to the next.
@@ -43,32 +42,28 @@ class Transformed(ActivationCompressor[TransformMethod]):
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         rows, hidden = size_of_rows(shape)
         sizes = self._sizes(hidden)
-        head = sizes.code if self._carries(self._state(hidden)) else 0
+        head = sizes.code if self._sends_directions(self._state(hidden)) else 0
         return head + 2 * hidden + 2 * sizes.directions + sizes.bits * -(-rows // 8)
 
-    def encode(self, parts: Sequence[Tensor]) -> Written:
-        began = time.perf_counter()
-        messages = []
-        for part in parts:
-            rows = rows_of(part)
-            state = self._state(part.shape[-1])
-            mean = (rows.sum(dim=0) / max(rows.shape[0], 1)).to(torch.bfloat16)
-            rows = rows - mean.to(torch.float32)
-            if self.site.training and state.first is None:
-                state.first = rows.t() @ rows
-            # Before a step is over, every message has directions of its own.
-            code = state.own or self._code(rows.t() @ rows, None)
-            head = [code.stored.to(part.device)] if self._carries(state) else []
-            pieces = [*head, mean.view(torch.uint8)]
-            seed = self.seed(part) if self.config.stochastic else None
-            coordinates = torch.nn.functional.pad(
-                (rows @ code.basis.to(part.device)).t(), (0, -rows.shape[0] % 8)
-            )
-            for quantiser, place in code.widths(coordinates.shape[1]):
-                pieces.append(quantiser.encode(coordinates[place], seed))
-            spare = self.nbytes(part.shape, part.dtype) - sum(piece.numel() for piece in pieces)
-            messages.append(torch.cat([*pieces, rows.new_zeros(spare, dtype=torch.uint8)]))
-        return self.written(messages, [None] * len(messages), parts, began)
+    def encode_one(self, part: Tensor) -> tuple[Tensor, None]:
+        rows = rows_of(part)
+        state = self._state(part.shape[-1])
+        mean = (rows.sum(dim=0) / max(rows.shape[0], 1)).to(torch.bfloat16)
+        rows = rows - mean.to(torch.float32)
+        if self.site.training and state.scatter is None:
+            state.scatter = rows.t() @ rows
+        # Before a step is over, every message has directions of its own.
+        code = state.own or self._code(rows.t() @ rows, None)
+        head = [code.stored.to(part.device)] if self._sends_directions(state) else []
+        sections = [*head, mean.view(torch.uint8)]
+        seed = self.seed(part) if self.config.stochastic else None
+        coordinates = torch.nn.functional.pad(
+            (rows @ code.basis.to(part.device)).t(), (0, -rows.shape[0] % 8)
+        )
+        for quantiser, place in code.widths(coordinates.shape[1]):
+            sections.append(quantiser.encode(coordinates[place], seed))
+        spare = self.nbytes(part.shape, part.dtype) - sum(section.numel() for section in sections)
+        return torch.cat([*sections, rows.new_zeros(spare, dtype=torch.uint8)]), None
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
         rows, hidden = size_of_rows(out.shape)
@@ -77,7 +72,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         if message.numel() < needed:
             raise PayloadError(f"{rows} rows take {needed} bytes, got {message.numel()}")
         code = state.peers.get(peer)
-        if self._carries(state):
+        if self._sends_directions(state):
             size = self._sizes(hidden).code
             code, message = self._read(message[:size].clone(), hidden), message[size:]
         if code is None:
@@ -85,7 +80,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         mean = message[: 2 * hidden].clone().view(torch.bfloat16).to(torch.float32)
         message = message[2 * hidden :]
         if self.site.training:
-            state.heard[peer] = code
+            state.arrived[peer] = code
         padded = rows + -rows % 8
         basis = code.basis.to(out.device)
         coordinates = torch.zeros(basis.shape[1], padded, device=out.device)
@@ -97,16 +92,16 @@ class Transformed(ActivationCompressor[TransformMethod]):
 
     def end_step(self) -> None:
         for state in self._states.values():
-            if state.first is None and not state.heard:
+            if state.scatter is None and not state.arrived:
                 continue
             state.age += 1
-            state.peers |= state.heard
-            if state.first is not None:
-                state.learn()
-                if self._carries(state):
+            state.peers |= state.arrived
+            if state.scatter is not None:
+                state.update_covariance()
+                if self._sends_directions(state):
                     assert state.covariance is not None
                     state.own = self._code(state.covariance, state.own)
-            state.first, state.heard = None, {}
+            state.scatter, state.arrived = None, {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"transform": {hidden: state.state_dict() for hidden, state in self._states.items()}}
@@ -121,8 +116,8 @@ class Transformed(ActivationCompressor[TransformMethod]):
     def _state(self, hidden: int) -> _State:
         return self._states.setdefault(hidden, _State())
 
-    def _carries(self, state: _State) -> bool:
-        """Whether messages of this step carry directions; both ends count alike."""
+    def _sends_directions(self, state: _State) -> bool:
+        """Return True if messages of this step carry directions; both ends count alike."""
         return state.age % max(1, min(_BASIS_INTERVAL, state.age // 4)) == 0
 
     def _sizes(self, hidden: int) -> _Sizes:
@@ -131,7 +126,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         return _Sizes(directions, bits, directions + BASIS.nbytes(hidden * directions))
 
     def _code(self, covariance: Tensor, before: _Code | None) -> _Code:
-        """Principal directions and their bits, by block power iteration from those before."""
+        """Find principal directions and their bits, by block power iteration from those ``before``."""
         hidden, device = covariance.shape[0], covariance.device
         sizes = self._sizes(hidden)
         if not bool(torch.isfinite(covariance).all()):
@@ -150,7 +145,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         return self._read(stored, hidden)
 
     def _read(self, stored: Tensor, hidden: int) -> _Code:
-        """What crossed of :meth:`_code`, as both ends use it."""
+        """Return the stored form of :meth:`_code` as both ends use it."""
         sizes = self._sizes(hidden)
         bits = stored[: sizes.directions].tolist()
         if sum(bits) != sizes.bits or max(bits) > _MOST_BITS or bits != sorted(bits, reverse=True):
@@ -162,7 +157,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
 class _Sizes(NamedTuple):
     directions: int
     bits: int
-    """Of a row."""
+    """Bits of a row."""
     code: int
     """Bytes of directions and their bits."""
 
@@ -173,10 +168,10 @@ class _Code(NamedTuple):
     basis: Tensor
     """fp32 [hidden, directions]"""
     bits: list[int]
-    """Of each direction, falling."""
+    """Bits of each direction, descending."""
 
     def widths(self, rows: int) -> Iterator[tuple[Quantiser, slice]]:
-        """Directions that have the same number of bits, and what writes ``rows`` coordinates of each."""
+        """Yield directions with the same number of bits, and the code of ``rows`` coordinates of each."""
         start = 0
         while start < len(self.bits) and self.bits[start]:
             width = self.bits[start]
@@ -186,36 +181,36 @@ class _Code(NamedTuple):
 
 
 class _State:
-    """What an end remembers of tensors of one hidden size.
+    """The memory of one end for tensors of one hidden size.
 
     Attributes:
         age: Optimizer steps in which something crossed.
         covariance: fp32 [hidden, hidden], of trace 1, where this end sends.
-        own: Of this end's messages; None in the first step.
-        peers: Of those it receives, by rank of the group.
-        first: Scatter matrix of the first message of the step.
-        heard: What becomes of ``peers``.
+        own: Directions of this end's messages; None in the first step.
+        peers: Directions of the messages it receives, by rank of the group.
+        scatter: Scatter matrix of the first message of the step.
+        arrived: Directions that arrived in this step; the next ``peers``.
     """
 
     def __init__(self, age: int = 0, covariance: Tensor | None = None) -> None:
         self.age, self.covariance = age, covariance
         self.own: _Code | None = None
         self.peers: dict[int, _Code] = {}
-        self.first: Tensor | None = None
-        self.heard: dict[int, _Code] = {}
+        self.scatter: Tensor | None = None
+        self.arrived: dict[int, _Code] = {}
 
-    def learn(self) -> None:
-        """The step's covariance joins those before; one of NaN, infinity or zeros alone is left out."""
-        assert self.first is not None
-        trace = self.first.trace()
-        usable = bool(torch.isfinite(self.first).all() & (trace > 0))
+    def update_covariance(self) -> None:
+        """Add the step's covariance to those before; leave out one of NaN, infinity or zeros alone."""
+        assert self.scatter is not None
+        trace = self.scatter.trace()
+        usable = bool(torch.isfinite(self.scatter).all() & (trace > 0))
         if self.covariance is None:
-            hidden = self.first.shape[0]
-            unknown = torch.eye(hidden, device=self.first.device) / hidden
-            self.covariance = self.first / trace if usable else unknown
+            hidden = self.scatter.shape[0]
+            unknown = torch.eye(hidden, device=self.scatter.device) / hidden
+            self.covariance = self.scatter / trace if usable else unknown
         elif usable:
             before = self.covariance.to(trace.device)
-            self.covariance = before.lerp(self.first / trace, 1 - _DECAY)
+            self.covariance = before.lerp(self.scatter / trace, 1 - _DECAY)
 
     def state_dict(self) -> dict[str, Any]:
         return {
