@@ -24,7 +24,7 @@ __all__ = ["Limits", "TableLimits"]
 
 logger = logging.getLogger("dct_plugin")
 
-#: Steps between two looks at how quantising merges a table's rows.
+#: Steps between two measurements of how quantising merges a table's rows.
 _CLASS_INTERVAL = 100
 #: A table is of the small class when quantising merges at least this share of its rows, of the large class
 #: below the second.
@@ -32,14 +32,14 @@ _HOMOGENISED = (0.5, 0.1)
 #: Weight of the old threshold at a measurement.
 _SMOOTHING = 0.9
 _DECAY_STAGES = 10
-#: Training forward passes without an optimizer step after which somebody has forgotten to count them: more
-#: than gradient accumulation and recomputation take together.
+#: Number of training forward passes without an optimizer step after which a warning says that steps are not
+#: counted: more than gradient accumulation and recomputation take together.
 _FORGOTTEN = 256
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What applies in one forward pass, and in the backward pass that answers it.
+    """The limits that apply in one forward pass, and in the backward pass that answers it.
 
     Attributes:
         threshold: Entries below tau do not cross.
@@ -94,13 +94,13 @@ class TableLimits(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def backend(self, device: torch.device) -> Backend:
-        """The kernels in use for tensors on ``device``."""
+        """Return the kernels for tensors on ``device``."""
         if device not in self._backends:
             self._backends[device] = backend_beside(self._kernels, device)
         return self._backends[device]
 
     def host_kernels(self) -> EmbeddingKernels:
-        """The codec's kernels, on the host."""
+        """Return the kernels of error-bounded codes and of row lookups, on the host."""
         if self._host is None:
             self._host = self.backend(torch.device("cpu")).embedding_kernels()
         return self._host
@@ -108,14 +108,14 @@ class TableLimits(nn.Module):
     # -- optimizer steps ---
 
     def end_step(self) -> None:
-        """An optimizer step is over: decay counts it, thresholds may change."""
+        """Count an optimizer step, for the decay of bounds; thresholds may change."""
         steps = torch.tensor(int(self.known("steps")) + 1)
         self.steps += 1
         self._mirrors["steps"].keep(self.steps, lambda: steps)
         self.restart_step()
 
     def restart_step(self) -> None:
-        """Nothing has been measured in the current step (after a checkpoint was loaded)."""
+        """Forget that the current step was measured (after a checkpoint was loaded)."""
         self._measured, self._passes = False, 0
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
@@ -123,7 +123,7 @@ class TableLimits(nn.Module):
         self.restart_step()
 
     def follow(self, optimizer: Any) -> RemovableHandle:
-        """:meth:`end_step` after every ``optimizer.step()`` that forward passes in training went before.
+        """Call :meth:`end_step` after every ``optimizer.step()`` that follows a forward pass in training.
 
         Several calls of ``step()`` without a forward pass between them are one step: ZeRO stages 1 and 2 call
         it once per parameter group. A step that a loss scaler skips does not reach the optimizer and is not
@@ -133,10 +133,10 @@ class TableLimits(nn.Module):
             optimizer: A torch optimizer, or a wrapper that has it as ``.optimizer``, as DeepSpeed's have.
 
         Returns:
-            a handle whose ``remove()`` ends it.
+            A handle whose ``remove()`` ends it.
 
         Raises:
-            TypeError: no torch optimizer is found.
+            TypeError: No torch optimizer is found.
         """
         inner = optimizer
         while not isinstance(inner, torch.optim.Optimizer):
@@ -165,11 +165,11 @@ class TableLimits(nn.Module):
     # -- what applies now ---
 
     def known(self, name: str) -> npt.NDArray[Any]:
-        """What a buffer holds; it is read from its device only after it was written."""
+        """Return the value of a buffer on the host; a device is read only after the buffer was written."""
         return self._mirrors[name].of(getattr(self, name)).numpy()
 
     def limits(self) -> Limits:
-        """What applies to the coming forward pass."""
+        """Return the limits of the coming forward pass."""
         config, step = self.config, int(self.known("steps"))
         applied = config.enabled and (self.training or config.evaluation)
         return Limits(
@@ -187,7 +187,7 @@ class TableLimits(nn.Module):
         return config.error_bound * config.bound_start ** (1.0 - stage / _DECAY_STAGES)
 
     def bounds(self, limits: Limits) -> FloatArray:
-        """Absolute error bounds of the own tables, float64 [tables], on the host.
+        """Return the absolute error bounds of the own tables, float64 [tables], on the host.
 
         Under a threshold a table's bound is at most tau: what is kept is never rounded to zero, so that zeros
         are the mask. (Thresholds that differ from row to row cannot do that: there, what rounds to zero gets
@@ -201,7 +201,7 @@ class TableLimits(nn.Module):
         return bounds
 
     def mask(self, x: Tensor, tables: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """Entries of ``x`` that reach the threshold, bool [rows, dim].
+        """Return the entries of ``x`` that reach the threshold, bool [rows, dim].
 
         Args:
             x: [sum of rows, dim], the rows of the tables one after the other.
@@ -209,12 +209,12 @@ class TableLimits(nn.Module):
             rows: Rows of each.
         """
         magnitude = x.abs().to(torch.float32)
-        kind = self.config.granularity
+        granularity = self.config.granularity
         density = 1.0 - self.config.sparsity
-        if kind == "vector":
+        if granularity == "vector":
             keep = max(1, round(density * x.shape[1]))
             tau = magnitude.topk(keep, dim=1).values[:, -1:] if len(x) else magnitude[:, :1]
-        elif kind == "sample":
+        elif granularity == "sample":
             if len(set(rows)) > 1:
                 raise ValueError(f"{self.name}: granularity 'sample' needs one vector per table and sample")
             samples = magnitude.view(len(rows), -1, x.shape[1]).transpose(0, 1).flatten(1)
@@ -223,7 +223,7 @@ class TableLimits(nn.Module):
             keep = max(1, round(density * samples.shape[1]))
             per_sample = samples.topk(keep, dim=1).values[:, -1]
             tau = per_sample.repeat(len(rows)).unsqueeze(1)
-        elif kind == "tensor":
+        elif granularity == "tensor":
             tau = self.tau[0]
         else:
             at = torch.tensor(tables, dtype=torch.int64, device=x.device)
@@ -278,7 +278,7 @@ class TableLimits(nn.Module):
                     )
 
     def _update_thresholds(self, flats: dict[int, Tensor]) -> None:
-        """From the entries of tables, by their numbers; a device is read once for all."""
+        """Find thresholds from the entries of tables, by their numbers; a device is read once for all."""
         if not flats:
             return
         backend = self.backend(next(iter(flats.values())).device)
@@ -300,7 +300,7 @@ class TableLimits(nn.Module):
 
 
 def _bound_class(rows: Tensor, bound: float, kernels: EmbeddingKernels) -> int:
-    """0, 1, 2 (small, medium, large bound) by the share of distinct rows that quantising merges."""
+    """Return 0, 1, 2 (small, medium, large bound) by the share of distinct rows that quantising merges."""
     x = rows.to("cpu", torch.float32).reshape(-1)
     part = Outgoing(x, np.array([x.numel()]), np.array([bound]), send=False)
     decoded = kernels.encode([part], 0)[0].decoded

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...config.methods import BoundMethod
 from ...errors import PayloadError
 from ...kernels.embedding import device_code_kernels, say_once
-from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
+from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, IntArray, Outgoing
 from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
@@ -39,32 +39,29 @@ class Bounded(ActivationCompressor[BoundMethod]):
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         began = time.perf_counter()
-        codec = self._device_codec(parts[0].device) if parts else None
-        relative = self.config.error_bound
-        outgoing, bounds = [], []
+        on_device = self._device_kernels(parts[0].device) if parts else None
+        outgoing = []
         for part in parts:
-            rows, lengths = rows_of(part), _segments(part.shape)
-            rows = rows if codec is not None else rows.cpu()
+            lengths = _segments(part.shape)
+            rows = rows_of(part) if on_device is not None else rows_of(part).cpu()
             scale = rows.square().mean().sqrt() if rows.numel() else rows.new_zeros(())
-            bounds.append(torch.where(scale.isfinite(), relative * scale.to(torch.float64), 0.0))
-            outgoing.append(Outgoing(rows.reshape(-1), lengths, np.zeros(len(lengths))))
-        encoded: list[Encoded] = []
-        if codec is not None:
-            everywhere = [bound.expand(len(o.lengths)) for o, bound in zip(outgoing, bounds, strict=True)]
-            bounded = [o._replace(bounds=b) for o, b in zip(outgoing, everywhere, strict=True)]
-            encoded = codec.encode(bounded, 0)
-        elif outgoing:
-            absolute = [np.full(len(o.lengths), float(b)) for o, b in zip(outgoing, bounds, strict=True)]
-            bounded = [o._replace(bounds=b) for o, b in zip(outgoing, absolute, strict=True)]
-            encoded = self._kernels().encode(bounded, _BIT_COST)
-        there = [_message(one).to(part.device) for one, part in zip(encoded, parts, strict=True)]
-        return self.written(there, [None] * len(there), parts, began)
+            bound = torch.where(scale.isfinite(), self.config.error_bound * scale.to(torch.float64), 0.0)
+            bounds = bound.repeat(len(lengths))
+            outgoing.append(
+                Outgoing(rows.reshape(-1), lengths, bounds if on_device is not None else bounds.numpy())
+            )
+        encoded = on_device.encode(outgoing, 0) if on_device else self._kernels().encode(outgoing, _BIT_COST)
+        messages = []
+        for one, part in zip(encoded, parts, strict=True):
+            assert one.message is not None
+            messages.append(one.message.to(part.device))
+        return self.written(messages, [None] * len(messages), parts, began)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
-        codec, lengths, opened = self._device_codec(out.device), _segments(out.shape), None
+        on_device, lengths, opened = self._device_kernels(out.device), _segments(out.shape), None
         values = torch.empty(out.numel(), device=out.device)
-        if codec is not None:
-            (opened,) = codec.decode([message[:-1]], [lengths], [values])
+        if on_device is not None:
+            (opened,) = on_device.decode([message[:-1]], [lengths], [values])
             if opened is None:
                 say_once("a rank sends Rice codes, which the host reads")
         if opened is None:
@@ -74,20 +71,15 @@ class Bounded(ActivationCompressor[BoundMethod]):
             raise PayloadError(opened.fault)
         add(out, values.to(out.device))
 
-    def _device_codec(self, device: torch.device) -> DeviceCodeKernels | None:
+    def _device_kernels(self, device: torch.device) -> DeviceCodeKernels | None:
         return device_code_kernels(backend_beside(self.site.kernels, device), "auto")
 
     def _kernels(self) -> EmbeddingKernels:
         return backend_beside(self.site.kernels, torch.device("cpu")).embedding_kernels()
 
 
-def _message(encoded: Encoded) -> Tensor:
-    assert encoded.message is not None
-    return encoded.message
-
-
 def _segments(shape: torch.Size) -> IntArray:
-    """Entries of each segment of a tensor: whole rows."""
+    """Return the entries of each segment of a tensor: whole rows."""
     rows, width = size_of_rows(shape)
     together = max(1, _SEGMENT // max(width, 1))
     starts = np.arange(0, rows, together, dtype=np.int64)
