@@ -496,7 +496,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, Tensor]:
                 theirs = ActivationStream(config, name=kind, rank=1 - rank)
                 theirs.step = 1
                 arrived = torch.zeros_like(other[part])
-                theirs.decode(theirs.encode([other[part]]).messages[0], arrived)
+                theirs.activations.decode(theirs.activations.encode([other[part]]).messages[0], arrived, 0)
                 if kind == "reduce_scatter":
                     torch.testing.assert_close(out, own[part] + arrived)
                 elif kind in ("all_gather", "all_to_all"):

@@ -136,8 +136,8 @@ def resumed(stage: int, method: str | None, folder: Path, **options: Any) -> boo
 
 
 def counted(stage: int, method: str) -> list[int]:
-    """The channel's steps after each of six micro-batches, two to a step."""
-    lossy = {"sparsity": 0.5, "warmup_steps": 1}
+    """The steps of the exchange of vectors after each of six micro-batches, two to a step."""
+    lossy = {"sparsity": 0.5}
     engine = engine_for(stage, None, method, channel=lossy, accumulation=2)
     channel, steps = tables_of(engine).embedding_exchange, []
     for micro_batch in range(6):
