@@ -29,7 +29,7 @@ def section(
 ) -> dict[str, Any]:
     """A ``dct`` section with thresholded updates."""
     data = {"sparsity": sparsity, "min_numel": 256, "value_dtype": value_dtype, **options}
-    updates = {"enabled": True, "sparsity": parameters, "value_dtype": value_dtype}
+    updates = {"sparsity": parameters, "value_dtype": value_dtype}
     return {
         "data_parallel": {**data, "parameters": updates},
     }
