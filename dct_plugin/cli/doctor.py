@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from .._version import __version__
 from ..errors import ConfigError, VersionError
+from .tested_versions import describe
 
 __all__ = ["CHECKS", "Finding", "diagnose", "doctor"]
 
@@ -130,7 +131,8 @@ def _hugging_face() -> Iterable[Finding]:
     }
     for name, what in allows.items():
         version = _version(name)
-        yield Finding("ok", name, f"{version}, {what}" if version else "not installed; not needed")
+        detail = f"{version} ({describe(name, version)}), {what}" if version else "not installed; not needed"
+        yield Finding("ok", name, detail)
 
 
 def _compilers() -> Iterable[Finding]:
@@ -296,7 +298,8 @@ def _package(name: str, extra: str, *, required: bool = False, advice: str = "")
     elif not supported.contains(Version(version).base_version):  # a build of a release is that release
         yield Finding("fail" if required else "warn", name, f"{version} ({wanted})", advice)
     else:
-        yield Finding("ok", name, f"{version} ({wanted})")
+        tested = describe(name, version)
+        yield Finding("ok", name, f"{version} ({wanted}{f'; {tested}' if tested else ''})")
 
 
 def _version(distribution: str) -> str | None:

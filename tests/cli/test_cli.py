@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Annotated
 
 import pytest
 import typer
-from support import CONFIGS
+from support import CONFIGS, ROOT
 from typer.testing import CliRunner
 
 from dct_plugin import __version__, cli
 from dct_plugin.cli import doctor as doctor_module
 from dct_plugin.cli.doctor import Finding, _supported
+from dct_plugin.cli.tested_versions import TESTED, describe
 
 runner = CliRunner()
 
@@ -231,3 +233,14 @@ def test_supported_versions_come_from_the_metadata() -> None:
     assert "2.6" in _supported("torch")
     assert "0.18" not in _supported("deepspeed")
     assert not _supported("no-such-package")
+
+
+def test_doctor_says_which_versions_were_tested() -> None:
+    assert describe("torch", "2.13.0+cpu") == "tested"
+    assert describe("torch", "2.9.1") == "not tested (tested: 2.6.0, 2.13.0, 2.15.0)"
+    assert describe("numpy", "2.0.0") == ""
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    for name, versions in TESTED.items():
+        row = re.search(rf"^\| {name} \|.*$", page, re.M)
+        assert row is not None, name
+        assert all(version in row[0] for version in versions), name

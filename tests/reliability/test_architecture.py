@@ -1,0 +1,61 @@
+"""docs/architecture.md says which files a gradient, an activation and an embedding row pass: so they do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+WAYS = dict(re.findall(r"^## (The way of [^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+
+
+def imported(file: Path) -> set[Path]:
+    """Return the files of the project that a file imports, also within functions and for types."""
+    package = file.relative_to(ROOT).with_suffix("").parts
+    if package[0] == "integrations":
+        package = ("dct_plugin", *package)
+    if package[-1] == "__init__":
+        package = package[:-1]
+        here = package
+    else:
+        here = package[:-1]
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            start = here[: len(here) - node.level + 1] if node.level else ()
+            module = [*start, *(node.module.split(".") if node.module else [])]
+            names = [module, *([*module, alias.name] for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        for name in names:
+            for path in (Path(*name).with_suffix(".py"), Path(*name, "__init__.py")):
+                if name and (ROOT / path).exists():
+                    found.add((ROOT / path).resolve())
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_file_of_a_way_imports_one_that_comes_before_or_after(way: str) -> None:
+    named = re.findall(r"^\d+\. `([\w/]+\.py)`", WAYS[way], re.M)
+    assert len(named) >= 4, way
+    files = [(ROOT / ("dct_plugin" if not name.startswith("integrations/") else ".") / name) for name in named]
+    for file in files:
+        assert file.exists(), file
+    for before, after in zip(files, files[1:], strict=False):
+        linked = after.resolve() in imported(before) or before.resolve() in imported(after)
+        assert linked, f"{way}: neither of {before.name} and {after.name} imports the other"
+
+
+def test_a_gradient_passes_at_most_seven_files() -> None:
+    way = next(text for title, text in WAYS.items() if "gradient" in title)
+    assert len(re.findall(r"^\d+\. `[\w/]+\.py`", way, re.M)) <= 7
+
+
+def test_the_page_is_short() -> None:
+    assert len(PAGE.split()) <= 1200
