@@ -37,7 +37,14 @@ def imported(file: Path) -> set[Path]:
             for path in (Path(*name).with_suffix(".py"), Path(*name, "__init__.py")):
                 if name and (ROOT / path).exists():
                     found.add((ROOT / path).resolve())
-    return found
+    # A name that a package offers comes from one of its files.
+    packages = [each for each in found if each.name == "__init__.py" and each != file.resolve()]
+    return found.union(*(_offered(each) for each in packages))
+
+
+def _offered(package: Path) -> set[Path]:
+    names = re.findall(r"^from \.(\w+) import", package.read_text(encoding="utf-8"), re.M)
+    return {(package.parent / f"{name}.py").resolve() for name in names}
 
 
 @pytest.mark.parametrize("way", WAYS)
