@@ -48,7 +48,8 @@ def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[
     ring = steps * 2 * (ranks - 1) / ranks * 4 * shared  # a ring all-reduce in fp32
     if attached is None:
         mine.append(("gradient", ring, ring))
-    if engine.zero_optimization_stage() > 0 and (attached is None or attached.gathers is None):
+    dense_gather = attached is None or attached.config.data_parallel.parameters is None
+    if engine.zero_optimization_stage() > 0 and dense_gather:
         # DeepSpeed's own gather of updated weights: half of what an all-reduce of as many sends.
         mine.append(("parameter_full", ring / 2, ring / 2))
     everyones: list[Any] = [None] * dist.get_world_size()
