@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -51,10 +52,12 @@ def _offered(package: Path) -> set[Path]:
 def test_every_file_of_a_way_imports_one_that_comes_before_or_after(way: str) -> None:
     named = re.findall(r"^\d+\. `([\w/]+\.py)`", WAYS[way], re.M)
     assert len(named) >= 4, way
-    files = [(ROOT / ("dct_plugin" if not name.startswith("integrations/") else ".") / name) for name in named]
+    files = [
+        ROOT / name if name.startswith("integrations/") else ROOT / "dct_plugin" / name for name in named
+    ]
     for file in files:
         assert file.exists(), file
-    for before, after in zip(files, files[1:], strict=False):
+    for before, after in itertools.pairwise(files):
         linked = after.resolve() in imported(before) or before.resolve() in imported(after)
         assert linked, f"{way}: neither of {before.name} and {after.name} imports the other"
 
