@@ -49,7 +49,7 @@ class ParameterNames:
         return sorted(self._reduced.items(), key=lambda item: item[0])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients of the parameters that were reduced so far."""
-        for name, parameter in self.reduced():
+        """Yield the gradients of the parameters that were reduced so far, in the order of their reduction."""
+        for name, parameter in self._reduced.items():
             if parameter.grad is not None:
                 yield name, parameter.grad

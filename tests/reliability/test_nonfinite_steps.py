@@ -141,7 +141,7 @@ def test_megatron_with_a_frozen_stage_skips_on_all_ranks(ranks: int) -> None:
     from support.megatron_gpt import Job
 
     keys = {"sparsity": 0.9, "min_numel": 256, "nonfinite_action": "skip"}
-    off = {"enabled": False}
+    off = {"forward": "none"}
     section = {"data_parallel": keys, "model_parallel": {"pipeline": off, "tensor": off}}
     job = Job(layers=2, pp=2, steps=6, micro_batches=2, watch=True, tied_embeddings=False, frozen_stage=1)
     outcomes = run(ranks, _megatron, job.with_dct(section))

@@ -109,7 +109,7 @@ def test_a_drifted_parameter_of_megatron() -> None:
         assert kind == "error"
         words = "parameters differ between the ranks after step 4: 0.decoder.final_layernorm.weight on"
         assert f"DesyncError: rank {rank}: {words}" in text
-    resync = {**section, "data_parallel": {**data, "verify_action": "resync"}}
+    resync = {**section, "data_parallel": {**data, "verify": {"every": 2, "action": "resync"}}}
     first, second = run(2, _drifts_in_megatron, job.with_dct(resync, bf16=True), True)
     assert first[0] == second[0]
     (line,) = first[1]
