@@ -55,14 +55,14 @@ class Loss:
     def _arm(self) -> None:
         from dct_plugin import stream
         from dct_plugin.kernels import cpu
-        from dct_plugin.transport import exchange
         from dct_plugin.transport.agreement import Agreement
+        from dct_plugin.transport.announced import AnnouncedMessages
 
         places: dict[str, tuple[Any, str]] = {
             "agreement": (Agreement, "confirm"),
             "select": (stream.Compressor, "encode"),
-            "sizes": (exchange.Exchange, "_post"),
-            "messages": (exchange.Exchange, "_arrived"),
+            "sizes": (AnnouncedMessages, "post"),
+            "messages": (AnnouncedMessages, "receive_messages"),
             "decode": (cpu.CpuBackend, "sum_messages"),
             "barrier": (dist, "barrier"),
         }
