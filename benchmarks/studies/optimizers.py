@@ -112,7 +112,7 @@ def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> N
 
 
 def average_residuals(streams: list[dict[str, Compressor]], aheads: list[StepAhead]) -> None:
-    """What the reducer does every ``expert.error_averaging`` steps, without rounding to a type."""
+    """Average residuals as the reducer does every ``expert.error_averaging`` steps, without rounding."""
     names = [name for name, stream in streams[0].items() if stream.residual is not None]
     for name in names:
         residuals = [worker[name].residual.current for worker in streams]  # type: ignore[union-attr]

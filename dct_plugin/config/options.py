@@ -18,12 +18,12 @@ class OptionDoc(NamedTuple):
     """One option of the configuration."""
 
     path: str
-    """Where it stands, as in ``dct.data_parallel.sparsity``."""
+    """The place of the option, such as ``dct.data_parallel.sparsity``."""
     value: Any
-    """What it is set to, as JSON."""
+    """The value of the option, as JSON."""
     default: Any
     allowed: str
-    """What may be written there, in words."""
+    """The allowed values, in words."""
     model: type[BaseModel]
     """The section that has it."""
 

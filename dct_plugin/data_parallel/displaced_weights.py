@@ -64,7 +64,7 @@ class DisplacedWeights:
         self._weights: dict[str, Tensor] = {}
         """Weights of the parameters that hold displaced ones."""
         self.fresh = False
-        """Whether the displaced weights are those of the coming passes."""
+        """True if the displaced weights are those of the coming passes."""
 
     @property
     def shown(self) -> bool:

@@ -44,7 +44,7 @@ class _SentPhase:
     exchange: FixedSizeExchange
     slots: SlotTransfer
     writers: Sequence[MessageWriter]
-    """By receiver; one and the same where all ranks get the same message."""
+    """One writer for each receiver; the same one where all ranks get the same message."""
     written: list[WrittenTensor]
     errors: Tensor
     """int32 [ranks]: what the kernels found wrong with the message of each sender."""
@@ -98,7 +98,7 @@ class FixedSizeReductions:
         self._group, self._cls, self._finished = group, cls, finished
         self._kernels = group.backend
         self._exchanges: BoundedTable[list[FixedSizeExchange]] = BoundedTable()
-        """By fingerprint of a plan, one for each phase."""
+        """One entry for each phase, by the fingerprint of the plan."""
         self._pending: list[_PendingReduction] = []
         self._spare: list[list[MessageWriter]] = []
 

@@ -72,7 +72,7 @@ class PlannedTensor:
     tensor: Tensor
     shards: list[Shard]
     small: bool
-    """Whether it is sent dense."""
+    """True if the tensor is sent dense."""
     unsent: Tensor | None = None
     """Becomes what is not sent (fp32 [numel]); None: the stream keeps it."""
     entry_bytes: float = 0.0
@@ -108,9 +108,9 @@ class ReductionPlan:
     compared: list[str] = field(default_factory=list)
     """Names of tensors that add-ons compare between ranks after the reduction."""
     sums_everywhere: bool = True
-    """Whether every rank gets the whole sums; else each owner gets its part."""
+    """True if every rank gets the whole sums; otherwise each owner gets its part."""
     fixed_size: bool = False
-    """Whether messages travel in slots of fixed size, once their sizes are known."""
+    """True if messages travel in slots of fixed size once their sizes are known."""
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
