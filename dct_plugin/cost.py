@@ -38,9 +38,9 @@ __all__ = [
     "pipeline",
 ]
 
-_Method = Literal["none", "threshold", "topk", "randomk", "quantise", "lowrank", "learned", "transform"]
+_Method = Literal["none", "threshold", "quantise", "lowrank", "transform"]
 #: Classes of activation compression whose coding takes time.
-CODED: tuple[_Method, ...] = ("threshold", "topk", "randomk", "quantise", "lowrank", "learned", "transform")
+CODED: tuple[_Method, ...] = ("threshold", "quantise", "lowrank", "transform")
 #: Steps of coding and decoding a tensor and its gradient.
 _CODING = {
     "crossing": "tensor, whatever its size, for {}",
@@ -243,10 +243,10 @@ class Activation:
     Attributes:
         method: As in ``dct.model_parallel.pipeline``.
         bits: Of a number on the wire.
-        density: Share of the entries that ``threshold``, ``topk`` and ``randomk`` send.
-        rank: Of ``lowrank`` and ``learned``.
+        density: Share of the entries that ``threshold`` sends.
+        rank: Of ``lowrank``.
         rate: Bits per entry of ``transform``.
-        group: Numbers below 16 bits that share a scale, but for ``threshold`` and ``topk``.
+        group: Numbers below 16 bits that share a scale, but for ``threshold``.
     """
 
     method: _Method
@@ -259,16 +259,16 @@ class Activation:
     def crossing(self, model: Transformer) -> tuple[float, float]:
         """Bits per entry of the boundary's tensor, forward and backward, positions and scales included."""
         number = self.bits + (16.0 / self.group if self.bits < 16 else 0.0)
-        if self.method in ("threshold", "topk"):
+        if self.method == "threshold":
             values = self.density * _scaled(self.bits)
             return values + self.density * positions(self.density), values
         if self.method == "transform":
             # Means and scales, and directions in a tenth of the steps.
             beside = 16.0 * (1.0 + self.directions) + 0.825 * model.hidden * self.directions
             return (self.rate + beside / model.tokens,) * 2
-        if self.method in ("lowrank", "learned"):
+        if self.method == "lowrank":
             code = number * self.rank / model.hidden
-            return code + (8.0 * self.rank / model.tokens if self.method == "lowrank" else 0.0), code
+            return code + 8.0 * self.rank / model.tokens, code
         return (number * self.density,) * 2
 
     @property
@@ -285,7 +285,7 @@ class Activation:
         if self.method == "none":
             return {} if self.bits == 32 else {"cast": 2.0 * entries}
         density, products = self.density, 0.0
-        if self.method in ("lowrank", "learned"):
+        if self.method == "lowrank":
             density, products = self.rank / hidden, 6.0 * self.rank * entries
         elif self.method == "transform":
             density, products = self.directions, (4.0 * self.directions + 2.0 / messages) * hidden * entries
@@ -316,11 +316,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "threshold 0.75 bf16": Activation("threshold", density=0.25),
     "threshold 0.9 bf16": Activation("threshold", density=0.1),
     "threshold 0.9 int8": Activation("threshold", 8, 0.1),
-    "topk 0.9 bf16": Activation("topk", density=0.1),
-    "randomk 0.9 bf16": Activation("randomk", density=0.1),
     **{f"quantise {bits}": Activation("quantise", bits) for bits in (8, 4, 2)},
     "lowrank 8, 4 bits": Activation("lowrank", 4, rank=8),
-    "learned 8, 4 bits": Activation("learned", 4, rank=8),
     "transform 1.42 bits": Activation("transform", rate=1.42),
 }
 
@@ -488,22 +485,12 @@ MEASURED = Machine(
         "threshold_crossing": 0.0001616,
         "threshold_entry": 3.458e-10,
         "threshold_number": 1.461e-08,
-        "topk_crossing": 0.0001353,
-        "topk_entry": 1.617e-09,
-        "topk_number": 1.585e-08,
-        "randomk_crossing": 0.0001808,
-        "randomk_entry": 2.299e-10,
-        "randomk_number": 2.726e-08,
         "quantise_crossing": 0.0002472,
         "quantise_entry": 6.657e-09,
         "lowrank_crossing": 0.0004635,
         "lowrank_entry": 3.301e-09,
         "lowrank_number": 1.706e-09,
         "lowrank_product": 1.322e-11,
-        "learned_crossing": 0.0004391,
-        "learned_entry": 3.982e-09,
-        "learned_number": 1.064e-09,
-        "learned_product": 6.357e-12,
         "transform_crossing": 0.001072,
         "transform_number": 7.895e-09,
         "transform_product": 2.441e-11,

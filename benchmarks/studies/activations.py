@@ -30,8 +30,8 @@ PP, TP = "PP 2", "TP 2"
 def classes() -> dict[str, dict[str, Any]]:
     """Options of ``dct.model_parallel.pipeline`` by the name of their row."""
 
-    def entries(method: str, sparsity: float, kind: str = "auto") -> dict[str, Any]:
-        forward = {"method": method, "sparsity": sparsity, "value_dtype": kind}
+    def threshold(sparsity: float, kind: str = "auto") -> dict[str, Any]:
+        forward = {"method": "threshold", "sparsity": sparsity, "value_dtype": kind}
         return {"forward": forward, "backward": {"method": "answer", "value_dtype": kind}}
 
     def both_ways(method: str, **settings: Any) -> dict[str, Any]:
@@ -44,13 +44,9 @@ def classes() -> dict[str, dict[str, Any]]:
         return {name: section, f"{name}, forward": forward, f"{name}, backward": backward}
 
     return {
-        "threshold 0.9": entries("threshold", 0.9),
-        **apart("threshold 0.9, int4", entries("threshold", 0.9, "int4")),
-        "threshold 0.65, int8": entries("threshold", 0.65, "int8"),
-        "topk 0.65, int8": entries("topk", 0.65, "int8"),
-        "topk 0.88, int4": entries("topk", 0.88, "int4"),
-        "randomk 0.5, 8 bits": both_ways("randomk", sparsity=0.5, bits=8),
-        "randomk 0.82, 8 bits": both_ways("randomk", sparsity=0.82, bits=8),
+        "threshold 0.9": threshold(0.9),
+        **apart("threshold 0.9, int4", threshold(0.9, "int4")),
+        "threshold 0.65, int8": threshold(0.65, "int8"),
         "quantise 4 bits": both_ways("quantise", bits=4),
         **apart("quantise 2 bits, rotated", both_ways("quantise", bits=2, rotate=True)),
         "quantise 1 bit, rotated": both_ways("quantise", bits=1, rotate=True),
@@ -60,9 +56,6 @@ def classes() -> dict[str, dict[str, Any]]:
         "lowrank 26, 3 bits": both_ways("lowrank", rank=26, bits=3),
         **apart("transform 1.42 bits", both_ways("transform", rate=1.42)),
         "transform 4 bits": both_ways("transform", rate=4.0),
-        "learned 22, 4 bits": both_ways("learned", rank=22, bits=4, learning_rate=4e-3),
-        "learned 32, 8 bits": both_ways("learned", rank=32, bits=8, learning_rate=4e-3),
-        "learned 28, 3 bits": both_ways("learned", rank=28, bits=3, learning_rate=4e-3),
     }
 
 

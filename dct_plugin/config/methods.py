@@ -54,15 +54,22 @@ class NoMethod(Method):
         return False
 
 
-class SparseMethod(Method):
-    """Base class of methods that send a part of the entries."""
+class ThresholdMethod(Method):
+    """Entries that reach a threshold cross."""
 
-    in_words = "{method}, sparsity {sparsity:g}"
+    in_words = "sparsity {sparsity:g}"
+    answer_settings = ("value_dtype",)
 
+    method: Literal["threshold"] = "threshold"
     sparsity: float = Field(ge=0, lt=1)
     """Share of the entries that do not cross; 0 leaves the host's own transfer in place.
 
     0.5 to 0.9; transformers rarely stand more than 0.9 (see [quality](quality.md)).
+    """
+    value_dtype: KeptType = "auto"
+    """Type of the kept values on the wire; auto is fp16 for fp16 tensors, else bf16.
+
+    `fp32` to see whether rounding matters, `int8`, `int4` for fewer bytes.
     """
 
     @property
@@ -72,32 +79,6 @@ class SparseMethod(Method):
     @property
     def compresses(self) -> bool:
         return self.sparsity > 0
-
-
-class EntriesMethod(SparseMethod):
-    """Base class of methods that send entries with their positions."""
-
-    answer_settings = ("value_dtype",)
-
-    value_dtype: KeptType = "auto"
-    """Type of the kept values on the wire; auto is fp16 for fp16 tensors, else bf16.
-
-    `fp32` to see whether rounding matters, `int8`, `int4` for fewer bytes.
-    """
-
-
-class ThresholdMethod(EntriesMethod):
-    """Entries that reach a threshold cross."""
-
-    in_words = "sparsity {sparsity:g}"
-
-    method: Literal["threshold"] = "threshold"
-
-
-class TopKMethod(EntriesMethod):
-    """The largest entries of each tensor cross."""
-
-    method: Literal["topk"] = "topk"
 
 
 class RoundedMethod(Method):
@@ -116,25 +97,15 @@ class FewBitsMethod(RoundedMethod):
 
     in_words = "{method}, {bits} bits"
 
-    answer_settings: ClassVar[tuple[str, ...]] = ("bits", "stochastic")
-
     bits: Bits = 8
     """Bits of a value; 16 is bf16, 1 a sign. One scale serves a group of values.
 
-    4 with `lowrank` and `learned`; 16 is lossless for bf16 tensors.
+    4 with `lowrank`; 16 is lossless for bf16 tensors.
     """
-
-
-class RandomKMethod(SparseMethod, FewBitsMethod):
-    """Entries at random positions cross."""
-
-    method: Literal["randomk"] = "randomk"
 
 
 class QuantiseMethod(FewBitsMethod):
     """All entries cross in few bits."""
-
-    answer_settings = ()
 
     method: Literal["quantise"] = "quantise"
     rotate: bool = False
@@ -157,32 +128,17 @@ class BoundMethod(Method):
     """
 
 
-class ProjectionMethod(FewBitsMethod):
-    """Base class of methods that send fewer numbers for each row."""
+class LowRankMethod(FewBitsMethod):
+    """A projection to a low rank crosses."""
 
-    in_words = "{method}, {bits} bits, rank {rank}"
+    in_words = "lowrank, {bits} bits, rank {rank}"
+    answer_settings = ("bits", "stochastic")
 
+    method: Literal["lowrank"] = "lowrank"
     rank: int = Field(default=16, ge=1, le=65536)
     """Numbers per row, in place of the hidden size.
 
     A quarter to a third of the hidden size.
-    """
-
-
-class LowRankMethod(ProjectionMethod):
-    """A projection to a low rank crosses."""
-
-    method: Literal["lowrank"] = "lowrank"
-
-
-class LearnedMethod(ProjectionMethod):
-    """The code of a linear auto-encoder crosses, which is trained with the model."""
-
-    method: Literal["learned"] = "learned"
-    learning_rate: float = Field(default=1e-3, gt=0)
-    """Learning rate of Adam, for encoder and decoder.
-
-    As the model's, or lower.
     """
 
 
@@ -200,31 +156,29 @@ class TransformMethod(RoundedMethod):
 
 
 class AnswerMethod(Method):
-    """Gradients come back at the positions of the forward message, in its subspace or in its code."""
+    """Gradients come back at the positions of the forward message, or in its subspace."""
 
     method: Literal["answer"] = "answer"
     value_dtype: KeptType = "auto"
-    """Type of the gradients that answer `threshold` and `topk`; auto is fp16 for fp16 tensors, else bf16."""
+    """Type of the gradients that answer `threshold`; auto is fp16 for fp16 tensors, else bf16."""
     bits: Bits | None = None
-    """Bits of a value of the gradients that answer `randomk`, `lowrank` and `learned`; null takes those of
-    forward.
-    """
+    """Bits of a value of the gradients that answer `lowrank`; null takes those of forward."""
     stochastic: bool | None = None
     """Rounding of these values; null takes that of forward."""
 
 
 _CHOSEN, _SHORT = Field(discriminator="method"), written_short("method")
-_Entries = ThresholdMethod | TopKMethod
-_Known = RandomKMethod | QuantiseMethod | LowRankMethod | TransformMethod  # the size of a message is known
+#: Methods with messages whose size both ends know.
+_Known = ThresholdMethod | QuantiseMethod | LowRankMethod | TransformMethod
 
 #: Methods between tensor-parallel ranks.
-TensorForward = Annotated[_Entries | _Known | BoundMethod | LearnedMethod | NoMethod, _CHOSEN, _SHORT]
-TensorBackward = Annotated[AnswerMethod | _Entries | _Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]
+TensorForward = Annotated[_Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]
+TensorBackward = Annotated[AnswerMethod | _Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]
 #: Methods between pipeline stages, where a receiver knows the size of a message in advance: no bound.
-PipelineForward = Annotated[_Entries | _Known | LearnedMethod | NoMethod, _CHOSEN, _SHORT]
-PipelineBackward = Annotated[AnswerMethod | _Entries | _Known | NoMethod, _CHOSEN, _SHORT]
+PipelineForward = Annotated[_Known | NoMethod, _CHOSEN, _SHORT]
+PipelineBackward = Annotated[AnswerMethod | _Known | NoMethod, _CHOSEN, _SHORT]
 #: Methods for tokens on their way to experts.
-ExpertsForward = Annotated[_Entries | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT]
+ExpertsForward = Annotated[ThresholdMethod | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT]
 ExpertsBackward = Annotated[
-    AnswerMethod | _Entries | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT
+    AnswerMethod | ThresholdMethod | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT
 ]

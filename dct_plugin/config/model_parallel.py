@@ -14,9 +14,9 @@ from .methods import (
     NoMethod,
     PipelineBackward,
     PipelineForward,
-    SparseMethod,
     TensorBackward,
     TensorForward,
+    ThresholdMethod,
 )
 from .section import Section, conflict
 
@@ -39,12 +39,12 @@ class ActivationConfig(Section):
     [quality](quality.md#compressor-classes-for-activations).
     """
     backward: TensorBackward | None = None
-    """How gradients come back. null answers in terms of the forward message (`threshold`, `topk`,
-    `randomk`, `lowrank`, `learned`) or takes the method of `forward`; `{"method": "answer", ...}` sets how
-    answers are written; any other method compresses gradients by themselves.
+    """How gradients come back. null answers in terms of the forward message (`threshold`, `lowrank`) or
+    takes the method of `forward`; `{"method": "answer", ...}` sets how answers are written; any other method
+    compresses gradients by themselves.
 
-    Where gradients bear fewer bits than activations, or more; [not with threshold and
-    topk](quality.md#one-direction-alone).
+    Where gradients bear fewer bits than activations, or more; [not with
+    threshold](quality.md#one-direction-alone).
     """
     warmup_steps: int = Field(default=0, ge=0)
     """First optimizer steps in which the host's own transfer is used.
@@ -124,7 +124,7 @@ class PipelineConfig(ActivationConfig):
 
     @model_validator(mode="after")
     def _boundaries_are_sparse(self) -> Self:
-        if self.boundary_sparsity and not isinstance(self.forward, SparseMethod):
+        if self.boundary_sparsity and not isinstance(self.forward, ThresholdMethod):
             raise conflict(
                 f"boundary_sparsity needs a sparsity, and forward = '{self.forward.label()}' has none"
             )

@@ -35,7 +35,7 @@ _ACTIVATIONS: Mapping[str, str] = {
     "enabled": '"forward": "none" for false; nothing for true',
     **{
         key: f'"forward": {{{{"method": ..., "{key}": {{value}}}}}}'
-        for key in ("bits", "error_bound", "stochastic", "rotate", "rank", "rate", "learning_rate")
+        for key in ("bits", "error_bound", "stochastic", "rotate", "rank", "rate")
     },
     **{
         f"gradient_{key}": f'"backward": {{{{"method": ..., "{key}": {{value}}}}}}'
@@ -71,6 +71,14 @@ _GONE: Mapping[str, str] = {
 _VALUES: Mapping[tuple[str, str], str] = {("data_parallel.adaptive", "off"): "null"}
 
 
+#: Methods of activations that are gone, and why.
+_METHODS: Mapping[str, str] = {
+    "topk": 'it gained nothing over "threshold"; write {"method": "threshold", "sparsity": ...}',
+    "randomk": 'it lost to "threshold" at equal bytes; write {"method": "threshold", "sparsity": ...}',
+    "learned": 'it lost to "transform" at equal bytes; write {"method": "transform", "rate": ...}',
+}
+
+
 def replacement(path: str, value: Any) -> str | None:
     """Return what to write in place of an old key or value at ``path``; None for one that never was valid."""
     shown = json.dumps(value, default=str)
@@ -86,4 +94,7 @@ def replacement(path: str, value: Any) -> str | None:
     for (name, old), new in _VALUES.items():
         if path.endswith(f".{name}") and value == old:
             return f"no such value any more; write {new}"
+    method = value.get("method") if isinstance(value, Mapping) else value
+    if key in ("forward", "backward") and isinstance(method, str) and method in _METHODS:
+        return f"no such method any more: {_METHODS[method]}"
     return None

@@ -278,7 +278,6 @@ class _SumRoundTrip:
     def __init__(self, comm: CompressedCollectives, stream: ActivationStream) -> None:
         self._comm, self._stream = comm, stream
         self._kept: Any = None
-        self._received: list[Any] = []
 
     def forward(self, tensor: Tensor) -> Tensor:
         comm, tensor = self._comm, tensor.contiguous()
@@ -290,17 +289,13 @@ class _SumRoundTrip:
         total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
         for rank, message in enumerate(sent.received):
             message = sent.messages[other] if rank == comm.rank else message
-            self._received.append(_decoded(self._stream, message, total, rank))
+            _decoded(self._stream, message, total, rank)
         return total.to(tensor.dtype)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        pulled = gradient
-        for rank, received in enumerate(self._received):
-            if rank == self._comm.rank:
-                pulled = self._stream.gradients.pull_back(gradient, self._kept, received)
-            else:
-                self._stream.gradients.observe(gradient, received)
-        return pulled
+        if self._comm.world_size == 1:
+            return gradient
+        return self._stream.gradients.pull_back(gradient, self._kept)
 
 
 def _decoded(stream: ActivationStream, message: Tensor, out: Tensor, sender: int) -> Any:

@@ -36,13 +36,9 @@ class GradientMessages(ABC):
             PayloadError: The message is malformed.
         """
 
-    def pull_back(self, gradient: Tensor, kept: Any, received: Any) -> Tensor:
+    def pull_back(self, gradient: Tensor, kept: Any) -> Tensor:
         """Return the gradient of a tensor that this end encoded and decoded; nothing is rounded."""
         return gradient
-
-    def observe(self, gradient: Tensor, received: Any) -> None:
-        """Take note of a gradient whose sender calls :meth:`pull_back`."""
-        return
 
 
 class Answers(GradientMessages):
@@ -62,11 +58,8 @@ class Answers(GradientMessages):
     def decode(self, message: Tensor, kept: Any, out: Tensor, peer: int = 0) -> None:
         self._compressor.decode_answer(message, kept, out)
 
-    def pull_back(self, gradient: Tensor, kept: Any, received: Any) -> Tensor:
-        return self._compressor.pull_back(gradient, kept, received)
-
-    def observe(self, gradient: Tensor, received: Any) -> None:
-        self._compressor.observe_gradient(gradient, received)
+    def pull_back(self, gradient: Tensor, kept: Any) -> Tensor:
+        return self._compressor.pull_back(gradient, kept)
 
 
 class OwnGradients(GradientMessages):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import Any
-
-from torch import Tensor
 
 from ..config import ActivationConfig, KernelConfig
 from ..config.methods import NoMethod
 from .compressors import ActivationCompressor, AnsweringCompressor, Site, create
 from .compressors.compressor import GROUP_SIZE
 from .gradients import Answers, GradientMessages, OwnGradients
+
+logger = logging.getLogger("dct_plugin")
 
 
 class ActivationStream:
@@ -26,7 +26,6 @@ class ActivationStream:
         name: Name of the point, in messages and as a seed.
         rank: Rank in the group, seeds what is random, too.
         kernels: Which kernels run; the defaults when None.
-        average: With the method learned: averages tensors over the model's replicas, in place.
     """
 
     def __init__(
@@ -36,11 +35,10 @@ class ActivationStream:
         name: str = "activation",
         rank: int = 0,
         kernels: KernelConfig | None = None,
-        average: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
         self.config = config
         fixed_size = config.fixed_size
-        self.site = Site(name, rank, kernels, average=average, fixed_size=fixed_size, answer=config.answer)
+        self.site = Site(name, rank, kernels, fixed_size=fixed_size, answer=config.answer)
         self._gradient_site = Site(f"{name} gradient", rank, kernels, fixed_size=fixed_size)
         self._whole = self._gradient = create(NoMethod(), self.site)
         self._forward = create(config.forward, self.site)
@@ -104,10 +102,17 @@ class ActivationStream:
         return {"step": self.step, **self._forward.state_dict(), "gradient": self._gradient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` of the same settings."""
+        """Restore :meth:`state_dict`. Compressors of another method than the saved ones start afresh."""
         self.step = state["step"]
-        self._forward.load_state_dict(state)
-        self._gradient.load_state_dict(state.get("gradient", {}))
+        for compressor, saved in ((self._forward, state), (self._gradient, state.get("gradient", {}))):
+            if compressor.state_dict().keys() <= saved.keys():
+                compressor.load_state_dict(saved)
+            else:
+                logger.warning(
+                    "%s: the saved state is not one of the method %r, which starts afresh",
+                    compressor.site.name,
+                    compressor.config.label(),
+                )
 
     @property
     def _is_dense(self) -> bool:

@@ -25,7 +25,7 @@ from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
 from ..host.patches import Patches
 from ..host.pipeline_metrics import PipelineMetrics
 from ..host.signatures import Target
-from ..host.streams import ActivationStreams, average
+from ..host.streams import ActivationStreams
 from .part import EngineContext
 from .path import ActivationPath
 from .support import is_pipeline, require_attributes, require_targets, targets_of
@@ -105,14 +105,7 @@ class PipelinePath(ActivationPath):
     def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
         # Both ends of a boundary belong to the same replica.
         replica = self.engine.grid.get_data_parallel_id()
-        group = self.engine.grid.get_data_parallel_group()
-        return ActivationStream(
-            config,
-            name=name,
-            rank=replica,
-            kernels=self._kernels,
-            average=lambda tensors: average(tensors, group),
-        )
+        return ActivationStream(config, name=name, rank=replica, kernels=self._kernels)
 
     # -- the four instructions ---
 

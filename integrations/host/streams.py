@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
-__all__ = ["ActivationStreams", "average"]
+__all__ = ["ActivationStreams"]
 
 
 class ActivationStreams:
@@ -73,14 +69,3 @@ class ActivationStreams:
         self.step = step
         self._streams.clear()
         self._loaded = {name: state for name, state in streams.items() if name.startswith(self._prefix)}
-
-
-def average(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace tensors by their mean over a group, in place; without a group they stay as they are."""
-    if group is None or group.size() == 1:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    flat /= group.size()
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view_as(tensor))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
-from ..host.streams import ActivationStreams, average
+from ..host.streams import ActivationStreams
 from .session import Hook, Session
 
 __all__ = ["ActivationHook"]
@@ -39,7 +39,6 @@ class ActivationHook(Hook):
             name=name,
             rank=self.seed(),
             kernels=self.session.config.kernels,
-            average=lambda tensors: average(tensors, data_parallel_group()),
         )
 
     def seed(self) -> int:

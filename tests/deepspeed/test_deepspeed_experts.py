@@ -26,7 +26,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "forward": {"method": "threshold", "sparsity": 0.5, "value_dtype": "int8"},
         "backward": {"method": "answer", "value_dtype": "int8"},
     },
-    "topk": {"forward": {"method": "topk", "sparsity": 0.5}},
 }
 
 

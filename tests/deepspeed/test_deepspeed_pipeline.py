@@ -26,7 +26,6 @@ SPARSE = {
 CLASSES: dict[str, dict[str, Any]] = {
     "quantise": {"forward": {"method": "quantise", "bits": 4}},
     "lowrank": {"forward": {"method": "lowrank", "rank": 4}},
-    "learned": {"forward": {"method": "learned", "rank": 4}},
     "transform": {"forward": "transform"},
 }
 READY = CONFIGS / "deepspeed_pipeline_dct.json"

@@ -116,7 +116,7 @@ def test_modules(flag: str) -> None:
             "ambiguous: --dct-data-parallel-sparsity, --dct-data-parallel-adaptive-",
         ),
         (
-            ["x.py", "--dct-pipeline-forward", '{"method": "topk", "sparsity": 1.5}'],
+            ["x.py", "--dct-pipeline-forward", '{"method": "threshold", "sparsity": 1.5}'],
             "dct.model_parallel.pipeline.forward.sparsity = 1.5: must be a number",
         ),
         (["x.py", "--dct-pipeline-evaluation", "yes"], "must be true or false"),
@@ -385,7 +385,7 @@ def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
     core = copy_of_core(tmp_path)
     config = write(
         tmp_path / "dct.json",
-        '{"model_parallel": {"pipeline": {"forward": {"method": "topk", "sparsity": 0.9}}}}',
+        '{"model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0.9}}}}',
     )
     code, found = doctor("--megatron", tmp_path, "--config", config, cwd=tmp_path)
     assert code == 0

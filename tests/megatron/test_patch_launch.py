@@ -523,7 +523,7 @@ def test_output_and_configuration(script: Path) -> None:
     config = script.with_name("dct.json")
     config.write_text(
         json.dumps(
-            {"dct": {"model_parallel": {"pipeline": {"forward": {"method": "topk", "sparsity": 0.9}}}}}
+            {"dct": {"model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0.9}}}}}
         )
     )
     target = script.with_name("out.sh")

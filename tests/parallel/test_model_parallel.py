@@ -12,7 +12,7 @@ from torch import Tensor
 from dct_plugin.config import ActivationConfig, PipelineConfig, TensorConfig
 from dct_plugin.errors import PayloadError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
-from dct_plugin.model_parallel.compressors import entries
+from dct_plugin.model_parallel.compressors import threshold
 
 
 def section(kind: type[ActivationConfig], sparsity: float, value_dtype: str = "auto", **more: Any) -> Any:
@@ -63,7 +63,7 @@ def test_sparsity_zero_is_bitwise_both_ways(dtype: torch.dtype, shape: tuple[int
 
 
 def test_both_ends_have_the_same_mask_and_only_it_gets_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "CAPACITY", 2.0)
+    monkeypatch.setattr(threshold, "CAPACITY", 2.0)
     messages = FixedMessages(ActivationStream(lossless(PipelineConfig, 0.9)))
     x, g = activation(1, 16, 2, 64), activation(2, 16, 2, 64)
     message, mask, _ = messages.encode(x, 0)
@@ -83,7 +83,7 @@ def test_both_ends_have_the_same_mask_and_only_it_gets_gradients(monkeypatch: py
 def test_capacity_bounds_the_message_and_what_overflows_is_dropped(
     capacity: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entries, "CAPACITY", capacity)
+    monkeypatch.setattr(threshold, "CAPACITY", capacity)
     config = lossless(PipelineConfig, 0.9)
     messages = FixedMessages(ActivationStream(config))
     x = activation(1, 64, 2, 128)
@@ -117,7 +117,7 @@ def test_values_of_each_type_fit_the_messages(
     exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entries, "CAPACITY", capacity)
+    monkeypatch.setattr(threshold, "CAPACITY", capacity)
     config = section(PipelineConfig, 0.9, forward, backward={"method": "answer", "value_dtype": back})
     messages = FixedMessages(ActivationStream(config))
     x, g = activation(1, 64, 2, 128).to(dtype), activation(2, 64, 2, 128).to(dtype)
@@ -146,7 +146,7 @@ def test_bytes_of_int8_gradients_against_fp32() -> None:
 
 
 def test_several_messages_in_flight_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "CAPACITY", 9.0)
+    monkeypatch.setattr(threshold, "CAPACITY", 9.0)
     messages = FixedMessages(ActivationStream(lossless(PipelineConfig, 0.5)))
     xs = [activation(seed, 8, 8) for seed in range(4)]
     sent = {n: messages.encode(x, n) for n, x in enumerate(xs)}

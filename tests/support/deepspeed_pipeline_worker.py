@@ -148,11 +148,11 @@ def room_of(run: dict[str, Any]) -> Iterator[None]:
     if "capacity" not in run:
         yield
         return
-    from dct_plugin.model_parallel.compressors import entries
+    from dct_plugin.model_parallel.compressors import threshold
 
-    usual, entries.CAPACITY = entries.CAPACITY, run["capacity"]
+    usual, threshold.CAPACITY = threshold.CAPACITY, run["capacity"]
     yield
-    entries.CAPACITY = usual
+    threshold.CAPACITY = usual
 
 
 def execute(run: dict[str, Any]) -> dict[str, Any]:

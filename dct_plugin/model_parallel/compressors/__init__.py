@@ -11,13 +11,10 @@ from typing import Any
 from ...config.methods import Method
 from .bounded import Bounded
 from .compressor import ActivationCompressor, AnsweringCompressor, Site, Written
-from .learned import Learned
 from .lowrank import LowRank
 from .none import Whole
 from .quantise import Quantised
-from .randomk import RandomK
 from .threshold import Thresholded
-from .topk import TopK
 from .transform import Transformed
 
 __all__ = ["COMPRESSORS", "ActivationCompressor", "AnsweringCompressor", "Site", "Written", "create"]
@@ -25,12 +22,9 @@ __all__ = ["COMPRESSORS", "ActivationCompressor", "AnsweringCompressor", "Site",
 #: Every class by its ``method``.
 COMPRESSORS: Mapping[str, type[ActivationCompressor[Any]]] = {
     "threshold": Thresholded,
-    "topk": TopK,
-    "randomk": RandomK,
     "quantise": Quantised,
     "bound": Bounded,
     "lowrank": LowRank,
-    "learned": Learned,
     "transform": Transformed,
     "none": Whole,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -37,7 +37,6 @@ class Site:
         kernels: Which kernels run; the defaults when None.
         step: Optimizer steps so far.
         training: False in forward-only passes: state is used and left as it is, and nothing is kept.
-        average: Averages tensors over the model's replicas, in place; None without replicas.
         fixed_size: Whether a receiver must know the size of a message in advance.
         group_size: Values that share a scale, a power of two.
         answer: How gradients that come back in terms of the forward message are written.
@@ -48,7 +47,6 @@ class Site:
     kernels: KernelConfig | None = None
     step: int = 0
     training: bool = True
-    average: Callable[[list[Tensor]], None] | None = None
     fixed_size: bool = False
     group_size: int = GROUP_SIZE
     answer: AnswerMethod = field(default_factory=AnswerMethod)
@@ -188,34 +186,10 @@ class AnsweringCompressor(ActivationCompressor[Settings]):
         """
 
     @abstractmethod
-    def pull_back(self, gradient: Tensor, kept: Any, received: Any) -> Tensor:
-        """Return the gradient of a tensor that its own sender decoded, exactly.
-
-        Args:
-            kept, received: What :meth:`encode` and :meth:`decode` returned.
+    def pull_back(self, gradient: Tensor, kept: Any) -> Tensor:
+        """Return the gradient of a tensor that its own sender decoded, exactly; ``kept`` is that of
+        :meth:`encode`.
         """
-
-    def observe_gradient(self, gradient: Tensor, received: Any) -> None:
-        """Take note of a gradient whose sender calls :meth:`pull_back`."""
-        return
-
-
-class QuantisedAnswers(AnsweringCompressor[Bits], RoundingCompressor[Bits]):
-    """A compressor whose answers are values in few bits."""
-
-    def answer_quantiser(self) -> Quantiser:
-        """Return the code of the values of an answer."""
-        bits = self.site.answer.bits
-        return Quantiser(self.config.bits if bits is None else bits, self.site.group_size)
-
-    def answered(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, Encoded]:
-        """Write ``values``, which stand for ``gradient``; the result of :meth:`encode_answer`."""
-        given = self.site.answer.stochastic
-        random = self.config.stochastic if given is None else given
-        message = self.answer_quantiser().encode(values, self.seed(gradient) if random else None)
-        count = round(self.density * gradient.numel())
-        stats = Stats(message.numel(), count, count, False)
-        return message, Encoded([stats], gradient.numel(), self.density)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

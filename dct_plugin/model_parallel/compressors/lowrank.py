@@ -7,17 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...codecs.quantised import Quantiser
+from ...codecs.stats import Stats
 from ...config.methods import LowRankMethod
-from .compressor import add, rows_of, size_of_rows
-from .projection import BASIS, Projection, random_basis
+from ...stream import Encoded
+from .basis import BASIS, random_basis
+from .compressor import AnsweringCompressor, RoundingCompressor, add, rows_of, size_of_rows
 
 
-class LowRank(Projection[LowRankMethod]):
+class LowRank(RoundingCompressor[LowRankMethod], AnsweringCompressor[LowRankMethod]):
     """Rows X [rows, hidden] cross as their coordinates X V and the orthonormal basis V [hidden, rank].
 
     V comes from one power iteration that starts at the basis of the step before (PowerSGD, Vogels et al.,
     NeurIPS 2019, algorithm 1, on activations as in MCBench). Gradients G come back as G V: the exact gradient
-    of X V V' for a given V. Coordinates are written in ``bits``.
+    of X V V' for a given V. Coordinates are written in ``bits``, a direction after the other, so that a scale
+    serves rows of one direction.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -26,7 +30,7 @@ class LowRank(Projection[LowRankMethod]):
         self._next: dict[int, Tensor] = {}
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        return BASIS.nbytes(self._basis_size(shape)) + self.quantiser().nbytes(self.count(shape))
+        return BASIS.nbytes(self._basis_size(shape)) + self.quantiser().nbytes(self._count(shape))
 
     def encode_one(self, part: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows_of(part)
@@ -37,17 +41,25 @@ class LowRank(Projection[LowRankMethod]):
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
         basis = self._read_basis(message, out.shape)
         codes = message[BASIS.nbytes(self._basis_size(out.shape)) :]
-        add(out, self.expand(self.read_codes(self.quantiser(), codes, out.shape), basis))
+        add(out, self._read_codes(self.quantiser(), codes, out.shape) @ basis.t())
         return basis
 
-    def project(self, gradient: Tensor, received: Tensor) -> Tensor:
-        return rows_of(gradient) @ received
+    def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Any = None) -> int:
+        return self._answer_quantiser().nbytes(self._count(shape))
 
-    def expand(self, codes: Tensor, kept: Tensor) -> Tensor:
-        return codes @ kept.t()
+    def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
+        given = self.site.answer.stochastic
+        random = self.config.stochastic if given is None else given
+        codes = (rows_of(gradient) @ kept).t()
+        message = self._answer_quantiser().encode(codes, self.seed(gradient) if random else None)
+        count = gradient.numel()
+        return message, Encoded([Stats(message.numel(), count, count, False)], count, self.density)
 
-    def rank(self, rows: int, hidden: int) -> int:
-        return min(self.config.rank, rows, hidden)
+    def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
+        add(out, self._read_codes(self._answer_quantiser(), message, out.shape) @ kept.t())
+
+    def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
+        return (rows_of(gradient) @ kept @ kept.t()).view(gradient.shape).to(gradient.dtype)
 
     def end_step(self) -> None:
         # A device is waited for here, once for all messages of the step.
@@ -60,10 +72,29 @@ class LowRank(Projection[LowRankMethod]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start, self._next = dict(state["bases"]), {}
 
+    def _answer_quantiser(self) -> Quantiser:
+        """Return the code of the values of an answer."""
+        bits = self.site.answer.bits
+        return Quantiser(self.config.bits if bits is None else bits, self.site.group_size)
+
+    def _rank(self, rows: int, hidden: int) -> int:
+        """Return the numbers per row."""
+        return min(self.config.rank, rows, hidden)
+
+    def _count(self, shape: torch.Size) -> int:
+        """Return the numbers that cross of a tensor."""
+        rows, hidden = size_of_rows(shape)
+        return rows * self._rank(rows, hidden)
+
+    def _read_codes(self, quantiser: Quantiser, message: Tensor, shape: torch.Size) -> Tensor:
+        """Return the coordinates of a tensor of ``shape``, fp32 [rows, rank]."""
+        rows, hidden = size_of_rows(shape)
+        return quantiser.decode(message, self._count(shape)).view(self._rank(rows, hidden), rows).t()
+
     def _basis(self, rows: Tensor) -> Tensor:
         """Return an orthonormal basis [hidden, rank]; a finite first one starts the next step's."""
         count, hidden = rows.shape
-        rank = self.rank(count, hidden)
+        rank = self._rank(count, hidden)
         start = self._start.get(hidden)
         if start is None or start.shape[1] < rank:
             start = random_basis(self.site.name, hidden, min(self.config.rank, hidden))
@@ -75,7 +106,7 @@ class LowRank(Projection[LowRankMethod]):
 
     def _basis_size(self, shape: torch.Size) -> int:
         """Return the entries of the basis of a tensor."""
-        return shape[-1] * self.rank(*size_of_rows(shape))
+        return shape[-1] * self._rank(*size_of_rows(shape))
 
     def _read_basis(self, message: Tensor, shape: torch.Size) -> Tensor:
         """Return the basis at the start of a message, as both ends use it."""

@@ -12,7 +12,7 @@ from ...codecs.values import ValueDtype
 from ...config.methods import Method
 from ...stream import Encoded, wire_dtype
 from .compressor import Written
-from .entries import PayloadCompressor
+from .payloads import PayloadCompressor
 
 
 class Whole(PayloadCompressor[Method]):

@@ -8,27 +8,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.methods import EntriesMethod
+from ...codecs.index import IndexEncoding
+from ...codecs.payload import HEADER_NBYTES, payload_bound
+from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
+from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
-from ...stream import Encoded
-from .compressor import Site
-from .entries import KeptEntries
+from ...stream import Encoded, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
+from .compressor import NUMBER_NBYTES, AnsweringCompressor, Site, Written
+from .payloads import PayloadCompressor, without_padding
+
+#: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
+#: not fit are dropped like entries below the threshold.
+CAPACITY = 1.0
 
 
-class Thresholded(KeptEntries):
+class Thresholded(PayloadCompressor[ThresholdMethod], AnsweringCompressor[ThresholdMethod]):
     """DCT-MP (Gupta et al., KDD 2021, section 4).
 
     There is no residual: the next batch holds other samples. The threshold is measured on the first tensors
     of an optimizer step, all together, and stays for the whole step: activation recomputation runs a forward
     pass twice and must find the same mask again.
+
+    Entries cross with their positions, and gradients come back as values there: both ends keep the payload
+    for its positions. A tensor with a non-finite entry arrives as NaN, and so does its gradient.
     """
 
-    def __init__(self, config: EntriesMethod, site: Site) -> None:
+    def __init__(self, config: ThresholdMethod, site: Site) -> None:
         super().__init__(config, site)
         self.threshold = self._stream.threshold
         self._measured: Tau | None = None  # the threshold of this step
         self._poisoned = False
         self._above = self._numel = 0
+
+    @property
+    def density(self) -> float:
+        return self.config.density
+
+    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+        return wire_dtype(dtype, self.config.value_dtype)
+
+    def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
+        """Return the most entries of a message about ``numel``: all, or as many as a message of fixed size
+        has room for, headers included.
+        """
+        if not self.site.fixed_size:
+            return numel
+        room = int(CAPACITY * self.density * numel)
+        itemsize = value_nbytes(VALUE_GROUP, value_dtype) / VALUE_GROUP
+        header = int(-(-(NUMBER_NBYTES + HEADER_NBYTES) // itemsize))
+        return max(1, min(numel, max(room // 2, room - header)))
+
+    def encode(self, parts: Sequence[Tensor]) -> Written:
+        messages, encoded = self._write(parts)
+        return Written(messages, list(messages), encoded)
+
+    def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
+        return self._add(message, out)
+
+    def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
+        code = wire_dtype(dtype, self.site.answer.value_dtype)
+        if kept is not None:
+            return values_nbytes(kept, code)
+        entries = self._entries(shape.numel(), self._value_type(dtype))
+        return payload_bound(shape.numel(), entries, code, IndexEncoding.SHARED_MASK)
+
+    def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
+        flat = as_flat(gradient)
+        code = wire_dtype(gradient.dtype, self.site.answer.value_dtype)
+        message, stats = encode_at(self._stream.backend(flat.device), flat, kept, code)
+        return message, Encoded([stats], flat.numel(), self.density)
+
+    def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
+        add_payload(self._stream.backend(out.device), without_padding(message), out, kept)
+
+    def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
+        mask = self._stream.backend(gradient.device).decode_mask(kept, gradient.numel())
+        return gradient * mask.view(gradient.shape)
 
     def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
         return [self._tau(encoded, flats)] * len(flats)

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...codecs.quantised import Quantiser
 from ...config.methods import TransformMethod
 from ...errors import PayloadError
+from .basis import BASIS, random_basis
 from .compressor import ActivationCompressor, Site, add, rows_of, size_of_rows
-from .projection import BASIS, random_basis
 
 #: Share of normal values' variance that 0, 1, ... bits leave, at best (Max, IRE Trans. Inf. Theory 1960).
 _LEFT = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869)

@@ -196,7 +196,7 @@ def activations(
         for rows, hidden, density, rank in at:
             if name == "transform":
                 yield Activation(name, rate=8 * density), rows, hidden
-            elif name in ("lowrank", "learned"):
+            elif name == "lowrank":
                 yield Activation(name, 4, rank=rank), rows, hidden
             elif name == "quantise":
                 yield Activation(name, 4), rows, hidden

@@ -1,0 +1,80 @@
+"""The base class of compressors whose messages are payloads of the kernels."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...codecs.payload import Header, header_bytes, payload_bound
+from ...codecs.stats import read_stats
+from ...codecs.values import ValueDtype
+from ...kernels import Job, Tau
+from ...stream import Encoded, Stream, add_payload, as_flat, first_position
+from ...thresholds import Threshold
+from .compressor import ActivationCompressor, Settings, Site
+
+
+class PayloadCompressor(ActivationCompressor[Settings]):
+    """The base class of compressors whose messages are payloads of the kernels."""
+
+    exact = False
+
+    def __init__(self, config: Settings, site: Site) -> None:
+        super().__init__(config, site)
+        threshold = Threshold.of_activations(site.name, site.rank)
+        self._stream = Stream(threshold, name=site.name, kernels=site.kernels)
+
+    @abstractmethod
+    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+        """Return the type of the values on the wire."""
+
+    def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
+        """Return the most entries of a message about ``numel``."""
+        return numel
+
+    @abstractmethod
+    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
+        """Return the threshold of each tensor."""
+
+    def _observe(self, encoded: Encoded) -> None:
+        """Take note of the figures of messages."""
+        return
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        code = self._value_type(dtype)
+        return payload_bound(shape.numel(), self._entries(shape.numel(), code), code)
+
+    def _write(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Encoded]:
+        """Write one payload for each tensor; their figures are read at once."""
+        flats = [as_flat(part) for part in parts]
+        encoded = Encoded(numel=sum(flat.numel() for flat in flats), density=self.density)
+        taus = self._taus(encoded, flats)
+        buffers = []
+        for part, flat, tau in zip(parts, flats, taus, strict=True):
+            code = self._value_type(part.dtype)
+            capacity = self._entries(flat.numel(), code)
+            size = payload_bound(flat.numel(), capacity, code)
+            buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
+            start = first_position(self.site.step, flat.numel())
+            job = Job(flat, None, tau, buffers[-1], capacity=capacity, start=start, value_dtype=code)
+            self._stream.write(encoded, job)
+        read_stats(encoded.stats)
+        self._observe(encoded)
+        messages = [
+            buffer[: stats.nbytes].clone() for buffer, stats in zip(buffers, encoded.stats, strict=True)
+        ]
+        return messages, encoded
+
+    def _add(self, message: Tensor, out: Tensor) -> Tensor:
+        """Add the payload with which a message begins to ``out``; return the payload."""
+        payload = without_padding(message)
+        add_payload(self._stream.backend(out.device), payload, out)
+        return payload
+
+
+def without_padding(message: Tensor) -> Tensor:
+    """Return the payload with which a message begins."""
+    return message[: Header.parse(header_bytes(message), message.numel()).nbytes]
