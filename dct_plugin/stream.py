@@ -291,24 +291,6 @@ class Compressor(Stream):
             self.residual.end(step)
         return encoded
 
-    def encode_residual(
-        self, zeros: Tensor, parts: Sequence[tuple[int, int, MessageWriter]], value_dtype: ValueDtype
-    ) -> Encoded:
-        """Write all of the residual, and no gradient, into the messages of the parts' receivers; what
-        ``value_dtype`` drops is what stays. The threshold is as it was.
-
-        Args:
-            zeros: fp32 [numel], all zero.
-            parts: See :meth:`encode`.
-            value_dtype: Type of the residual on the wire.
-        """
-        encoded = Encoded(numel=zeros.numel())
-        buffers = self._residual_buffers(zeros.numel(), zeros.device)
-        self._write_parts(encoded, zeros, parts, buffers, 0.0, value_dtype)
-        if self.residual is not None:
-            self.residual.end(0)
-        return encoded
-
     def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:
         """Close the step: the threshold lives on, unless a part was non-finite.
 

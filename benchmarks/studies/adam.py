@@ -86,14 +86,6 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         f"ahead-0.99-ramp180-{kind}": {"sparsity": 0.99, **AHEAD, **SLOWER, "value_dtype": kind}
         for kind in ("int8", "int4", "int2")
     },
-    **{
-        f"{name}-averaging{every}": {"sparsity": 0.99, **feedback, "expert": {"error_averaging": every}}
-        for name, feedback in (
-            ("local-0.99", {**LOCAL, **START}),
-            ("ahead-0.99-ramp180", {**AHEAD, **SLOWER}),
-        )
-        for every in (20, 100)
-    },
     "accordion-local": {"sparsity": 0.99, **LOCAL, **START, **ACCORDION},
     "accordion-ahead": {"sparsity": 0.99, **AHEAD, **START, **ACCORDION},
     **{

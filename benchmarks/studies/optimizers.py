@@ -49,18 +49,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.999": {"sparsity": 0.999},
     "0.9, step-ahead": {"sparsity": 0.9, "feedback": "step_ahead"},
     "0.99, step-ahead": {"sparsity": 0.99, "feedback": "step_ahead"},
-    "0.99, averaging every 20": {"sparsity": 0.99, "average_every": 20},
-    "0.99, averaging every 100": {"sparsity": 0.99, "average_every": 100},
-    "0.99, step-ahead, averaging every 20": {
-        "sparsity": 0.99,
-        "feedback": "step_ahead",
-        "average_every": 20,
-    },
-    "0.99, step-ahead, averaging every 100": {
-        "sparsity": 0.99,
-        "feedback": "step_ahead",
-        "average_every": 100,
-    },
     "0.99, step-ahead, 10 + 20 steps": {
         "sparsity": 0.99,
         "feedback": "step_ahead",
@@ -111,20 +99,6 @@ def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> N
         ahead.end_step(skipped=False)
 
 
-def average_residuals(streams: list[dict[str, Compressor]], aheads: list[StepAhead]) -> None:
-    """Average residuals as the reducer does every ``expert.error_averaging`` steps, without rounding."""
-    names = [name for name, stream in streams[0].items() if stream.residual is not None]
-    for name in names:
-        residuals = [worker[name].residual.current for worker in streams]  # type: ignore[union-attr]
-        mean = torch.stack(residuals).mean(0)
-        for residual in residuals:
-            residual.copy_(mean)
-    if aheads:
-        moments = torch.stack([ahead.moments.means(names) for ahead in aheads]).mean(0)
-        for ahead in aheads:
-            ahead.moments.replace(names, moments)
-
-
 def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """One run; AUC and log loss on the test rows, density over the run."""
     rows = data.train
@@ -134,12 +108,10 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
         step_with.param_groups[0]["momentum"] = 0.0
     loss_of = nn.BCEWithLogitsLoss()
     settings = VARIANTS[variant]
-    average_every = 0
     steps = list(batches(len(rows.label), args.batch_size, args.epochs, seed))
     streams: list[dict[str, Compressor]] = []
     if settings is not None:
         settings = dict(settings)
-        average_every = settings.pop("average_every", 0)
         if settings.pop("ramp", False):
             settings |= {"warmup_steps": len(steps) // 10, "sparsity_warmup_steps": len(steps) // 10}
         streams = [
@@ -156,8 +128,6 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
     dense, sparse, label = (torch.as_tensor(t) for t in rows)
     for number, at in enumerate(steps):
         sums: dict[str, torch.Tensor] = {}
-        if average_every and number % average_every == average_every // 2:
-            average_residuals(streams, aheads)
         if args.skew:
             at = at[data.train.label[at].argsort(kind="stable")]
         for worker in range(args.workers):

@@ -52,10 +52,6 @@ PICTURES = {
     ],
     "directions": [Panel(CLASSES, 2, "Two pipeline stages, one direction alone", NATS, limit=0.45)],
     "tensor": [Panel(CLASSES, 3, "TP 2, sequence parallelism", NATS, limit=0.45)],
-    "averaging": [
-        Panel("Error averaging", 0, "DLRM, Diabetes, data shared out by label, 0.99", AUC),
-        Panel("Error averaging", 2, "GPT, 0.99, data shared out at random", NATS),
-    ],
     "criteo": [Panel(RECOMMENDERS, 0, "DLRM, Criteo", AUC)],
     "diabetes": [Panel(RECOMMENDERS, 1, "DLRM, Diabetes", AUC)],
     "values": [

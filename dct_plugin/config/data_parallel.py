@@ -113,13 +113,6 @@ class ExpertSettings(Section):
 
     A fixed value saves the small all-reduce that measuring takes every 10 steps.
     """
-    error_averaging: int | None = Field(default=None, ge=1)
-    """Optimizer steps from one averaging of the ranks' residuals to the next (Xu, Huo, Huang, AAAI 2021);
-    null never averages.
-
-    For studies: [it helped nowhere](quality.md#error-averaging) here ([what it
-    does](deepspeed.md#error-averaging)).
-    """
 
 
 class DataParallelConfig(Section):
@@ -217,19 +210,14 @@ class DataParallelConfig(Section):
     def _conflicts(self) -> Iterator[str]:
         """Yield what does not go together, in words."""
         feedback = f"feedback = '{self.feedback.label()}'"
-        averaging = self.expert.error_averaging is not None
         if self.residual_dtype in ("bf16", "int8"):
             packed = f"residual_dtype = '{self.residual_dtype}'"
             if not self.feedback.keeps_residual:
                 yield f"{packed} has nothing to keep with {feedback}"
             if self.feedback.worker_momentum:
                 yield f"{packed} does not go with feedback.momentum, which is kept in fp32 beside it"
-            if averaging:
-                yield f"{packed} does not go with expert.error_averaging, which adds to residuals in place"
             if self.feedback.steps_locally:
                 yield f"{packed} does not go with {feedback}: the residual is the distance of the weights"
-        if averaging and not self.feedback.keeps_residual:
-            yield f"expert.error_averaging needs residuals, and {feedback} keeps none"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
         if self.feedback.steps_locally:
@@ -237,8 +225,6 @@ class DataParallelConfig(Section):
                 yield f"nonfinite_action = 'skip' does not go with {feedback}: others would wait for the rank"
             if self.adaptive is not None:
                 yield f"adaptive does not go with {feedback}: no rank has the mean gradient that it follows"
-            if averaging:
-                yield f"expert.error_averaging does not go with {feedback}: it would exchange weights densely"
 
     @property
     def density(self) -> float:

@@ -15,7 +15,6 @@ _KEYS: Mapping[str, str] = {
     "data_parallel.exchange_every": '"feedback": {{"kind": "local_updates", "every": {value}}}',
     "data_parallel.step_ahead_coefficient": '"expert": {{"step_ahead_coefficient": {value}}}',
     "data_parallel.server_density": '"expert": {{"server_density": {value}}}',
-    "data_parallel.error_averaging_interval": '"expert": {{"error_averaging": {value}}}',
     "data_parallel.threshold": '"expert": {{"threshold": {value}}}',
     "data_parallel.threshold_lifespan": '"expert": {{"threshold_lifespan": {value}}}',
     "data_parallel.threshold_tracking": '"expert": {{"threshold": "fixed"}} for false; nothing for true',
@@ -46,7 +45,7 @@ _ACTIVATIONS: Mapping[str, str] = {
 _GONE: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "data_parallel.density_band", "data_parallel.capacity", "data_parallel.error_averaging_dtype",
+            "data_parallel.density_band", "data_parallel.capacity",
             "embedding.threshold_lifespan", "embedding.threshold_smoothing", "embedding.entropy",
             *(
                 f"{place}.{key}"
@@ -58,6 +57,13 @@ _GONE: Mapping[str, str] = {
             ),
         ),
         "the program chooses it",
+    ),
+    **dict.fromkeys(
+        (
+            "data_parallel.error_averaging_interval", "data_parallel.error_averaging_dtype",
+            "data_parallel.expert.error_averaging",
+        ),
+        'averaging residuals gained nothing over "feedback": "step_ahead"',
     ),
     "data_parallel.index_encoding": "the encoder takes the smallest encoding",
     "data_parallel.momentum_masking": "it cost quality",

@@ -53,9 +53,6 @@ class AddOn:
     def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
         """Exchange what has to be known before the tensors of ``plan`` are sent; a collective."""
 
-    def residuals_averaged(self, names: Sequence[str]) -> None:
-        """Follow residuals that became the mean of the ranks' residuals; a collective."""
-
     def after_reduce(self, plan: ReductionPlan) -> None:
         """See the reduced gradients; a collective."""
 

@@ -6,7 +6,7 @@ Source: Shazeer and Stern, *Adafactor*, ICML 2018, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -88,15 +88,6 @@ class Moments:
         """Return how many root mean squares a residual is believed to be, see :data:`LIMIT`."""
         return LIMIT if decay is not None else math.sqrt(min(LIMIT, self.steps + self.missed))
 
-    def means(self) -> Tensor:
-        """Row and column means one behind the other, fp32, a copy."""
-        return torch.cat([self.rows, self.columns])
-
-    def replace(self, means: Tensor) -> None:
-        """Take over what :meth:`means` gives."""
-        self.rows.copy_(means[: self.rows.numel()])
-        self.columns.copy_(means[self.rows.numel() :])
-
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
         for mean in (self.rows, self.columns, self._seen_rows, self._seen_columns):
@@ -135,8 +126,6 @@ class SecondMoments:
         self._parameters, self._decay_of = parameters, decay_of
         self._moments: dict[str, Moments] = {}
         self._loaded: dict[str, Any] = {}
-        self._averaged: dict[str, Tensor] = {}
-        """Means that take effect at the end of the step, which may yet be taken back."""
         self._missed = 0
 
     def observe(self, name: str, gradient: Tensor, scratch: ScratchBuffers) -> None:
@@ -157,27 +146,8 @@ class SecondMoments:
             self._moments[name].load_state_dict(self._loaded.pop(name))
         return self._moments.get(name)
 
-    def means(self, names: Iterable[str]) -> Tensor:
-        """Return the means of those of ``names`` that have them, fp32, 1-D."""
-        found = [moments.means() for name in names if (moments := self.of(name)) is not None]
-        return torch.cat(found) if found else torch.empty(0)
-
-    def replace(self, names: Iterable[str], means: Tensor) -> None:
-        """Go on from ``means``, the mean over the ranks of :meth:`means`, when the step is over.
-
-        With error averaging: a rank gets residuals where it may have seen no gradient, and what it would
-        divide them by is almost nothing.
-        """
-        known = [name for name in names if self.of(name) is not None]
-        sizes = [self._moments[name].means().numel() for name in known]
-        self._averaged.update(zip(known, means.split(sizes), strict=True))
-
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
-        if not skipped:
-            for name, means in self._averaged.items():
-                self._moments[name].replace(means)
-        self._averaged.clear()
         for name, moments in self._moments.items():
             moments.end_step(skipped=skipped, decay=self._decay_of(self._parameters[name]))
 
@@ -193,6 +163,5 @@ class SecondMoments:
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Restore :meth:`state_dict`; others start ``step`` optimizer steps into the training."""
         self._moments.clear()
-        self._averaged.clear()
         self._loaded = {name: saved for name, saved in state.items() if name in self._parameters}
         self._missed = step

@@ -409,12 +409,6 @@ class StepAheadAddOn(AddOn):
     def compared(self, names: Iterable[str]) -> list[str]:
         return [] if self._ahead is None else self._ahead.coefficients.due(names, self._group.step)
 
-    def residuals_averaged(self, names: Sequence[str]) -> None:
-        if self._ahead is not None:
-            moments = self._ahead.moments.means(names)
-            self._group.exchange.all_reduce(moments)
-            self._ahead.moments.replace(names, moments / self._group.world_size)
-
     def after_reduce(self, plan: ReductionPlan) -> None:
         """Compare the residuals of the tensors that are due."""
         if self._ahead is not None and plan.compared:

@@ -230,7 +230,6 @@ class MomentumPath(Stage0Path):
             "data_parallel.feedback": (settings.feedback, LocalFeedback()),
             "data_parallel.adaptive": (settings.adaptive, None),
             "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
-            "data_parallel.expert.error_averaging": (settings.expert.error_averaging, None),
         }
         for key, (given, allowed) in given_and_allowed.items():
             if given != allowed:

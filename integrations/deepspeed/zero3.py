@@ -156,5 +156,3 @@ def _refusals(settings: DataParallelConfig, *, automatic: bool, fp16: bool) -> I
     )
     if automatic and settings.feedback.worker_momentum > 0:
         yield "feedback.momentum", in_place
-    if automatic and settings.expert.error_averaging is not None:
-        yield "expert.error_averaging", in_place

@@ -19,7 +19,7 @@ LAYERS = ("lossless", "threshold", "bounded")
 
 #: Classes of bytes that move embeddings and their gradients, or what stands in for them.
 MOVED = ("embedding_forward", "embedding_backward", "des_forward", "des_backward")
-GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup", "error_averaging")
+GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup")
 
 #: Classes of bytes of updated weights, from the owners of ZeRO's partitions to all ranks.
 PARAMETERS = ("parameter", "parameter_small", "parameter_full")

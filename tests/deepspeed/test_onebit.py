@@ -70,10 +70,6 @@ REFUSED = {
     "disabled": ({"enabled": False}, "dct.enabled = false does not go with"),
     "ahead": ({"data_parallel": {"feedback": "step_ahead"}}, 'feedback = "step_ahead" does not'),
     "accordion": ({"data_parallel": {"adaptive": "accordion"}}, 'adaptive = "accordion" does not go with'),
-    "averaging": (
-        {"data_parallel": {"expert": {"error_averaging": 8}}},
-        "expert.error_averaging = 8 does not go with",
-    ),
     "local": (
         {"data_parallel": {"feedback": "local_updates"}},
         'feedback = "local_updates" does not go with',

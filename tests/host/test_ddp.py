@@ -299,11 +299,11 @@ def test_what_the_host_did_not_wait_for_is_hidden() -> None:
 
 
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
-    """Also where Accordion chooses between two such settings, and where residuals are averaged."""
+    """Also where Accordion chooses between two such settings."""
     exact = {"sparsity": 0.0, "value_dtype": "fp32"}
     adaptive = {"adaptive": {"kind": "accordion", "sparsity": 0.0, "interval": 2}}
     plain = run(2, _learns, None, 4, 0.1)
-    for more in ({}, adaptive, {"expert": {"error_averaging": 2}}):
+    for more in ({}, adaptive):
         with_hook = run(2, _learns, {"data_parallel": {**exact, **more}}, 4, 0.1)
         assert torch.equal(plain[0]["parameters"], with_hook[0]["parameters"])
         assert plain[1]["losses"] == with_hook[1]["losses"]
@@ -482,7 +482,6 @@ def _looks_ahead(rank: int, world_size: int, case: str, folder: str) -> torch.Te
     """AdamW with a schedule, gradient accumulation and clipping; the parameters at the end."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=8) if case == "scaled" else None
     keys: dict[str, Any] = {"sparsity": 0.99, "min_numel": 1000, "feedback": "step_ahead"}
-    keys["expert"] = {"error_averaging": 6}  # what holds without must hold with it
     if case in ("exact", "plain"):
         keys.update(sparsity=0.0, value_dtype="fp32")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, add_ons
+from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.add_on import AddOn, ReducerContext
-from dct_plugin.data_parallel.averaging import ErrorAveraging
 from dct_plugin.data_parallel.plan import ReductionPlan
 from dct_plugin.data_parallel.stream_group import Sparsity
 from dct_plugin.metrics import Record
@@ -108,6 +108,6 @@ def test_a_reducer_without_add_ons_is_one_that_asks_for_none() -> None:
 
 
 def test_a_feature_is_one_row_of_the_table() -> None:
-    rest = tuple(kind for kind in add_ons.ADD_ONS if kind is not ErrorAveraging)
+    rest = tuple(kind for kind in add_ons.ADD_ONS if kind is not Accordion)
     assert len(rest) == len(add_ons.ADD_ONS) - 1
     assert len({kind.key for kind in rest}) == len(rest)

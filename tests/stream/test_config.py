@@ -305,10 +305,6 @@ def test_long_values_are_shortened() -> None:
             "nonfinite_action = 'skip' does not go with feedback = 'local_updates'",
         ),
         ({"adaptive": "accordion"}, "adaptive does not go with feedback = 'local_updates'"),
-        (
-            {"expert": {"error_averaging": 9}},
-            "expert.error_averaging does not go with feedback = 'local_updates'",
-        ),
     ],
 )
 def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> None:
@@ -324,7 +320,6 @@ def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> N
     [
         ({"feedback": {"kind": "local", "momentum": 0.9}}, "feedback.momentum"),
         ({"feedback": "none"}, "feedback = 'none'"),
-        ({"expert": {"error_averaging": 50}}, "expert.error_averaging"),
         ({"feedback": "local_updates"}, "feedback = 'local_updates'"),
     ],
 )
