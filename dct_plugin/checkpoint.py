@@ -276,9 +276,9 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
 
     A model update averages the ranks, so the mean of the residuals is still to be sent. The residuals of
     owners (two-phase exchange) are parts of the *sum* over the ranks; they are shared out to the ranks, since
-    the new owners own other parts. Thresholds are measured anew, and momentum that is kept at the workers
-    starts over. Local weights (feedback ``local_updates``) are the anchor and what was not sent, so they are
-    averaged alike, and so are their optimizers' states.
+    the new owners own other parts. Thresholds are measured anew. Local weights
+    (feedback ``local_updates``) are the anchor and what was not sent, so they are averaged alike, and so are
+    their optimizers' states.
 
     Args:
         contents: Contents of the files of all old ranks, in any order; one is in memory at a time.
@@ -302,7 +302,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
             if name in total:
                 total[name]["residual"] += residual
             else:
-                total[name] = {**_unmeasured(streams[name]), "residual": residual, "velocity": None}
+                total[name] = {**_unmeasured(streams[name]), "residual": residual}
         for name, match in answers.items():
             if (owner := total.get(match["name"])) is not None:
                 part = owner["residual"][int(match["start"]) : int(match["stop"])]
@@ -339,7 +339,6 @@ def in_unit(state: State, ratio: float) -> State:
         name: {
             **_unmeasured(stream),
             "residual": None if stream["residual"] is None else unpacked(stream["residual"]) * ratio,
-            "velocity": None if stream.get("velocity") is None else stream["velocity"] * ratio,
         }
         for name, stream in state["streams"].items()
     }

@@ -8,6 +8,7 @@ the stream of gradients, which keeps what it did not send. That of activations, 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from .codecs.payload import Header, Payload, header_bytes, payload_bound
 from .codecs.values import ValueDtype
 from .config import DataParallelConfig, KernelConfig
 from .errors import ConfigError
-from .feedback import PackedResidual, Residual, ScratchBuffers, Velocity
+from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
 from .kernels import (
     GRAD_DTYPES,
     SMALLEST_TAU,
@@ -47,6 +48,8 @@ _CAPACITY_SLACK = 64
 #: spread.
 _START_STRIDE = 0x9E3779B1
 #: Of ``residual_dtype``, those that are packed.
+logger = logging.getLogger("dct_plugin")
+
 _PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -199,13 +202,12 @@ class Compressor(Stream):
         self.config = config
         self.schedule = SparsitySchedule.of(config)
         self.residual: Residual | PackedResidual | None = None
-        self.velocity: Velocity | None = None
         self._transactional = transactional
         self._scratch = scratch
         self._shape: torch.Size | None = None
         self._value_dtype = ValueDtype.parse(config.value_dtype)
         self._saved_threshold: dict[str, Any] | None = None
-        self._loaded: dict[str, Tensor] = {}
+        self._loaded: Saved | None = None
 
     # -- the public pair ---
 
@@ -281,9 +283,6 @@ class Compressor(Stream):
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
         buffers = self._residual_buffers(numel, grad.device) if unsent is None else (None, unsent)
-        if self.velocity is not None:
-            grad = self.velocity.accumulate(grad, clear=clear)
-            clear = False
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
         self._write_parts(encoded, grad, parts, buffers, tau, self._value_dtype, clear=clear)
@@ -326,27 +325,24 @@ class Compressor(Stream):
         if skipped and self._saved_threshold is not None:
             self.threshold.load_state_dict(self._saved_threshold)
         self._saved_threshold = None
-        for buffer in self._buffers().values():
-            if skipped:
-                buffer.rollback()
-            else:
-                buffer.commit()
+        if self.residual is not None and skipped:
+            self.residual.rollback()
+        elif self.residual is not None:
+            self.residual.commit()
 
     def rescale(self, factor: float) -> None:
         """The unit of the gradients changed by ``factor`` (loss scale)."""
         self.threshold.rescale(factor)
-        for buffer in self._buffers().values():
-            buffer.rescale(factor)
+        if self.residual is not None:
+            self.residual.rescale(factor)
 
     # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Residual (CPU, in its own type), threshold and counters; a resumed run goes on bitwise."""
-        saved = {**self._loaded, **{name: buffer.saved() for name, buffer in self._buffers().items()}}
         return {
             "threshold": self.threshold.state_dict(),
-            "residual": saved.get("residual"),
-            "velocity": saved.get("velocity"),
+            "residual": self._loaded if self.residual is None else self.residual.saved(),
             "shape": None if self._shape is None else tuple(self._shape),
         }
 
@@ -359,8 +355,13 @@ class Compressor(Stream):
         self.threshold.load_state_dict(state["threshold"])
         self._shape = None if state["shape"] is None else torch.Size(state["shape"])
         self._saved_threshold = None
-        self._loaded = {key: state[key] for key in ("residual", "velocity") if state.get(key) is not None}
+        self._loaded = state.get("residual")
         self._adopt_loaded()
+        if state.get("velocity") is not None:
+            logger.warning(
+                "%s: the saved momentum of the rank is left out: momentum correction is no option any more",
+                self.name,
+            )
 
     # -- inside ---
 
@@ -402,15 +403,6 @@ class Compressor(Stream):
             return None, None
         if self.residual is None:
             self.residual = self._new_residual(numel, device)
-            momentum = self.config.feedback.worker_momentum
-            if momentum > 0.0:
-                self.velocity = Velocity(
-                    numel,
-                    device,
-                    momentum,
-                    self.backend(device),
-                    transactional=self._transactional,
-                )
             self._adopt_loaded()
         if self.residual.numel != numel:
             raise ValueError(
@@ -433,17 +425,10 @@ class Compressor(Stream):
             seed=self.threshold.seed,
         )
 
-    def _buffers(self) -> dict[str, Residual | PackedResidual]:
-        """Return what the stream remembers per entry."""
-        buffers = {} if self.residual is None else {"residual": self.residual}
-        if self.velocity is not None:
-            buffers["velocity"] = self.velocity.buffer
-        return buffers
-
     def _adopt_loaded(self) -> None:
-        for name, buffer in self._buffers().items():
-            if name in self._loaded:
-                buffer.restore(self._loaded.pop(name))
+        if self.residual is not None and self._loaded is not None:
+            self.residual.restore(self._loaded)
+            self._loaded = None
 
 
 def _part(tensor: Tensor, start: int, stop: int) -> Tensor:

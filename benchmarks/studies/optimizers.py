@@ -45,7 +45,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "0.99": {"sparsity": 0.99},
     "0.99, no feedback": {"sparsity": 0.99, "feedback": "none"},
     "0.99, 10 % warm-up + 10 % ramp": {"sparsity": 0.99, "ramp": True},
-    "0.99, momentum correction": {"sparsity": 0.99, "feedback": {"kind": "local", "momentum": 0.9}},
     "0.999": {"sparsity": 0.999},
     "0.9, step-ahead": {"sparsity": 0.9, "feedback": "step_ahead"},
     "0.99, step-ahead": {"sparsity": 0.99, "feedback": "step_ahead"},
@@ -104,8 +103,6 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
     rows = data.train
     model = DLRM(rows.dense.shape[1], data.cardinalities, seed=seed)
     step_with = OPTIMIZERS[optimizer](model.parameters())
-    if "momentum" in variant:  # it moves from the optimizer to the compressors
-        step_with.param_groups[0]["momentum"] = 0.0
     loss_of = nn.BCEWithLogitsLoss()
     settings = VARIANTS[variant]
     steps = list(batches(len(rows.label), args.batch_size, args.epochs, seed))

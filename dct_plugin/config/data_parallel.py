@@ -214,8 +214,6 @@ class DataParallelConfig(Section):
             packed = f"residual_dtype = '{self.residual_dtype}'"
             if not self.feedback.keeps_residual:
                 yield f"{packed} has nothing to keep with {feedback}"
-            if self.feedback.worker_momentum:
-                yield f"{packed} does not go with feedback.momentum, which is kept in fp32 beside it"
             if self.feedback.steps_locally:
                 yield f"{packed} does not go with {feedback}: the residual is the distance of the weights"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:

@@ -23,11 +23,6 @@ class FeedbackConfig(Variant):
     #: Density of what owners send back, as a multiple of the density of what they receive.
     server_density: ClassVar[float] = 1.0
 
-    @property
-    def worker_momentum(self) -> float:
-        """The momentum that ranks keep for the optimizer; 0 without momentum correction."""
-        return 0.0
-
 
 class NoFeedback(FeedbackConfig):
     """Entries that are not sent are dropped."""
@@ -41,16 +36,6 @@ class LocalFeedback(FeedbackConfig):
     """Entries that are not sent are added to the rank's next gradient."""
 
     kind: Literal["local"] = "local"
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Momentum kept at the ranks, so that entries that are sent late carry it (Deep Gradient Compression,
-    section 3.2); 0 is off.
-
-    Instead of the optimizer's own momentum, which must then be 0; see [quality](quality.md).
-    """
-
-    @property
-    def worker_momentum(self) -> float:
-        return self.momentum
 
 
 class StepAheadFeedback(FeedbackConfig):

@@ -10,7 +10,6 @@ from typing import Any
 #: ``dct.model_parallel`` are in ``_ACTIVATIONS``.
 _KEYS: Mapping[str, str] = {
     "data_parallel.error_feedback": '"feedback": {value}',
-    "data_parallel.momentum_correction": '"feedback": {{"kind": "local", "momentum": {value}}}',
     "data_parallel.update": '"feedback": "local_updates" for "local"; nothing for "shared"',
     "data_parallel.exchange_every": '"feedback": {{"kind": "local_updates", "every": {value}}}',
     "data_parallel.step_ahead_coefficient": '"expert": {{"step_ahead_coefficient": {value}}}',
@@ -64,6 +63,10 @@ _GONE: Mapping[str, str] = {
             "data_parallel.expert.error_averaging",
         ),
         'averaging residuals gained nothing over "feedback": "step_ahead"',
+    ),
+    **dict.fromkeys(
+        ("data_parallel.momentum_correction", "data_parallel.feedback.momentum"),
+        'it lost to "feedback": "step_ahead", which works with the optimizer\'s own momentum',
     ),
     "data_parallel.index_encoding": "the encoder takes the smallest encoding",
     "data_parallel.momentum_masking": "it cost quality",

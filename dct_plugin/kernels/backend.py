@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
-from ..codecs.payload import OVERFLOW_MAGNITUDE, Payload
+from ..codecs.payload import Payload
 from ..codecs.stats import Stats
-from .checks import check_accumulate, check_difference
+from .checks import check_difference
 from .embedding_cpu import host_embedding_kernels
 from .embedding_format import DeviceCodeKernels, EmbeddingKernels, RequestKernels
 from .job import Job, Tau
@@ -170,29 +170,6 @@ class Backend(ABC):
     @abstractmethod
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """Set ``out`` (fp32) to the values that :meth:`pack` wrote, exactly."""
-
-    def accumulate(
-        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
-    ) -> Tensor:
-        """Return ``momentum * velocity + grad``, fp32, rounded twice, in memory of its own (momentum
-        correction; Lin et al., ICLR 2018, section 3.2).
-
-        Args:
-            grad: fp32, bf16 or fp16 [numel]; left alone, unless ``clear``.
-            velocity: fp32 [numel].
-            kept: fp32 [numel], ``velocity`` itself or apart from it: becomes the sum, or the velocity as it
-                was where :meth:`compress` would refuse the sum.
-            clear: Leave zeros in ``grad``.
-        """
-        check_accumulate(grad, velocity, kept)
-        total = velocity.mul(momentum).add_(grad)
-        if total.numel():
-            low, high = torch.aminmax(total)  # NaN propagates
-            fine = (high < OVERFLOW_MAGNITUDE) & (low > -OVERFLOW_MAGNITUDE)
-            torch.where(fine, total, velocity, out=kept)
-        if clear:
-            grad.zero_()
-        return total
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         """Set ``out = wanted - held``, fp32; ``wanted`` is rounded to the type of ``held`` before.

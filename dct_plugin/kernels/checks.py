@@ -35,11 +35,6 @@ def check_exact(grad: Tensor, residual: Tensor | None, k: int) -> None:
         raise ValueError(f"k is {k}; it must be at least 1")
 
 
-def check_accumulate(grad: Tensor, velocity: Tensor, kept: Tensor) -> None:
-    check_pair(grad, velocity)
-    check_vector("kept", kept, (torch.float32,), grad.numel())
-
-
 def check_difference(wanted: Tensor, held: Tensor, out: Tensor) -> None:
     for name, tensor in (("wanted", wanted), ("held", held)):
         check_vector(name, tensor, (*GRAD_DTYPES, torch.float64), out.numel())

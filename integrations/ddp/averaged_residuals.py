@@ -54,7 +54,7 @@ class AveragedResiduals:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        fresh = {"threshold": Threshold().state_dict(), "velocity": None, "shape": None}
+        fresh = {"threshold": Threshold().state_dict(), "shape": None}
         streams = {name: {**fresh, "residual": residual} for name, residual in saved["residuals"].items()}
         state = {"step": saved["step"], "loss_scale": saved["loss_scale"], "streams": streams}
         self._state.load_state_dict({"reducer": state})

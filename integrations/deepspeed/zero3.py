@@ -68,14 +68,13 @@ class Zero3Path(GradientPath):
         """
         settings = config.data_parallel
         if settings.enabled:
-            automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
-            for key, reason in _refusals(settings, automatic=automatic, fp16=engine.fp16_enabled()):
+            for key, reason in _refusals(settings, fp16=engine.fp16_enabled()):
                 given = show(attrgetter(key)(settings))
                 raise ConfigError(
                     f"rank {engine.global_rank}: dct.data_parallel.{key} = {given} under ZeRO stage 3: "
                     f"{reason}"
                 )
-            if automatic:
+            if settings.residual_dtype == "auto" and settings.feedback.keeps_residual:
                 changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
                 config = config.model_copy(update={"data_parallel": changed})
         return super().check(engine, config)
@@ -129,7 +128,7 @@ class Zero3Path(GradientPath):
         return str(self.optimizer.param_names[parameter])
 
 
-def _refusals(settings: DataParallelConfig, *, automatic: bool, fp16: bool) -> Iterator[tuple[str, str]]:
+def _refusals(settings: DataParallelConfig, *, fp16: bool) -> Iterator[tuple[str, str]]:
     """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
     if settings.feedback.looks_ahead or settings.feedback.steps_locally:
         yield (
@@ -150,9 +149,3 @@ def _refusals(settings: DataParallelConfig, *, automatic: bool, fp16: bool) -> I
         )
     if settings.nonfinite_action == "skip" and not fp16:
         yield "nonfinite_action", "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'"
-    in_place = (
-        "residuals are in int8 here unless residual_dtype says otherwise, and it needs them in fp32; leave "
-        "it out, or set residual_dtype to 'fp32' (4 bytes per parameter and rank)"
-    )
-    if automatic and settings.feedback.worker_momentum > 0:
-        yield "feedback.momentum", in_place

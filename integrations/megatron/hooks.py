@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.errors import DCTError
 
 from ..host import lost_peers
 from .options import hook_states
@@ -155,11 +155,6 @@ def _add_hooks(session: Session) -> None:
     if not off["data_parallel"]:
         from .data import DataParallelHook
 
-        if data.feedback.worker_momentum:
-            raise ConfigError(
-                f"dct.data_parallel.feedback.momentum = {data.feedback.worker_momentum:g}: must be 0 with "
-                "Megatron, whose optimizers keep a momentum of their own"
-            )
         session.add(DataParallelHook(session), Active("data_parallel", f"sparsity {data.sparsity:g}"))
         if data.parameters is not None:
             from .parameters import ParameterHook

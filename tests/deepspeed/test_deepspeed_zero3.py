@@ -43,11 +43,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "verify": ({"verify": {"every": 5}}, {}, 'verify = {"every": 5} under ZeRO stage 3'),
     "local": ({"feedback": "local_updates"}, {}, 'feedback = "local_updates" under ZeRO stage 3: no rank'),
     "nonfinite": ({"nonfinite_action": "skip"}, {}, 'nonfinite_action = "skip" under ZeRO stage 3'),
-    "momentum": (
-        {"feedback": {"kind": "local", "momentum": 0.9}},
-        {},
-        "feedback.momentum = 0.9 under ZeRO stage 3: residuals are",
-    ),
     "quantized": ({}, {"zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients"),
     "offload": ({}, {"offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device = cpu"),
 }

@@ -34,7 +34,7 @@ def stream(value: float) -> dict[str, Any]:
         "tau": 0.5, "step": 7, "age": 1, "refreshes": 3, "density": 0.1, "out_of_band": False,
     }  # fmt: skip
     return {
-        "threshold": threshold, "residual": torch.full((4,), value), "velocity": None, "shape": None,
+        "threshold": threshold, "residual": torch.full((4,), value), "shape": None,
     }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ ONE_LOOK = ["codecs/copies.py:cpu"]
 #: What streams remember besides, by the kind of exchange.
 REMEMBERED: dict[str, dict[str, Any]] = {
     "direct": {},
-    "two_phase": {"feedback": {"kind": "local", "momentum": 0.9}},
+    "two_phase": {"residual_dtype": "bf16"},
     "reduce_scatter": {"residual_dtype": "int8"},
 }
 

@@ -151,7 +151,6 @@ def test_other_numbers_of_ranks_keep_what_is_owed(tmp_path: Path, path: tuple[in
                 "w": {
                     "threshold": threshold,
                     "residual": torch.randn(5000, generator=generator),
-                    "velocity": None,
                     "shape": None,
                 }
             },

@@ -148,7 +148,6 @@ def _alone(rank: int, world_size: int) -> list[torch.Tensor]:
     stream = {
         "threshold": {"tau": 0.0, "step": 1, "age": 0, "refreshes": 0, "density": 0.1, "out_of_band": False},
         "residual": torch.full((5000,), 8.0),
-        "velocity": None,
         "shape": None,
     }
     reducer.load_state_dict({"step": 3, "loss_scale": 4.0, "streams": {"weight": stream}})

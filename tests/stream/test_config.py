@@ -39,7 +39,6 @@ DATA_PARALLEL = {
     "enabled": st.booleans(),
     "sparsity": st.floats(0, 1, exclude_max=True) | st.just(0),
     "feedback": st.sampled_from(["none", "local", "step_ahead", "local_updates"])
-    | st.fixed_dictionaries({"kind": st.just("local"), "momentum": st.floats(0, 1, exclude_max=True)})
     | st.fixed_dictionaries({"kind": st.just("local_updates"), "every": st.integers(1, 10**9)}),
     "parameters": st.none() | st.just(False) | st.fixed_dictionaries({}, optional={"sparsity": st.just(0.5)}),
     "verify": st.none() | st.fixed_dictionaries({"every": st.integers(1, 10**9)}),
@@ -107,7 +106,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert config.enabled
     assert config.data_parallel.sparsity == 0.99
     assert config.data_parallel.density == pytest.approx(0.01)
-    assert config.data_parallel.feedback == LocalFeedback(momentum=0.0)
+    assert config.data_parallel.feedback == LocalFeedback()
     assert config.data_parallel.expert == ExpertSettings(threshold="sample", threshold_lifespan=1000)
     assert (
         config.data_parallel.parameters
@@ -196,7 +195,7 @@ def test_any_json_as_section(section: Any) -> None:
         ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8", "int4", "int2"'),
         ("feedback", "global", FEEDBACK),
         ("feedback", {"kind": "global"}, FEEDBACK),
-        ("feedback", {"momentum": 0.5}, FEEDBACK),
+        ("feedback", {"every": 5}, FEEDBACK),
         ("feedback", None, FEEDBACK),
         ("adaptive", "elastic", 'one of "accordion", or an object with "kind" and settings or null'),
         ("verify", 5, "a JSON object or null"),
@@ -210,15 +209,9 @@ def test_fault_names_path_value_and_what_is_allowed(key: str, value: Any, allowe
     assert data_parallel_fault(key, value) == expected
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({"kind": "local", "momentum": 1.0}, "feedback.momentum = 1.0: must be a number in [0, 1)"),
-        ({"kind": "local_updates", "every": 0}, "feedback.every = 0: must be an integer >= 1"),
-    ],
-)
-def test_faults_inside_an_object_name_their_own_key(section: dict[str, Any], expected: str) -> None:
-    assert data_parallel_fault("feedback", section) == f"dct.data_parallel.{expected}"
+def test_faults_inside_an_object_name_their_own_key() -> None:
+    fault = data_parallel_fault("feedback", {"kind": "local_updates", "every": 0})
+    assert fault == "dct.data_parallel.feedback.every = 0: must be an integer >= 1"
 
 
 def test_a_setting_that_is_required_and_missing_is_named() -> None:
@@ -237,10 +230,10 @@ def test_a_setting_that_is_required_and_missing_is_named() -> None:
         ({"metrics": {"evry": 1}}, "did you mean dct.metrics.every?"),
         ({"kernels": {"xyz": 1}}, "allowed are backend"),
         (
-            {"data_parallel": {"feedback": {"kind": "local", "momentm": 0.9}}},
-            "did you mean dct.data_parallel.feedback.momentum?",
+            {"data_parallel": {"feedback": {"kind": "local_updates", "evry": 2}}},
+            "did you mean dct.data_parallel.feedback.every?",
         ),
-        ({"data_parallel": {"momentum": 0.4}}, "did you mean dct.data_parallel.feedback.momentum?"),
+        ({"data_parallel": {"server_densty": 4}}, "did you mean dct.data_parallel.expert.server_density?"),
         (
             {"model_parallel": {"pipeline": {"forward": {"method": "lowrank", "rnk": 4}}}},
             "did you mean dct.model_parallel.pipeline.forward.rank?",
@@ -318,7 +311,6 @@ def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> N
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"feedback": {"kind": "local", "momentum": 0.9}}, "feedback.momentum"),
         ({"feedback": "none"}, "feedback = 'none'"),
         ({"feedback": "local_updates"}, "feedback = 'local_updates'"),
     ],
@@ -336,17 +328,15 @@ def test_a_name_stands_for_an_object_without_settings() -> None:
         assert short == DataParallelConfig.of(feedback={"kind": name})
         assert short.feedback.short() == name
     assert DataParallelConfig.of(adaptive="accordion").adaptive == AccordionConfig()
-    momentum = {"kind": "local", "momentum": 0.9}
-    assert DataParallelConfig.of(feedback=momentum).feedback.short() == momentum
+    every = {"kind": "local_updates", "every": 4}
+    assert DataParallelConfig.of(feedback=every).feedback.short() == every
 
 
 OLD: list[tuple[dict[str, Any], str, Any]] = [
     ({"data_parallel": {"error_feedback": "step_ahead"}}, "data_parallel", {"feedback": "step_ahead"}),
-    (
-        {"data_parallel": {"momentum_correction": 0.9}},
-        "data_parallel",
-        {"feedback": {"kind": "local", "momentum": 0.9}},
-    ),
+    ({"data_parallel": {"momentum_correction": 0.9}}, "data_parallel", None),
+    ({"data_parallel": {"feedback": {"kind": "local", "momentum": 0.9}}}, "data_parallel", None),
+    ({"data_parallel": {"expert": {"error_averaging": 50}}}, "data_parallel", None),
     ({"data_parallel": {"update": "local"}}, "data_parallel", None),
     (
         {"data_parallel": {"exchange_every": 4}},
@@ -410,8 +400,8 @@ def test_other_mappings_and_tuples_are_fine() -> None:
     section = MappingProxyType({"data_parallel": MappingProxyType({"sparsity": 0})})
     config = DCTConfig.parse(section)
     assert isinstance(config.data_parallel.sparsity, float)
-    feedback = MappingProxyType({"kind": "local", "momentum": 0.5})
-    assert DataParallelConfig.of(feedback=feedback).feedback == LocalFeedback(momentum=0.5)
+    feedback = MappingProxyType({"kind": "local_updates", "every": 5})
+    assert DataParallelConfig.of(feedback=feedback).feedback == LocalUpdatesFeedback(every=5)
     assert EmbeddingChannelConfig.of(bound_classes=(1, 2, 3)).bound_classes == (1.0, 2.0, 3.0)
 
 
@@ -436,10 +426,10 @@ def test_updated_merges_and_validates() -> None:
     assert changed.metrics.every == 1
     with pytest.raises(ConfigError, match="unknown key"):
         config.updated({"data_parallel": {"sparse": 1}})
-    momentum = changed.updated({"data_parallel": {"feedback": {"momentum": 0.5}}})
-    assert momentum.data_parallel.feedback == LocalFeedback(momentum=0.5)
+    local = changed.updated({"data_parallel": {"feedback": {"kind": "local_updates", "every": 5}}})
+    assert local.data_parallel.feedback == LocalUpdatesFeedback(every=5)
     for ahead in ("step_ahead", {"kind": "step_ahead"}):
-        assert momentum.updated({"data_parallel": {"feedback": ahead}}).data_parallel.feedback.looks_ahead
+        assert local.updated({"data_parallel": {"feedback": ahead}}).data_parallel.feedback.looks_ahead
 
 
 def test_fingerprint_and_differences() -> None:

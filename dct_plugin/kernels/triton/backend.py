@@ -23,7 +23,6 @@ from ...codecs.slots import PREFIX
 from ...codecs.stats import Stats
 from ..backend import Backend
 from ..checks import (
-    check_accumulate,
     check_difference,
     check_encode_shared,
     check_exact,
@@ -300,15 +299,6 @@ class TritonBackend(Backend):
             return
         with self._batch(held.device) as batch:
             batch.difference(wanted, held, out)
-
-    def accumulate(
-        self, grad: Tensor, velocity: Tensor, momentum: float, kept: Tensor, *, clear: bool = False
-    ) -> Tensor:
-        check_accumulate(grad, velocity, kept)
-        out = torch.empty_like(velocity)
-        with self._batch(grad.device) as batch:
-            batch.accumulate(grad, velocity, momentum, out, kept, clear)
-        return out
 
     # -- embeddings ---
 

@@ -186,14 +186,6 @@ class _Pass(NamedTuple):
     numbers: tuple[tuple[int, int], ...] = ()
     """Places in the row, and the numbers there."""
 
-    def undo(self) -> None:
-        """Put the old velocity where a launch, which failed, should have written what is kept of the new."""
-        if self.kernel == "accumulate":
-            _, velocity, _, kept = self.tensors
-            assert velocity is not None
-            assert kept is not None
-            kept.copy_(velocity)
-
     @property
     def first(self) -> Tensor:
         """The tensor whose entries are counted."""
@@ -266,15 +258,6 @@ class Batch:
         self._samples.append(_Sample(grad, residual, samples, seed, everything, share, rank, slot))
         return self._taus[slot]
 
-    def accumulate(
-        self, grad: Tensor, velocity: Tensor, momentum: float, out: Tensor, kept: Tensor, clear: bool
-    ) -> None:
-        """See :meth:`.backend.Backend.accumulate`; before thresholds are found."""
-        constants = (("GRAD", grad_code(grad)), ("CLEAR", clear))
-        factor = ((device.FACTOR.value, _float_bits(momentum)),)
-        self._entries += grad.numel()
-        self._before.append(_Pass("accumulate", constants, (readable(grad), velocity, out, kept), factor))
-
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         """See :meth:`.backend.Backend.difference`; before thresholds are found."""
         self._entries += held.numel()
@@ -308,8 +291,6 @@ class Batch:
         try:
             self._launch(writes, samples, before, after)
         except BaseException:
-            for each in itertools.chain.from_iterable(before):
-                each.undo()
             for write in writes:
                 write.undo()
             raise
@@ -359,12 +340,7 @@ class Batch:
 
     def _pass(self, table: Tensor, group: Sequence[_Pass], chunks: int) -> None:
         kernel, constants = group[0].kernel, dict(group[0].constants)
-        if kernel == "accumulate":  # two roundings, as everywhere else
-            flags = torch.zeros(len(group), dtype=torch.int64, device=self.where)
-            device.accumulate[(chunks,)](table, flags, len(group), **constants, enable_fp_fusion=False)
-            device.keep[(chunks,)](table, flags, len(group))
-        else:
-            getattr(device, kernel)[(chunks,)](table, len(group), **constants, enable_fp_fusion=False)
+        getattr(device, kernel)[(chunks,)](table, len(group), **constants, enable_fp_fusion=False)
 
     def _find(self, table: Tensor, samples: Sequence[_Sample], chunks: int) -> None:
         magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)

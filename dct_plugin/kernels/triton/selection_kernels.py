@@ -66,8 +66,6 @@ RANK = tl.constexpr(7)
 #: the others.
 SECOND_AT = tl.constexpr(1)
 THIRD_AT = tl.constexpr(2)
-FOURTH_AT = tl.constexpr(3)
-FACTOR = tl.constexpr(5)
 
 FP32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
@@ -856,33 +854,6 @@ def _entries(table, count):
     number, job, chunk = _job_of(table, count, CHUNKS)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     return number, job, chunk, at, at < tl.load(job + NUMEL)
-
-
-@triton.jit(do_not_specialize=["count"])
-def accumulate(table, state, count, GRAD: tl.constexpr, CLEAR: tl.constexpr):
-    """Write ``factor * velocity + gradient``, and whether it overflows; clear gradients (CLEAR). Addresses:
-    gradient, velocity, sum, what is kept.
-    """
-    number, job, _chunk, at, inside = _entries(table, count)
-    grad = _grad_of(job, GRAD, False)
-    factor = tl.load(job + FACTOR).to(tl.int32).to(tl.float32, bitcast=True)
-    velocity = tl.load(_floats_of(job, SECOND_AT, False) + at, mask=inside, other=0.0)
-    total = velocity * factor + _load_grad(grad, at, inside, GRAD)
-    tl.store(_floats_of(job, THIRD_AT, False) + at, total, mask=inside)
-    _flag_unless(state + number, tl.abs(total) < OVERFLOW)
-    if CLEAR:
-        tl.store(grad + at, tl.zeros((CHUNK,), grad.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def keep(table, state, count):
-    """Write what is kept of :func:`accumulate`: the sum, or the velocity as it was."""
-    number, job, _chunk, at, inside = _entries(table, count)
-    source = _floats_of(job, THIRD_AT, False)
-    if tl.load(state + number) != 0:
-        source = _floats_of(job, SECOND_AT, False)
-    value = tl.load(source + at, mask=inside, other=0.0)
-    tl.store(_floats_of(job, FOURTH_AT, False) + at, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
