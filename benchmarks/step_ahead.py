@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.data_parallel.step_units import units_of
 
 WIDTH = 1600
 

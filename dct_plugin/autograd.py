@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["with_gradient"]
-
 
 def with_gradient(
     x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["print_error"]
-
 
 def print_error(message: object) -> None:
     """Print an error to standard error as it is, without markup and line wrapping."""

@@ -22,22 +22,6 @@ from typing import Literal
 
 from .errors import ConfigError
 
-__all__ = [
-    "ACTIVATIONS",
-    "COEFFICIENTS",
-    "GRADIENTS",
-    "MEASURED",
-    "Activation",
-    "Estimate",
-    "Gradient",
-    "Link",
-    "Machine",
-    "Transformer",
-    "data_parallel",
-    "pays_below",
-    "pipeline",
-]
-
 _Method = Literal["none", "threshold", "quantise", "lowrank", "transform"]
 #: Classes of activation compression whose coding takes time.
 CODED: tuple[_Method, ...] = ("threshold", "quantise", "lowrank", "transform")

@@ -11,8 +11,6 @@ import psutil
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["InterfaceCounter", "interface_bytes"]
-
 
 def interface_bytes(names: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
     """Return the bytes that each network interface received and sent since it came up: ``{name: (rx, tx)}``.

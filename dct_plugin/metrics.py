@@ -25,16 +25,6 @@ from rich.filesize import decimal
 from .config import MetricsConfig
 from .errors import ConfigError
 
-__all__ = [
-    "ClassSummary",
-    "Event",
-    "Metrics",
-    "Record",
-    "Sink",
-    "Summary",
-    "format_bytes",
-]
-
 logger = logging.getLogger("dct_plugin")
 
 Event = tuple[str, float, int]  # name, value, step

@@ -19,8 +19,6 @@ from ._version import __version__
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["Table", "check_target", "command", "versions", "write"]
-
 
 class Table(NamedTuple):
     """A table before it is laid out; the first column names the rows."""

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Point", "draw_bars", "draw_differences", "png"]
-
 
 class Point(NamedTuple):
     """A setting of a study: its difference to dense training and the bytes that it saves."""

@@ -8,8 +8,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["gone", "lives", "machine", "this"]
-
 
 def this() -> str:
     """Return the name of this process, for others."""

@@ -12,8 +12,6 @@ import warnings
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-__all__ = ["autoload"]
-
 
 def autoload() -> None:
     """Activate the plugin for DeepSpeed, at the first import of one of its modules. Idempotent."""

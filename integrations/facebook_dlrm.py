@@ -27,8 +27,6 @@ from dct_plugin.embedding import EmbeddingExchange, Route
 from dct_plugin.embedding.embedding_exchange import rename_saved_buffers
 from dct_plugin.metrics import Metrics
 
-__all__ = ["CompressedAllToAll"]
-
 
 class CompressedAllToAll(nn.Module):
     """Vectors of the local tables for the global batch -> vectors of all tables for the local batch.

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from dct_plugin.errors import DCTError, DesyncError
 
-__all__ = ["BackwardCodec", "Context", "ForwardCodec", "Positions", "dct_registry"]
-
 
 class Context:
     """The context that torchrec asks of a codec."""

@@ -25,7 +25,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
 from dct_plugin import Compressor
-from dct_plugin.data_parallel.step_ahead import StepAhead, units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.integrations.dlrm.data import epoch_batches, load
 from dct_plugin.integrations.dlrm.intervals import paired
 from dct_plugin.integrations.dlrm.models import DLRM

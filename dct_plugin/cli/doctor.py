@@ -21,8 +21,6 @@ from .._version import __version__
 from ..errors import ConfigError, VersionError
 from .tested_versions import describe
 
-__all__ = ["CHECKS", "Finding", "diagnose", "doctor"]
-
 DISTRIBUTION = "dct-plugin"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-__all__ = ["TESTED", "describe"]
-
 #: By distribution, from the oldest to the newest.
 TESTED = {
     "torch": ("2.6.0", "2.13.0", "2.15.0"),

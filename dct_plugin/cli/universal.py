@@ -10,8 +10,6 @@ import typer
 from .. import checkpoint
 from ..errors import DCTError
 
-__all__ = ["universal"]
-
 
 def universal(
     source: Annotated[Path, typer.Argument(help="Folder of the checkpoint, e.g. out/global_step100.")],

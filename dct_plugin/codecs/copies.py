@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Mirror", "start_to_host", "to_device", "to_host"]
-
 
 def to_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host, through pinned memory and a stream of its own. Work that is queued behind

@@ -29,8 +29,6 @@ from .add_on import AddOn, ReducerContext
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
 
-__all__ = ["Accordion", "CriticalRegimes"]
-
 logger = logging.getLogger("dct_plugin")
 
 #: Most tensors that a line of the log names.

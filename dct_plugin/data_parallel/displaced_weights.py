@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..errors import DCTError
 
-__all__ = ["DisplacedWeights", "weights"]
-
 #: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
 SAMPLES = 64
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

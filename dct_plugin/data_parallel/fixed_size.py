@@ -31,8 +31,6 @@ from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Phase
 
-__all__ = ["FixedSizeReductions"]
-
 #: Size of a message of which nothing is known but the sizes of the messages before it.
 _UNKNOWN = MessageSize(entries=1)
 

@@ -19,8 +19,6 @@ from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Phase
 
-__all__ = ["PipelinedExchange"]
-
 
 class PipelinedExchange:
     """The exchange of the chunks of a plan.

@@ -33,9 +33,7 @@ from .module_hooks import register_hooks
 from .plan import ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
 from .second_moments import Moments, SecondMoments
-from .step_units import KNOWN, StepUnit, units_of
-
-__all__ = ["KNOWN", "Moments", "StepAhead", "StepAheadAddOn", "StepUnit", "displaced", "units_of"]
+from .step_units import StepUnit
 
 #: How often at most an owner counts what it has not sent of updated weights. The ranks' mean asks for the
 #: number of ranks, but what single ranks are displaced by disturbs their gradients in second order: in

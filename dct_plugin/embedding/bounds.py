@@ -20,8 +20,6 @@ from ..kernels import SMALLEST_TAU, Backend
 from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
 from ..stream import as_flat, backend_beside
 
-__all__ = ["Limits", "TableLimits"]
-
 logger = logging.getLogger("dct_plugin")
 
 #: Steps between two measurements of how quantising merges a table's rows.

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Choice", "Part", "choose"]
-
 Strategy = Literal["all_to_all", "des"]
 
 

@@ -30,8 +30,6 @@ from ..autograd import with_gradient
 from ..metrics import Metrics, Record
 from .placement import Table, check_placement
 
-__all__ = ["ColumnShards", "Embeddings", "FieldShards", "LocalEmbeddings"]
-
 # -- communication ---
 
 #: Tensor classes of the metrics.

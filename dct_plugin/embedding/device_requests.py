@@ -23,8 +23,6 @@ from .device_slots import arrived_messages, fill_slots
 from .request_message import MOST_BYTES, RowRequest
 from .requests import BatchLookup, RequestBuilder
 
-__all__ = ["REQUEST", "DeviceRequests", "DistinctRows"]
-
 #: The size of a request, as far as it is known beforehand.
 REQUEST = MessageSize(1, 0, MOST_BYTES)
 

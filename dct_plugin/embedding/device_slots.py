@@ -13,8 +13,6 @@ from ..codecs.slots import PREFIX, WORDS
 from ..kernels.embedding_format import DeviceMessages
 from ..transport.fixed_size import SlotTransfer
 
-__all__ = ["ArrivedMessages", "arrived_messages", "fill_slots"]
-
 
 def fill_slots(
     transfer: SlotTransfer,

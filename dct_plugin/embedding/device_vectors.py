@@ -27,8 +27,6 @@ from .device_slots import arrived_messages, fill_slots
 from .error_bounded import relative_parts
 from .vector_codec import BOUNDED, VectorCodec
 
-__all__ = ["DeviceVectors", "coded_size"]
-
 
 def coded_size(lengths: IntArray) -> MessageSize:
     """Return the size of a message of error-bounded codes of so many entries in each segment."""

@@ -40,8 +40,6 @@ from .messages import Mask, VectorBlock, VectorMessages
 from .timer import ExchangeTimer
 from .vector_codec import VectorCodec
 
-__all__ = ["EmbeddingExchange", "Route", "rename_saved_buffers"]
-
 
 class Route(NamedTuple):
     """The vectors that cross between this rank and every rank of the group, in the order of the messages.

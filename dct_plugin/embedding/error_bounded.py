@@ -35,8 +35,6 @@ from ..kernels.embedding_format import (
     payload_bytes,
 )
 
-__all__ = ["BIT_COSTS", "decode_bounded", "encode_bounded"]
-
 #: Bit costs (see :meth:`~dct_plugin.kernels.embedding_format.EmbeddingKernels.encode`) of ``entropy``
 #: settings that do not ask what the link is worth: the smallest code, and the one that takes least time.
 BIT_COSTS = {"rice": 1 << 20, "deflate": 0, "packed": 0}

@@ -13,8 +13,6 @@ from torch.nn import functional
 from ..autograd import with_gradient
 from ..kernels.embedding_format import EmbeddingKernels
 
-__all__ = ["take_rows"]
-
 
 def take_rows(matrix: Tensor, rows: Tensor, kernels: EmbeddingKernels, *, sparse: bool = False) -> Tensor:
     """Return ``matrix[rows]``: [any, dim], int64 [...] -> [..., dim].

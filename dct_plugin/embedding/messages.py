@@ -19,8 +19,6 @@ from ..kernels.embedding_format import FloatArray, IntArray, Outgoing
 from ..stream import as_flat, encode_at, wire_dtype
 from .vector_codec import BOUNDED, VectorCodec
 
-__all__ = ["Mask", "Messages", "VectorBlock", "VectorMessages"]
-
 # Bit of a message's last byte: gradients come back at the entries that crossed only.
 _MASKED = 2
 

@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Table", "check_placement", "place_tables"]
-
 
 @dataclass(frozen=True)
 class Table:

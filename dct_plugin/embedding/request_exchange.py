@@ -20,8 +20,6 @@ from .request_message import MOST_BYTES, Bags, RowRequest, read_request, write_r
 from .requests import BatchLookup, RequestBuilder
 from .timer import ExchangeTimer
 
-__all__ = ["RequestExchange"]
-
 logger = logging.getLogger("dct_plugin")
 
 _HOST = torch.device("cpu")

@@ -19,8 +19,6 @@ from ..codecs.index import IndexEncoding
 from ..errors import PayloadError
 from ..kernels import Backend
 
-__all__ = ["NO_BAGS", "NO_IDS", "Bags", "RowRequest", "answer_order", "read_request", "write_request"]
-
 _HEADER = struct.Struct("<HBBIIIIIII")
 _MAGIC = 0xDC7D
 _VERSION = 1

@@ -20,8 +20,6 @@ from ..config import EmbeddingChannelConfig
 from ..kernels.embedding_format import EmbeddingKernels, OutOfRange
 from .request_message import NO_BAGS, NO_IDS, Bags, RowRequest, answer_order
 
-__all__ = ["BatchLookup", "RequestBuilder"]
-
 
 class BatchLookup(NamedTuple):
     """The requests of a batch, and how its vectors are put together from the answers.

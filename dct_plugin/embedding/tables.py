@@ -30,8 +30,6 @@ from .request_message import Bags, RowRequest
 from .requests import BatchLookup, RequestBuilder
 from .timer import ExchangeTimer
 
-__all__ = ["ShardedTables", "TableShard", "load_tables"]
-
 Pooling = Literal["sum", "mean"]
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from ..metrics import Record
 from ..transport.exchange import Exchange
 
-__all__ = ["ExchangeTimer"]
-
 
 class ExchangeTimer:
     """Measures the phases of one exchange, and counts the bytes that it sends.

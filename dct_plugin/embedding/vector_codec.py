@@ -23,8 +23,6 @@ from ..kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Enco
 from ..stream import encode_all
 from .error_bounded import decode_bounded, encode_bounded, relative_parts
 
-__all__ = ["BOUNDED", "VectorCodec"]
-
 #: Bit of a message's last byte: the payload holds error-bounded codes.
 BOUNDED = 1
 #: Picoseconds per bit at 1 Mbit/s: any code's work is worth its bits.

@@ -29,8 +29,6 @@ from .job import Job, Tau
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Backend"]
-
 
 class Backend(ABC):
     """The hot loops. All tensors are 1-D, contiguous and on one device; the residual is fp32.

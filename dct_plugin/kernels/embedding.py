@@ -8,8 +8,6 @@ import logging
 from .backend import Backend
 from .embedding_format import DeviceCodeKernels
 
-__all__ = ["device_code_kernels", "say_once"]
-
 logger = logging.getLogger("dct_plugin.kernels")
 
 

@@ -25,8 +25,6 @@ from .embedding_format import (
 )
 from .embedding_reference import ReferenceEmbeddingKernels
 
-__all__ = ["CompiledEmbeddingKernels", "host_embedding_kernels"]
-
 
 class _Outgoing(ctypes.Structure):
     _fields_ = [

@@ -13,8 +13,6 @@ from ..codecs.index import CODECS, MAX_NUMEL, IndexEncoding
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 
-__all__ = ["GRAD_DTYPES", "SMALLEST_TAU", "Job", "Tau", "check_out", "check_pair", "check_vector"]
-
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_TAU = float(torch.finfo(torch.float32).tiny)  # smallest positive normal fp32
 Tau: TypeAlias = float | Tensor

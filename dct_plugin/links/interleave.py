@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from .team import Block
 
-__all__ = ["Figures", "interleaved", "warmed"]
-
 #: A turn of a method lasts about this long, and at most so many steps.
 TURN_SECONDS, TURN_STEPS = 0.4, 5
 LEAST_ROUNDS = 3

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from dct_plugin.metrics import Metrics
 
-__all__ = ["Method", "Workload", "milliseconds"]
-
 
 @dataclass
 class Method:

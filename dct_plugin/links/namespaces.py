@@ -19,14 +19,6 @@ from dct_plugin.errors import DCTError
 
 from .rates import bits_per_second, check_rate
 
-__all__ = [
-    "HEADER_BYTES",
-    "Links",
-    "LinksError",
-    "Network",
-    "packets_sent",
-]
-
 #: Ethernet 14, IPv4 20, TCP 20 with timestamps 12: what interface counters see of every packet's headers.
 HEADER_BYTES = 66
 _MTU = 1500

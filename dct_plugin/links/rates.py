@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import typer
 
-__all__ = ["bits_per_second", "check_rate", "check_rates", "rate_name"]
-
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 

@@ -19,18 +19,6 @@ from dct_plugin.errors import DCTError
 
 from .namespaces import Links, Network
 
-__all__ = [
-    "CONTROL",
-    "DATA",
-    "NETWORKS",
-    "Block",
-    "Team",
-    "TeamError",
-    "free_port",
-    "rank_environment",
-    "tail",
-]
-
 DATA, CONTROL = "data", "control"  # interfaces
 NETWORKS = (Network(DATA, offload=True), Network(CONTROL, offload=True))
 _WORKER = "dct_plugin.links.worker"

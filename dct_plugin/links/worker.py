@@ -22,8 +22,6 @@ from dct_plugin.interfaces import InterfaceCounter
 
 from .method import Method, Workload, milliseconds
 
-__all__ = ["main"]
-
 #: Seconds that the ranks wait for each other. At 100 Mbit/s, 100 million fp32 gradients take half a minute.
 PATIENCE = timedelta(minutes=3)
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .base import Announced, Header, Transport
 
-__all__ = ["AnnouncedMessages"]
-
 _FAILED = -1
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .base import HEADER, Announced, Header, Transport
 
-__all__ = ["DeviceTransport"]
-
 
 class DeviceTransport(Transport):
     """Headers go first, in one small all-to-all; messages follow.

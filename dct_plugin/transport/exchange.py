@@ -22,8 +22,6 @@ from .base import Transport
 from .staging import Staging
 from .transports import message_device, open_transport
 
-__all__ = ["Exchange", "most_bytes"]
-
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
 _FIXED_BYTES, _MOST_PER_ENTRY = 4096, 16
 

@@ -23,8 +23,6 @@ from ..codecs.copies import to_device, to_host
 from ..codecs.slots import ALIGNMENT, FAILED, PREFIX, WORDS
 from .exchange import Exchange
 
-__all__ = ["FIXED_SIZE", "FixedSizeExchange", "MessageSize", "SizeHistory", "SlotTransfer"]
-
 #: Number of messages whose sizes decide the next slot, and the factor of spare room over the largest of them.
 _REMEMBERED, _SPARE = 4, 9 / 8
 #: Set in the fingerprint of operations that use slots: a rank that always exchanges sizes does another one.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .base import HEADER, Announced, Header, Transport
 
-__all__ = ["FIRST_BYTES", "GlooTransport"]
-
 #: Bytes of a message that travel with its header: every receiver has a buffer for them ready, so this is the
 #: same on all ranks.
 FIRST_BYTES = 1 << 18

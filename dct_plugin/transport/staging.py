@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Staging"]
-
 
 class Staging:
     """Copies between the device of the messages and the one that the transport sends from.

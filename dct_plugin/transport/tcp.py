@@ -20,8 +20,6 @@ from torch import Tensor
 
 from .base import HEADER, Announced, Header, Transport
 
-__all__ = ["Connections", "TcpTransport"]
-
 #: Bytes for which the system wakes a receiver, at most: it need not be told of every packet.
 _WAKE = 1 << 17
 _LEAST_WAKE = 1 << 12

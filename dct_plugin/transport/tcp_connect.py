@@ -28,8 +28,6 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 
-__all__ = ["VARIABLE", "connect", "time_limit"]
-
 #: Environment variable that chooses how messages in host memory travel, on every rank alike.
 VARIABLE = "DCT_TRANSPORT"
 _CHOICES = ("sockets", "gloo")

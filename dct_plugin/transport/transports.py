@@ -14,8 +14,6 @@ from .device import DeviceTransport
 from .gloo import GlooTransport
 from .tcp import Connections, TcpTransport
 
-__all__ = ["message_device", "open_transport"]
-
 logger = logging.getLogger("dct_plugin.transport")
 
 

@@ -14,8 +14,6 @@ from dct_plugin.thresholds import Threshold
 
 from .state import DCTState
 
-__all__ = ["AveragedResiduals"]
-
 
 class AveragedResiduals:
     """The mean of the ranks' residuals, the same on all ranks, so that any number of ranks can load it.

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 
-__all__ = ["Bucket", "EarlyGradients"]
-
 #: Entries of gradients that are worth a report.
 _WORTH = 1 << 18
 #: Types that are reduced in place: every other write to a bucket shows in its version.

@@ -8,8 +8,6 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 
-__all__ = ["refuse_join"]
-
 
 def refuse_join(settings: DataParallelConfig, reducer: GradientReducer, *, has_scaler: bool) -> None:
     """Stop, and tell the other ranks, where a rank without batches cannot go along with them.

@@ -14,8 +14,6 @@ from dct_plugin.errors import ConfigError
 
 from ..host.steps import StepHooks
 
-__all__ = ["attach", "check"]
-
 
 def check(
     named: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, *, has_scaler: bool

@@ -11,8 +11,6 @@ from dct_plugin.codecs.copies import Mirror
 
 from ..host.patches import Patches
 
-__all__ = ["LossScale"]
-
 
 class LossScale:
     """The scale of the coming gradients.

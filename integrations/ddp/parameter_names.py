@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-__all__ = ["ParameterNames"]
-
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 

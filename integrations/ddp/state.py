@@ -19,7 +19,8 @@ from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.reducer import Reduction
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
+from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics
 
@@ -34,8 +35,6 @@ from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
 from .loss_scale import LossScale
 from .parameter_names import ParameterNames
-
-__all__ = ["DCTState", "dct_hook"]
 
 
 class DCTState:

@@ -17,8 +17,6 @@ from ..host.post_import import when_imported
 from .features import FEATURES, Feature
 from .section import SECTION, TOPIC, configuration_of, find_section, mistyped_sections
 
-__all__ = ["engine_ready", "hook_engines"]
-
 ENGINE_CLASS = "DeepSpeedEngine"
 
 _WRAPPED = "_dct_wrapped"

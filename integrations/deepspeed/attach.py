@@ -16,8 +16,6 @@ from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
 from .section import TOPIC, gradient_path_of_optimizer, unread_keys
 from .support import check_engine, check_version, has_optimizer, known_fault
 
-__all__ = ["attach"]
-
 logger = logging.getLogger("dct_plugin")
 
 #: The attribute of an engine that holds its attachment, for scripts: ``engine.dct.reducer``.

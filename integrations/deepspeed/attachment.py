@@ -25,8 +25,6 @@ from .paths import activation_paths_of
 from .support import is_pipeline
 from .weight_updates import ThresholdedGather
 
-__all__ = ["Attachment"]
-
 
 class Attachment:
     """The plugin's additions to an engine; ``engine.dct`` for scripts.

@@ -15,8 +15,6 @@ from .stage0 import TARGETS, Stage0Path
 from .support import precision_of, targets_of
 from .weight_updates import WeightLayout
 
-__all__ = ["Bf16Path"]
-
 
 class Bf16Path(Stage0Path):
     """The all-reduce of a :class:`BF16_Optimizer`, whose gradients lie in one buffer for each group."""

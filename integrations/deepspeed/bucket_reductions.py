@@ -26,8 +26,6 @@ from dct_plugin.data_parallel import GradientReducer
 from ..host.overlap import overlap_of
 from ..host.patches import Function, Patches
 
-__all__ = ["Bucket", "BucketReductions", "reductions_of"]
-
 
 class Bucket(NamedTuple):
     """A contiguous bucket of gradients."""

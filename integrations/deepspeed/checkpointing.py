@@ -26,8 +26,6 @@ from .path import ActivationPath, GradientPath
 from .support import is_pipeline
 from .weight_updates import ThresholdedGather
 
-__all__ = ["CheckpointFiles", "RankState"]
-
 #: The key of the client state that holds the identity of the save.
 CLIENT_KEY = "dct_plugin"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-from dct_plugin.data_parallel.step_ahead import StepAheadAddOn, units_of
+from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_units import units_of
 
 from ..host.patches import Function, Patches
 from .part import EnginePart
 from .path import GradientPath
 from .support import is_pipeline
-
-__all__ = ["DisplacedPasses"]
 
 
 class DisplacedPasses(EnginePart):

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
-__all__ = ["FEATURES", "Feature"]
-
 
 class Feature(NamedTuple):
     """A part of DeepSpeed that the plugin supports.

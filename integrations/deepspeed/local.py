@@ -22,8 +22,6 @@ from .section import inner_optimizer
 from .stage0 import Stage0Path
 from .support import is_pipeline
 
-__all__ = ["LocalPath"]
-
 #: Entries of a bucket of experts' gradients, DeepSpeed's own default.
 _EXPERT_BUCKET = 500_000_000
 

@@ -32,8 +32,6 @@ from .part import EngineContext
 from .path import ActivationPath
 from .support import require_targets
 
-__all__ = ["ExpertPath"]
-
 _PREFIX = "experts "
 _TARGETS = (
     Target("deepspeed.moe.sharded_moe", "MOELayer.forward", ("self", "input")),

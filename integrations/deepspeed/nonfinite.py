@@ -8,8 +8,6 @@ from ..host.nonfinite import PoisonedSteps
 from ..host.patches import Function, Patches
 from .part import EngineContext, EnginePart
 
-__all__ = ["SkippedSteps"]
-
 
 class SkippedSteps(EnginePart):
     """The search for non-finite gradients before an optimizer step.

@@ -11,8 +11,6 @@ from dct_plugin.metrics import Metrics
 from ..host.patches import Patches
 from ..host.steps import StepHooks
 
-__all__ = ["EngineContext", "EnginePart"]
-
 
 @dataclass
 class EngineContext:

@@ -20,8 +20,6 @@ from .part import EngineContext, EnginePart
 from .support import ENGINE_ATTRIBUTES, is_pipeline, require_attributes, require_targets, tied_weights
 from .weight_updates import WeightLayout
 
-__all__ = ["ActivationPath", "GradientPath"]
-
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 

@@ -17,8 +17,6 @@ from .support import has_optimizer, refused
 from .zero import ZeroPath
 from .zero3 import Zero3Path
 
-__all__ = ["ACTIVATION_PATHS", "GRADIENT_PATHS", "activation_paths_of", "gradient_path_of"]
-
 #: The first that applies to an engine is its gradients' path.
 GRADIENT_PATHS: tuple[type[GradientPath], ...] = (Zero3Path, LocalPath, ZeroPath, Bf16Path, Stage0Path)
 ACTIVATION_PATHS: tuple[type[ActivationPath], ...] = (PipelinePath, ExpertPath)

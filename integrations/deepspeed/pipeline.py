@@ -30,8 +30,6 @@ from .part import EngineContext
 from .path import ActivationPath
 from .support import is_pipeline, require_attributes, require_targets, targets_of
 
-__all__ = ["PipelinePath"]
-
 _PREFIX = "pipeline boundary "
 
 _TARGETS = (

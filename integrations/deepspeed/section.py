@@ -10,11 +10,6 @@ from typing import Any
 
 from ..host.deepspeed_keys import near_misses, unread
 
-__all__ = [
-    "PATH_ATTRIBUTE", "READ_BY_PLUGIN", "SECTION", "TOPIC", "backend_name", "configuration_of",
-    "find_section", "gradient_path_of_optimizer", "inner_optimizer", "mistyped_sections", "unread_keys",
-]  # fmt: skip
-
 SECTION = "dct"
 
 #: Top-level keys of the JSON that the plugin reads.

@@ -23,8 +23,6 @@ from .part import EngineContext
 from .path import GradientPath
 from .support import precision_of, targets_of
 
-__all__ = ["TARGETS", "Stage0Path"]
-
 logger = logging.getLogger("dct_plugin")
 
 TARGETS = targets_of(

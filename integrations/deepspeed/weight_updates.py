@@ -26,8 +26,6 @@ from ..host.signatures import Target
 from .buckets import is_expert
 from .part import EngineContext, EnginePart
 
-__all__ = ["ThresholdedGather", "WeightLayout"]
-
 _GATHER = "all_gather_dp_groups"
 
 

@@ -36,8 +36,6 @@ from .path import GradientPath
 from .support import precision_of, targets_of, tied_weights
 from .weight_updates import WeightLayout
 
-__all__ = ["ZeroPath"]
-
 _MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 
 

@@ -27,8 +27,6 @@ from .part import EngineContext
 from .path import GradientPath
 from .support import precision_of, targets_of
 
-__all__ = ["Zero3Path"]
-
 _CLASS = "DeepSpeedZeroOptimizer_Stage3"
 _SCATTER = f"_{_CLASS}__avg_scatter_grads"
 _SCATTER_CONTIGUOUS = f"_{_CLASS}__avg_scatter_contiguous_grads"

@@ -16,8 +16,6 @@ from dct_plugin.links.team import NETWORKS, Team
 
 from .figures import Run
 
-__all__ = ["Comparison", "Measured", "Sent", "measured_on", "read_metrics"]
-
 Metrics = Sequence[dict[str, Any]]
 
 _ON_LINKS = "dct_plugin.integrations.dlrm.on_links:Trainings"

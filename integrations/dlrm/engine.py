@@ -20,8 +20,6 @@ from .models.parts import seeded
 from .optimizers import HybridOptimizer, hybrid_groups
 from .settings import MODEL_SECTION, ModelSettings, model_settings
 
-__all__ = ["make_engine"]
-
 #: ``dct.embedding`` of a run without a ``dct`` section: a plain all-to-all of every vector.
 PLAIN = {"enabled": False, "deduplicate": False}
 

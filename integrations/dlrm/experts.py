@@ -19,8 +19,6 @@ from torch import nn
 
 from dct_plugin.embedding import EmbeddingExchange, TableShard
 
-__all__ = ["Experts"]
-
 #: Where DeepSpeed's checkpoints look for the first (here: only) expert of a rank.
 _MARK = "deepspeed_moe.experts.deepspeed_experts.0."
 

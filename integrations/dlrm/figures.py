@@ -9,8 +9,6 @@ from typing import Any
 
 from .intervals import Interval, paired
 
-__all__ = ["BASELINE", "LAYERS", "Difference", "Run", "read_runs"]
-
 #: Name of the run that nothing is compressed in.
 BASELINE = "dense"
 

@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "paired"]
-
 
 @dataclass(frozen=True)
 class Interval:

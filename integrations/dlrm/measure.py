@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from dct_plugin.metrics import Metrics
 
-__all__ = ["bytes_per_step", "gathered", "same_on_all_ranks", "unrecorded"]
-
 
 @contextmanager
 def unrecorded(model: nn.Module, metrics: Metrics) -> Iterator[None]:

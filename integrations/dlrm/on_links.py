@@ -15,8 +15,6 @@ from dct_plugin.links.method import Method
 from .data import epoch_batches, load
 from .trainer import Training, reporter, tensors_of
 
-__all__ = ["Trainings"]
-
 
 class Trainings:
     """A workload for :class:`~dct_plugin.links.team.Team`.

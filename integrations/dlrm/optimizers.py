@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dct_plugin.data_parallel.step_ahead import StepUnit
+from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
 
 from .settings import METHODS
-
-__all__ = ["METHODS", "HybridOptimizer", "hybrid_groups"]
 
 
 class HybridOptimizer(torch.optim.Optimizer):

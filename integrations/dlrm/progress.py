@@ -16,8 +16,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["LaunchProgress"]
-
 #: Where no bar is drawn, a line tells about the steps after so many seconds.
 QUIET_SECONDS = 15.0
 

@@ -13,18 +13,6 @@ from dct_plugin.plots import Point, draw_bars, draw_differences, png
 from .comparison import Comparison
 from .figures import LAYERS, Run
 
-__all__ = [
-    "MARGIN_AUC",
-    "diverged",
-    "draw_quality",
-    "draw_training",
-    "markdown",
-    "run_tables",
-    "speed_table",
-    "step_table",
-    "verdict",
-]
-
 #: A loss of AUC up to this is called none.
 MARGIN_AUC = 0.002
 

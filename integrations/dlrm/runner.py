@@ -25,8 +25,6 @@ from dct_plugin.links.team import tail
 
 from ..host import build_lock
 
-__all__ = ["RunFailed", "Runner", "config_file", "enough_gpus", "run_name"]
-
 Event = dict[str, Any]
 
 #: Seconds after which a start that waits for a lock says so; importing DeepSpeed takes about as long.

@@ -10,8 +10,6 @@ from pydantic import Field
 from dct_plugin.config import Section
 from dct_plugin.errors import ConfigError
 
-__all__ = ["EXCHANGES", "MODELS", "MODEL_SECTION", "ModelSettings", "TableOptimizer", "model_settings"]
-
 #: Section of a configuration that says what is trained; the rest is DeepSpeed's.
 MODEL_SECTION = "dlrm"
 

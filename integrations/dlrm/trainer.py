@@ -41,8 +41,6 @@ from .engine import make_engine
 from .measure import bytes_per_step, gathered, same_on_all_ranks, unrecorded
 from .runner import run_name
 
-__all__ = ["Training", "main", "reporter", "tensors_of"]
-
 Report = Callable[..., None]  # takes the name of an event, and its fields as keywords
 
 

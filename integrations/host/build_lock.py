@@ -22,8 +22,6 @@ from dct_plugin import processes
 
 from .patches import Patches
 
-__all__ = ["BUILDER", "advice", "locks", "watch_builder", "watched"]
-
 #: DeepSpeed's module with the class that starts compilations.
 BUILDER = "deepspeed.ops.op_builder.builder"
 #: Seconds after which a process says what it is doing.

@@ -9,8 +9,6 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
-__all__ = ["near_misses", "unread"]
-
 _READ = """
 activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet comms_logger
 communication_data_type compile compression_training csv_monitor curriculum_learning data_efficiency

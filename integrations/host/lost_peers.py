@@ -19,8 +19,6 @@ import torch.distributed as dist
 from dct_plugin.errors import DCTError
 from dct_plugin.transport import lost_ranks
 
-__all__ = ["watch"]
-
 logger = logging.getLogger("dct_plugin")
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"

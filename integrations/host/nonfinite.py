@@ -14,8 +14,6 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.transport import lost_ranks
 
-__all__ = ["PoisonedSteps", "collective_device"]
-
 logger = logging.getLogger("dct_plugin")
 
 

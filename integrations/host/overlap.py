@@ -30,17 +30,6 @@ from dct_plugin import processes
 from dct_plugin.data_parallel.reducer import GradientReducer, Reduction
 from dct_plugin.metrics import Record
 
-__all__ = [
-    "InlineOverlap",
-    "Overlap",
-    "PendingReduction",
-    "StreamOverlap",
-    "ThreadOverlap",
-    "group_of_own",
-    "one_core_each",
-    "overlap_of",
-]
-
 Work = Callable[[], None]
 
 

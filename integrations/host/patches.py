@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Patches"]
-
 Function = Callable[..., Any]
 
 _INHERITED = object()

@@ -11,8 +11,6 @@ from torch import Tensor
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.stream import Encoded
 
-__all__ = ["PipelineMetrics"]
-
 
 class PipelineMetrics(NamedTuple):
     """Metrics of the messages of one pass.

@@ -11,8 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
-
 Callback = Callable[[ModuleType], None]
 
 

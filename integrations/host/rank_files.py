@@ -21,8 +21,6 @@ from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError
 from dct_plugin.transport import lost_ranks
 
-__all__ = ["NoState", "load", "save"]
-
 logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]

@@ -17,8 +17,6 @@ from dct_plugin.checkpoint import Loaded
 from . import rank_files
 from .rank_files import Folder, NoState, State
 
-__all__ = ["FRESH", "load", "save"]
-
 logger = logging.getLogger("dct_plugin")
 
 #: The state of a reducer that has not reduced anything.

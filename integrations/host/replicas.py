@@ -19,8 +19,6 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DesyncError
 from dct_plugin.transport import lost_ranks
 
-__all__ = ["Replicas"]
-
 logger = logging.getLogger("dct_plugin")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

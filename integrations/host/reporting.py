@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from dct_plugin.metrics import Metrics, Sink
 
-__all__ = ["Reporting"]
-
 
 class Reporting:
     """Feeds a monitor, and closes the metrics once: when the host is done, or the process ends.

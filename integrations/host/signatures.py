@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from .versions import VersionRange, unsupported
 
-__all__ = ["Probe", "Target", "compare", "faults", "probe", "require"]
-
 
 class Target(NamedTuple):
     """A function or method, and what it is expected to look like.

@@ -19,8 +19,6 @@ from dct_plugin.errors import VersionError
 from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 
-__all__ = ["TIME_LIMIT", "abstain", "agree", "facts_of", "join", "reported"]
-
 
 def join(
     topic: str, *, group: dist.ProcessGroup | None = None, limit: float = TIME_LIMIT, hint: str = HINT

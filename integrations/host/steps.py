@@ -10,8 +10,6 @@ from dct_plugin.metrics import Metrics
 
 from .replicas import Replicas
 
-__all__ = ["HasSteps", "StepHooks"]
-
 logger = logging.getLogger("dct_plugin")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
-__all__ = ["ActivationStreams"]
-
 
 class ActivationStreams:
     """Streams by name; each is made at its first use, with the state that was loaded for it.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from dct_plugin.errors import VersionError
 
-__all__ = ["VersionRange", "parse", "unsupported"]
-
 
 def parse(version: str) -> tuple[int, ...]:
     """Return ``(0, 19, 4)`` for ``"0.19.4rc1+cu12"``: three numbers or more; ``()`` without any."""

@@ -13,19 +13,6 @@ from torch import Tensor
 
 from dct_plugin.errors import DCTError
 
-__all__ = [
-    "NAME",
-    "Gradient",
-    "Models",
-    "fill_buffers",
-    "finish_gathers",
-    "gradients_in",
-    "groups_of",
-    "is_expert",
-    "ranks_of",
-    "unit_of_gradients",
-]
-
 #: Attribute of a parameter: the name of its stream.
 NAME = "_dct_name"
 

@@ -31,8 +31,6 @@ from ..host import rank_files
 from ..host.rank_files import NoState
 from .session import Hook, Session
 
-__all__ = ["CheckpointHook", "RankCoordinates", "load", "save"]
-
 logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]

@@ -32,8 +32,6 @@ from .buckets import Models, fill_buffers, finish_gathers, gradients_in, is_expe
 from .reductions import Reductions
 from .session import Hook, Session
 
-__all__ = ["DataParallelHook"]
-
 logger = logging.getLogger("dct_plugin")
 
 #: Wrappers of fully sharded models, by module.

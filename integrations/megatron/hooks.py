@@ -19,17 +19,6 @@ from ..host import lost_peers
 from .options import hook_states
 from .session import Active, Session
 
-__all__ = [
-    "current",
-    "gather_parameters",
-    "install",
-    "load_checkpoint",
-    "load_state_dict",
-    "save_checkpoint",
-    "state_dict",
-    "uninstall",
-]
-
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",

@@ -26,8 +26,6 @@ from .options import CommandLine, as_arguments, help_text, hook_states, launcher
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
 
-__all__ = ["agree", "hook_states", "main", "run"]
-
 _HINT = "it was not started through dct_plugin.megatron, or with dct.enabled = false"
 
 

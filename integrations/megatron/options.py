@@ -17,17 +17,6 @@ from dct_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from dct_plugin.config import ActivationConfig, DCTConfig, OptionDoc
 
-__all__ = [
-    "CONFIG_VARIABLE",
-    "CommandLine",
-    "as_arguments",
-    "help_text",
-    "hook_states",
-    "launcher_rank",
-    "parse",
-    "wants_help",
-]
-
 #: Path of a configuration file, used where no ``--dct-config`` is given.
 CONFIG_VARIABLE = "DCT_CONFIG"
 _PREFIX = "--dct-"

@@ -27,8 +27,6 @@ from dct_plugin.errors import DCTError
 from .buckets import NAME, groups_of, is_expert
 from .session import Hook, Session
 
-__all__ = ["ParameterHook"]
-
 _OWNER = "_dct_owner"
 
 

@@ -35,8 +35,6 @@ from .buckets import (
 )
 from .session import Session
 
-__all__ = ["Reduction", "Reductions"]
-
 _STEP_AHEAD = "dct.data_parallel.feedback = 'step_ahead'"
 
 

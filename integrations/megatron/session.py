@@ -23,8 +23,6 @@ from ..host.patches import Patches
 from ..host.post_import import when_imported
 from ..host.reporting import Reporting
 
-__all__ = ["Active", "Hook", "Session"]
-
 
 class Active(NamedTuple):
     """A hook that was put in place."""

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from dct_plugin.data_parallel.step_ahead import StepUnit, units_of
+from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError
 
 from ..host.patches import Patches
-
-__all__ = ["Optimizers", "refuse"]
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
 _KEY = "dct.data_parallel.feedback = 'step_ahead'"

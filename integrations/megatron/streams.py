@@ -12,8 +12,6 @@ from dct_plugin.model_parallel import ActivationStream
 from ..host.streams import ActivationStreams
 from .session import Hook, Session
 
-__all__ = ["ActivationHook"]
-
 
 class ActivationHook(Hook):
     """A hook whose state is streams by name.

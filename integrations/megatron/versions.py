@@ -21,15 +21,6 @@ from ..host import signatures
 from ..host.signatures import Probe, Target
 from ..host.versions import VersionRange, parse, unsupported
 
-__all__ = [
-    "SUPPORTED",
-    "TARGETS",
-    "Installation",
-    "find_installation",
-    "inspect_files",
-    "require_supported",
-]
-
 SUPPORTED = VersionRange("0.16.0", "0.20.0")
 
 _TENSORS = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape"

@@ -16,7 +16,7 @@ from torch.nn import functional
 pytest.importorskip("deepspeed")
 from support import SUPPORT
 
-from dct_plugin.data_parallel.step_ahead import StepUnit, units_of
+from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
 
 pytestmark = pytest.mark.slow

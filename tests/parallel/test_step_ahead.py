@@ -20,7 +20,8 @@ from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
 from dct_plugin.data_parallel.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.second_moments import LIMIT, Moments
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, StepUnit, displaced, units_of
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, displaced
+from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
 
 

@@ -58,8 +58,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "seal": [{"ENTRIES": -1, "VALUE": _INT4}],
     "sample": [_FEEDBACK],
     "kth_largest": [{"LANES": 16_384}],
-    "accumulate": [{"GRAD": _BF16, "CLEAR": True}],
-    "keep": [{}],
     "difference": [{"GRAD": grad} for grad in range(3)],
     "pack": [{"GROUPED": True}, {"GROUPED": False}],
     "unpack": [{"GROUPED": True}, {"GROUPED": False}],

@@ -35,8 +35,6 @@ try:
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
-__all__ = ["TritonCodeKernels"]
-
 _CHUNK = 1024
 _POLYNOMIAL = device.POLYNOMIAL.value
 

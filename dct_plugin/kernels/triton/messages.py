@@ -20,8 +20,6 @@ from ..checks import naming_message, scales_first
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, grad_code, launched_on, upload
 
-__all__ = ["OpenedMessages", "open_all", "open_payload_on_device", "say_once", "split_messages"]
-
 logger = logging.getLogger("dct_plugin.kernels")
 
 _ROW, _BODY = device.ROW.value, device.BODY.value

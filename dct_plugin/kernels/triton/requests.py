@@ -23,8 +23,6 @@ try:
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
-__all__ = ["TritonRequestKernels"]
-
 _ROW = payloads.ROW.value
 _HEADER, _CHECK = device.HEADER.value, device.CHECK.value
 #: Header and positions' encoding; what begins a payload, which ``_write_index`` counts from.

@@ -33,8 +33,6 @@ from dct_plugin.links.rates import bits_per_second, rate_name
 from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.model_parallel import ActivationStream, FixedMessages
 
-__all__ = ["Checked", "Measured", "calibrate", "check", "measure"]
-
 #: Shapes whose computing is measured, and those at which every class is, too.
 COMPUTED = (
     Transformer(1, 128, 4, 64),

@@ -17,8 +17,6 @@ from dct_plugin.output import command, versions, write
 
 from .suite import UNLIMITED, WORKLOADS, Cell, Plan, measure
 
-__all__ = ["app", "links"]
-
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
 
 RATES = (UNLIMITED, "10gbit", "1gbit", "100mbit")

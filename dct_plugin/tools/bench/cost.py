@@ -27,8 +27,6 @@ from dct_plugin.cost import (
 )
 from dct_plugin.links.rates import bits_per_second, check_rates, rate_name
 
-__all__ = ["app"]
-
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
 
 UNLIMITED = "unlimited"

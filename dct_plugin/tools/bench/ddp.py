@@ -25,8 +25,6 @@ from dct_plugin.transport import Exchange
 
 from .perceptron import apart, batch, perceptron, width_of
 
-__all__ = ["DDP", "Trained", "methods_of"]
-
 Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 #: Of the plugin: sparsity and type of values.

@@ -18,8 +18,6 @@ from dct_plugin.links.method import Method
 
 from . import megatron_cpu
 
-__all__ = ["Megatron"]
-
 LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 4, 512, 64, 8
 #: Variant -> pipeline stages, micro-batches, ``dct`` section.
 VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["install", "patch_megatron"]
-
 
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, bool) or device is None:

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["BATCH", "apart", "batch", "perceptron", "width_of"]
-
 LAYERS = 4
 #: Samples per rank: about as much computation as four layers of a small transformer would be.
 BATCH = 128

@@ -7,8 +7,6 @@ from typing import Any
 
 from dct_plugin.integrations.dlrm.commands.dlrm import configuration
 
-__all__ = ["SECTIONS", "configurations"]
-
 #: Method -> ``dct`` section; of the last two, those of configs/hybrid_lossless.json and hybrid_dct.json.
 SECTIONS: dict[str, dict[str, Any] | None] = {
     "dense": None,

@@ -15,8 +15,6 @@ from dct_plugin.plots import draw_bars, png
 
 from .suite import WORKLOADS, Cell
 
-__all__ = ["as_dict", "draw", "tables", "unmeasured"]
-
 IDEAL = "ideal"
 #: Parts of the step beside those that the metrics time.
 COMPUTE, HIDDEN, WAITED, REST = "compute", "hidden", "waited", "rest"

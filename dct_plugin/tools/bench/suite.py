@@ -14,8 +14,6 @@ from dct_plugin.links.interleave import Figures, interleaved, warmed
 from dct_plugin.links.namespaces import Links, LinksError
 from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
 
-__all__ = ["UNLIMITED", "WORKLOADS", "Cell", "Plan", "measure"]
-
 UNLIMITED = "unlimited"
 #: Seconds that the ranks of a workload take to start, and a variant to be made and warmed up; rough.
 STARTING, WARMING = 15.0, 8.0

@@ -14,8 +14,6 @@ from dct_plugin.links.method import Method
 
 from .ddp import Trained, methods_of
 
-__all__ = ["Transformers"]
-
 #: Sparsity and type of values.
 SETTINGS = ((0.9, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4"))
 #: Of the other methods; fp16 costs what bf16 does, top-k is no option at its price.

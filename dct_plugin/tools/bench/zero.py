@@ -13,8 +13,6 @@ from dct_plugin.links.method import Method
 
 from .perceptron import BATCH, apart, batch, perceptron, width_of
 
-__all__ = ["Zero"]
-
 #: The section of the ready files ``configs/deepspeed_zero*_dct.json``.
 SECTION: dict[str, dict[str, Any]] = {"data_parallel": {"sparsity": 0.99, "value_dtype": "bf16"}}
 METHODS: dict[str, dict[str, Any]] = {

@@ -25,8 +25,6 @@ from ..figures import BASELINE
 from ..settings import MODEL_SECTION
 from .shared import Job, chosen_format, complete, launch, read_json
 
-__all__ = ["deepspeed_config", "demo"]
-
 
 @dataclass(frozen=True)
 class Preset:

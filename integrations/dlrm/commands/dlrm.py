@@ -22,8 +22,6 @@ from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 from .shared import Job, chosen_format, complete, launch, read_json
 
-__all__ = ["configuration", "configurations", "dlrm"]
-
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2, "table": 1}
 _TABLES = (".csv", ".tsv", ".tab", ".parquet", ".pq")

@@ -20,15 +20,6 @@ from ..settings import MODEL_SECTION
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "Job",
-    "Launch",
-    "chosen_format",
-    "complete",
-    "launch",
-    "read_json",
-]
-
 #: Keys of a DeepSpeed JSON of which one gives the batch.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 

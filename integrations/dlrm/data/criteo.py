@@ -13,8 +13,6 @@ import numpy as np
 
 from .dataset import Array, ClickDataset, DataFormatError, check_fraction, first_rows, index_columns
 
-__all__ = ["load_criteo"]
-
 # One line of Criteo's Kaggle train.txt: label, 13 integers, 26 hexadecimal hashes; empty = missing
 CRITEO_INTEGERS, CRITEO_HASHES = 13, 26
 _CRITEO_FIELDS = 1 + CRITEO_INTEGERS + CRITEO_HASHES

@@ -12,16 +12,6 @@ import numpy.typing as npt
 
 from dct_plugin.errors import DCTError
 
-__all__ = [
-    "ClickDataset",
-    "DataFormatError",
-    "Rows",
-    "check_fraction",
-    "epoch_batches",
-    "first_rows",
-    "index_columns",
-]
-
 Array = npt.NDArray[Any]
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from .dataset import Array, ClickDataset, DataFormatError, check_fraction, index_columns
 
-__all__ = ["DIABETES_FILE", "load_diabetes"]
-
 DIABETES_FILE = Path(__file__).parent / "diabetes130.npz"
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from .dataset import ClickDataset, DataFormatError, check_fraction, first_rows, index_columns
 
-__all__ = ["load_movielens"]
-
 # MovieLens 100k: u.data is tab-separated, u.item and u.user are separated by bars
 _GENRES = 19
 _MOVIELENS = {"u.data": ("\t", 4), "u.item": ("|", 5 + _GENRES), "u.user": ("|", 5)}

@@ -12,8 +12,6 @@ import numpy as np
 
 from .dataset import Array, ClickDataset, DataFormatError, check_fraction, first_rows, index_columns
 
-__all__ = ["CONSTANT", "Columns", "load_table"]
-
 #: Name of the dense column of ones that a purely categorical table gets: every model has a bias for dense
 #: features, and DLRM's bottom MLP then gives one learned vector for all samples.
 CONSTANT = "(constant)"

@@ -10,8 +10,6 @@ from dct_plugin.embedding import Embeddings, Part
 
 from .parts import FM, CrossNetwork, FirstLayer, Operator, Wide, evaluate, mlp, seeded
 
-__all__ = ["DCN", "DeepFM", "WideDeep"]
-
 HIDDEN = (256, 128)
 
 

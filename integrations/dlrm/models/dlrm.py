@@ -12,8 +12,6 @@ from dct_plugin.embedding import Embeddings, FieldShards, LocalEmbeddings, Part
 from .parts import DotLayer, evaluate, mlp, seeded
 from .tables import EmbeddingTables
 
-__all__ = ["DLRM"]
-
 
 class DLRM(nn.Module):
     """Dense features pass a bottom MLP, every categorical field looks up an embedding vector; the bottom

@@ -19,18 +19,6 @@ from torch import Tensor, nn
 
 from dct_plugin.embedding import Embeddings
 
-__all__ = [
-    "FM",
-    "CrossNetwork",
-    "DotLayer",
-    "FirstLayer",
-    "Operator",
-    "Wide",
-    "evaluate",
-    "mlp",
-    "seeded",
-]
-
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EmbeddingTables"]
-
 
 class EmbeddingTables(nn.Module):
     """One embedding table per field, stored below each other in one dense matrix.

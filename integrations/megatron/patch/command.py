@@ -20,8 +20,6 @@ from .edit import patch, revert
 from .finder import Launch, LaunchError, Launches, find_launches
 from .launchers import TRAINING
 
-__all__ = ["app", "patch_launch"]
-
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 _OPTION_LEFT = re.compile(r"(?<!\S)--dct-[\w-]+")

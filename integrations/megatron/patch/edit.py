@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from .finder import MODULE, Launch, LaunchError, Launches, find_launches
 from .launchers import TRAINING
 
-__all__ = ["patch", "revert"]
-
 
 def patch(
     text: str, *, config: str | None = None, scripts: Sequence[str] = TRAINING, partial: bool = False

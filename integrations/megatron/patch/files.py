@@ -9,8 +9,6 @@ from pathlib import Path
 
 from .finder import LaunchError
 
-__all__ = ["BACKUP", "LARGEST", "backup_of", "keep", "read", "require_regular", "same_file", "write"]
-
 #: What a backup's name ends with.
 BACKUP = ".dct-orig"
 #: Bytes of the largest file that is taken for a shell script.

@@ -26,8 +26,6 @@ from .launchers import (
 from .syntax import ASSIGNMENT, Command, Script, ShellError, Word
 from .variables import Variables, variable_name
 
-__all__ = ["MODULE", "Launch", "LaunchError", "Launches", "find_launches"]
-
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
 

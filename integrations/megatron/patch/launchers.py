@@ -5,23 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "DECLARATIONS",
-    "DEEPSPEED",
-    "HARMLESS",
-    "KEYWORDS",
-    "PYTHON",
-    "SET_ELSEWHERE",
-    "TORCHRUN",
-    "TORCHRUN_MODULES",
-    "TRAINING",
-    "Launcher",
-    "launcher",
-    "sounds_like_launcher",
-    "sounds_like_script",
-    "word_set",
-]
-
 #: File names that train; others (tools, text generation, checkpoint conversion) are left alone.
 TRAINING = (
     "pretrain*.py",

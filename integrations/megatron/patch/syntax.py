@@ -16,8 +16,6 @@ from tree_sitter import Language, Node, Parser
 
 from .launchers import word_set
 
-__all__ = ["ASSIGNMENT", "DEEPEST", "Command", "DepthError", "Script", "ShellError", "Word"]
-
 #: How deep ``$(...)``, ``${...}``, backticks and here-documents may nest.
 DEEPEST = 50
 

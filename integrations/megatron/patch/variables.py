@@ -12,8 +12,6 @@ from . import launchers
 from .launchers import DECLARATIONS, PYTHON, TORCHRUN, TORCHRUN_MODULES, Launcher
 from .syntax import ASSIGNMENT, Command
 
-__all__ = ["Variables", "variable_name"]
-
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[^]]{0,80}\])?\}|(\w+))$")
 _DEFAULTED = re.compile(r"\$\{\w+:?[-=](.*)\}$", re.DOTALL)
 
