@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm import runner
-from dct_plugin.integrations.dlrm.commands.demo import PRESETS, Given, deepspeed_config
+from dct_plugin.integrations.dlrm.commands.demo import PRESETS, Options, deepspeed_config
 from dct_plugin.integrations.dlrm.comparison import Comparison, Measured, Sent, read_metrics
 from dct_plugin.integrations.dlrm.figures import Run, read_runs
 from dct_plugin.integrations.dlrm.progress import LaunchProgress
@@ -33,7 +33,7 @@ PRESET = PRESETS["diabetes"]
 
 
 def test_configuration_without_options() -> None:
-    config = deepspeed_config(PRESET, None, Given(), ranks=2)
+    config = deepspeed_config(PRESET, Options())
     assert config["train_batch_size"] == PRESET.batch_size
     assert config["optimizer"] == {"type": "Adagrad", "params": {"lr": 0.02}}
     assert config["scheduler"]["params"]["warmup_max_lr"] == 0.02
@@ -53,7 +53,7 @@ def test_optimizers_with_momentum_look_ahead(tmp_path: Path, optimizer: Any, ahe
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"optimizer": optimizer}))
     chosen = {"feedback": {"kind": "step_ahead"}, "warmup_steps": 10, "sparsity_warmup_steps": 20}
-    config = deepspeed_config(PRESET, file, Given(), ranks=2)
+    config = deepspeed_config(PRESET, Options(config=file))
     assert config["dct"]["data_parallel"] == {"sparsity": 0.99, **(chosen if ahead else {})}
 
 
@@ -68,14 +68,14 @@ def test_options_override_the_file_and_nothing_else_does(tmp_path: Path) -> None
         "dct": {"data_parallel": {"sparsity": 0.9, "min_numel": 100}, "metrics": {"every": 7}},
     }
     file.write_text(json.dumps(content))
-    config = deepspeed_config(PRESET, file, Given(), ranks=2)
+    config = deepspeed_config(PRESET, Options(config=file))
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "dct"):
         assert config[key] == content[key]
     assert config["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.1, "torch_adam": True}
     assert "scheduler" not in config
 
-    given = Given(sparsity=0.95, zero_stage=1, optimizer="SGD", lr=0.5, batch_size=256)
-    config = deepspeed_config(PRESET, file, given, ranks=2)
+    given = Options(config=file, sparsity=0.95, zero_stage=1, optimizer="SGD", lr=0.5, batch_size=256)
+    config = deepspeed_config(PRESET, given)
     assert config["train_batch_size"] == 256
     assert "train_micro_batch_size_per_gpu" not in config
     assert "gradient_accumulation_steps" not in config
@@ -100,14 +100,14 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        deepspeed_config(PRESET, file, Given(), ranks=2)
+        deepspeed_config(PRESET, Options(config=file))
 
 
 def test_options_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"dct\.data_parallel\.sparsity = 1"):
-        deepspeed_config(PRESET, None, Given(sparsity=1.0), ranks=2)
+        deepspeed_config(PRESET, Options(sparsity=1.0))
     with pytest.raises(ConfigError, match="train_batch_size = 100: must be a multiple of 3 ranks"):
-        deepspeed_config(PRESET, None, Given(batch_size=100), ranks=3)
+        deepspeed_config(PRESET, Options(batch_size=100, ranks=3))
 
 
 # -- figures -----------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_a_rank_that_fails_is_reported_and_the_demo_ends(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_other_and_a_signal_ends_all(tmp_path: Path) -> None:
-    config = deepspeed_config(PRESET, None, Given(), ranks=2)
+    config = deepspeed_config(PRESET, Options())
     del config["dct"]
     file = config_file(tmp_path, "plain")
     file.write_text(json.dumps(config))

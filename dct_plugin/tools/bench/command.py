@@ -6,12 +6,14 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dct_plugin.command_options import takes_options
 from dct_plugin.links.rates import check_rates, rate_name
 from dct_plugin.output import command, versions, write
 
@@ -32,78 +34,78 @@ def bench() -> None:
     """Measure the plugin beside its peers."""
 
 
-_Workload = Annotated[
-    list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)}; may be repeated (all if not given).")
-]
-_Ranks = Annotated[list[int] | None, typer.Option(min=2, help="Local processes; may be repeated (2 and 4).")]
-_Rate = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"Rate of the links, as tc writes it, or unlimited; may be repeated ({', '.join(RATES)})."
-    ),
-]
-_Parameters = Annotated[
-    float, typer.Option(min=0.01, help="Millions of parameters in the model of ddp and deepspeed.")
-]
-_BatchSize = Annotated[
-    list[int] | None,
-    typer.Option(min=2, help="Batch of dlrm, all ranks together; may be repeated (256, 2048)."),
-]
-_Stage = Annotated[
-    list[int] | None, typer.Option(min=0, max=2, help="Stage of deepspeed; may be repeated (0, 1, 2).")
-]
-_Data = Annotated[
-    Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")
-]
-_Format = Annotated[str | None, typer.Option(help="Format of the data: criteo, diabetes or movielens.")]
-_Minutes = Annotated[
-    float | None,
-    typer.Option(min=0.1, help=f"Minutes for everything, about ({MINUTES:g}; quick: {QUICK_MINUTES:g})."),
-]
-_Out = Annotated[Path, typer.Option(help="Folder for JSON, tables, plot and logs.")]
-_Quick = Annotated[
-    bool, typer.Option("--quick", help="2 ranks, 1 Gbit/s, ZeRO-0, batch 2048; for a first look.")
-]
+@dataclass(frozen=True)
+class _Options:
+    """The options of ``dct bench links``."""
+
+    workload: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)}; may be repeated (all if not given).")
+    ] = None
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, help="Local processes; may be repeated (2 and 4).")
+    ] = None
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Rate of the links, as tc writes it, or unlimited; may be repeated ({', '.join(RATES)})."
+        ),
+    ] = None
+    parameters: Annotated[
+        float, typer.Option(min=0.01, help="Millions of parameters in the model of ddp and deepspeed.")
+    ] = 10.65
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help="Batch of dlrm, all ranks together; may be repeated (256, 2048)."),
+    ] = None
+    zero_stage: Annotated[
+        list[int] | None, typer.Option(min=0, max=2, help="Stage of deepspeed; may be repeated (0, 1, 2).")
+    ] = None
+    data: Annotated[
+        Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")
+    ] = None
+    format: Annotated[str | None, typer.Option(help="Format of the data: criteo, diabetes or movielens.")] = (
+        None
+    )
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, help=f"Minutes for everything, about ({MINUTES:g}; quick: {QUICK_MINUTES:g})."),
+    ] = None
+    out: Annotated[Path, typer.Option(help="Folder for JSON, tables, plot and logs.")] = Path("out/links")
+    quick: Annotated[
+        bool, typer.Option("--quick", help="2 ranks, 1 Gbit/s, ZeRO-0, batch 2048; for a first look.")
+    ] = False
 
 
 @app.command()
-def links(
-    workload: _Workload = None,
-    ranks: _Ranks = None,
-    rate: _Rate = None,
-    parameters: _Parameters = 10.65,
-    batch_size: _BatchSize = None,
-    zero_stage: _Stage = None,
-    data: _Data = None,
-    format: _Format = None,
-    minutes: _Minutes = None,
-    out: _Out = Path("out/links"),
-    quick: _Quick = False,
-) -> None:
+@takes_options(_Options)
+def links(options: _Options) -> None:
     """Step times on links of limited rate, all methods of a workload in turns within one run.
 
     Needs root, or a system where users may make namespaces, and iproute2; without, only unlimited links are
     measured, over the loopback interface.
     """
-    names = _workloads(workload)
-    counts = _counts(ranks or (QUICK_RANKS if quick else RANKS), names, named=workload is not None)
-    sizes = _batch_sizes(batch_size or (QUICK_BATCH_SIZES if quick else BATCH_SIZES), counts)
+    quick = options.quick
+    names = _workloads(options.workload)
+    counts = _counts(
+        options.ranks or (QUICK_RANKS if quick else RANKS), names, named=options.workload is not None
+    )
+    format = options.format
     if "dlrm" in names:
         from dct_plugin.integrations.dlrm.commands.shared import chosen_format
         from dct_plugin.integrations.dlrm.data import FORMATS
 
-        format = chosen_format(format, data, FORMATS)
+        format = chosen_format(format, options.data, FORMATS)
     plan = Plan(
         names,
         counts,
-        check_rates(rate or (QUICK_RATES if quick else RATES), also=UNLIMITED, option="--rate"),
-        60 * (minutes or (QUICK_MINUTES if quick else MINUTES)),
-        out,
-        parameters=parameters,
+        check_rates(options.rate or (QUICK_RATES if quick else RATES), also=UNLIMITED, option="--rate"),
+        60 * (options.minutes or (QUICK_MINUTES if quick else MINUTES)),
+        options.out,
+        parameters=options.parameters,
         format=format or "diabetes",
-        data=None if data is None else str(data.resolve()),
-        batch_sizes=sizes,
-        stages=list(dict.fromkeys(zero_stage or (QUICK_STAGES if quick else STAGES))),
+        data=None if options.data is None else str(options.data.resolve()),
+        batch_sizes=_batch_sizes(options.batch_size or (QUICK_BATCH_SIZES if quick else BATCH_SIZES), counts),
+        stages=list(dict.fromkeys(options.zero_stage or (QUICK_STAGES if quick else STAGES))),
     )
     _measure(plan)
 

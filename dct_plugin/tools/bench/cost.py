@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dct_plugin.command_options import takes_options
 from dct_plugin.cost import (
     ACTIVATIONS,
     COEFFICIENTS,
@@ -36,23 +37,53 @@ PLOTTED = [10.0 ** (exponent / 10) for exponent in range(70, 111)]
 #: What the others are compared with: who compares with fp32 has not tried the cheapest thing.
 BASELINE = "bf16"
 
-_Layers = Annotated[int, typer.Option(min=1, help="Transformer blocks.")]
-_Hidden = Annotated[int, typer.Option(min=1, help="Their width; the MLP is four times as wide.")]
-_Sequence = Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")]
 _Rate = Annotated[
     list[str] | None,
     typer.Option(
         help=f"Of a rank's link, as tc writes it, or {UNLIMITED}; may be repeated ({', '.join(RATES)})."
     ),
 ]
-_Latency = Annotated[float, typer.Option(min=0, help="Of a message, microseconds.")]
-_Here = Annotated[int | None, typer.Option(min=1, help="Ranks that share one machine (all of them).")]
 _Machine = Annotated[
     Path | None,
     typer.Option("--machine", help="What `dct cost calibrate` wrote (one measured with 2 cores)."),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, bits per second.")]
-_Plot = Annotated[Path | None, typer.Option(help="Draw steps over link rates into this PNG.")]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The options of both estimates: the model, the links and the form of the answer."""
+
+    layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 4
+    hidden: Annotated[int, typer.Option(min=1, help="Their width; the MLP is four times as wide.")] = 512
+    batch: Annotated[
+        int, typer.Option(min=1, help="Sequences per rank and step, in a pipeline of a micro-batch.")
+    ] = 8
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 128
+    ranks_here: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share one machine (all of them).")
+    ] = None
+    rate: _Rate = None
+    latency: Annotated[float, typer.Option(min=0, help="Of a message, microseconds.")] = 50.0
+    machine: _Machine = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, bits per second.")] = (
+        False
+    )
+    plot: Annotated[Path | None, typer.Option(help="Draw steps over link rates into this PNG.")] = None
+
+
+@dataclass(frozen=True)
+class _DataParallel(_Model):
+    """The options of ``dct cost data-parallel``."""
+
+    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")] = 2
+
+
+@dataclass(frozen=True)
+class _Pipeline(_Model):
+    """The options of ``dct cost pipeline``."""
+
+    stages: Annotated[int, typer.Option(min=2, help="Pipeline stages.")] = 2
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 4
 
 
 @app.callback()
@@ -70,62 +101,39 @@ class Row:
 
 
 @app.command("data-parallel")
-def gradients(
-    layers: _Layers = 4,
-    hidden: _Hidden = 512,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 8,
-    sequence: _Sequence = 128,
-    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")] = 2,
-    ranks_here: _Here = None,
-    rate: _Rate = None,
-    latency: _Latency = 50.0,
-    machine: _Machine = None,
-    as_json: _Json = False,
-    plot: _Plot = None,
-) -> None:
+@takes_options(_DataParallel)
+def gradients(options: _DataParallel) -> None:
     """Steps of data-parallel training: dense, thresholded and low-rank gradients."""
-    model, here = Transformer(layers, hidden, batch, sequence), _machine(machine)
+    model = Transformer(options.layers, options.hidden, options.batch, options.sequence)
+    here, ranks = _machine(options.machine), options.ranks
 
     def estimate(name: str, link: Link) -> Estimate:
-        return data_parallel(here, model, GRADIENTS[name], ranks=ranks, link=link, ranks_here=ranks_here)
+        return data_parallel(
+            here, model, GRADIENTS[name], ranks=ranks, link=link, ranks_here=options.ranks_here
+        )
 
-    job = {"model": asdict(model), "parameters": model.parameters, "ranks": ranks}
+    job = {"machine": here.name, "model": asdict(model), "parameters": model.parameters, "ranks": ranks}
     title = f"{model.parameters / 1e6:.3g}M parameters, {ranks} ranks, {here.name}"
-    _answer(list(GRADIENTS), estimate, rate, latency, title, job, here, as_json, plot)
+    _answer(list(GRADIENTS), estimate, title, job, options)
 
 
 @app.command("pipeline")
-def activations(
-    layers: _Layers = 4,
-    hidden: _Hidden = 512,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 8,
-    sequence: _Sequence = 128,
-    stages: Annotated[int, typer.Option(min=2, help="Pipeline stages.")] = 2,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 4,
-    ranks_here: _Here = None,
-    rate: _Rate = None,
-    latency: _Latency = 50.0,
-    machine: _Machine = None,
-    as_json: _Json = False,
-    plot: _Plot = None,
-) -> None:
+@takes_options(_Pipeline)
+def activations(options: _Pipeline) -> None:
     """Steps of pipeline-parallel training: dense and compressed activations and their gradients."""
-    model, here = Transformer(layers, hidden, batch, sequence), _machine(machine)
+    model = Transformer(options.layers, options.hidden, options.batch, options.sequence)
+    here = _machine(options.machine)
+    counts = {"stages": options.stages, "micro_batches": options.micro_batches}
 
     def estimate(name: str, link: Link) -> Estimate:
-        return pipeline(
-            here,
-            model,
-            ACTIVATIONS[name],
-            stages=stages,
-            micro_batches=micro_batches,
-            link=link,
-            ranks_here=ranks_here,
-        )
+        return pipeline(here, model, ACTIVATIONS[name], link=link, ranks_here=options.ranks_here, **counts)
 
-    job = {"model": asdict(model), "stages": stages, "micro_batches": micro_batches}
-    title = f"{layers} x {hidden}, {stages} stages, {micro_batches} micro-batches, {here.name}"
-    _answer(list(ACTIVATIONS), estimate, rate, latency, title, job, here, as_json, plot)
+    title = (
+        f"{model.layers} x {model.hidden}, {options.stages} stages, {options.micro_batches} micro-batches, "
+        f"{here.name}"
+    )
+    job = {"machine": here.name, "model": asdict(model), **counts}
+    _answer(list(ACTIVATIONS), estimate, title, job, options)
 
 
 @app.command()
@@ -205,21 +213,18 @@ def _machine(path: Path | None) -> Machine:
 
 def _answer(
     names: Sequence[str],
-    estimate: Any,
-    rate: Sequence[str] | None,
-    latency: float,
+    estimate: Callable[[str, Link], Estimate],
     title: str,
     job: Mapping[str, Any],
-    machine: Machine,
-    as_json: bool,
-    plot: Path | None,
+    options: _Model,
 ) -> None:
     """Print what was asked for: a table, or JSON; and draw it."""
+    latency = options.latency / 1e6
     links = {
-        name: Link(math.inf if name == UNLIMITED else bits_per_second(name), latency / 1e6)
-        for name in check_rates(rate or RATES, also=UNLIMITED, option="--rate")
+        name: Link(math.inf if name == UNLIMITED else bits_per_second(name), latency)
+        for name in check_rates(options.rate or RATES, also=UNLIMITED, option="--rate")
     }
-    free = {name: estimate(name, Link(latency=latency / 1e6)) for name in names}
+    free = {name: estimate(name, Link(latency=latency)) for name in names}
     rows = [
         Row(
             name,
@@ -228,16 +233,11 @@ def _answer(
         )
         for name in names
     ]
-    if plot is not None:
-        _draw(
-            {n: [estimate(n, Link(bits, latency / 1e6)).total for bits in PLOTTED] for n in names},
-            title,
-            plot,
-        )
-    if as_json:
-        typer.echo(
-            json.dumps({"machine": machine.name, **job, "classes": [_as_dict(row) for row in rows]}, indent=1)
-        )
+    if options.plot is not None:
+        steps = {name: [estimate(name, Link(bits, latency)).total for bits in PLOTTED] for name in names}
+        _draw(steps, title, options.plot)
+    if options.as_json:
+        typer.echo(json.dumps({**job, "classes": [_as_dict(row) for row in rows]}, indent=1))
         return
     _print(rows, title)
 
@@ -248,12 +248,7 @@ def _as_dict(row: Row) -> dict[str, Any]:
         "sent_bytes": next(iter(row.estimates.values())).sent,
         "pays_below": None if row.below == math.inf else row.below,
         "seconds": {
-            where: {
-                "compute": each.compute,
-                "codec": each.codec,
-                "exchange": each.exchange,
-                "total": each.total,
-            }
+            where: {name: getattr(each, name) for name in ("compute", "codec", "exchange", "total")}
             for where, each in row.estimates.items()
         },
     }

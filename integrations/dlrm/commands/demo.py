@@ -12,10 +12,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
+from dct_plugin.command_options import takes_options
 from dct_plugin.errors import DCTError
 from dct_plugin.links.namespaces import LinksError
 from dct_plugin.links.rates import check_rates, rate_name
@@ -57,88 +58,82 @@ _WITH_MOMENTUM = {"adam", "adamw", "nadam"}
 AHEAD = {"feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
 
 
-_Sparsity = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Share of gradient entries not sent (0.99 if not given).")
-]
-_Epochs = Annotated[
-    int | None,
-    typer.Option(min=1, help="Passes over the training part; if not given 3 for diabetes, 1 for criteo."),
-]
-_Ranks = Annotated[int, typer.Option(min=2, help="Local processes.")]
-_Stage = Annotated[int | None, typer.Option(min=0, max=2, help="ZeRO stage: 0 (if not given), 1 or 2.")]
-_Seed = Annotated[int, typer.Option(help="Seed of the initial weights, the batches and the test part.")]
-_Data = Annotated[
-    Path | None, typer.Option(help="File to train on; without it Diabetes 130-US, which ships with this.")
-]
-_Format = Annotated[
-    str | None, typer.Option(help="Format of the data: criteo (if --data is given) or diabetes.")
-]
-_Optimizer = Annotated[
-    str | None, typer.Option(help="Any optimizer of torch or DeepSpeed (Adagrad if not given).")
-]
-_LearningRate = Annotated[float | None, typer.Option(min=0, help="Learning rate.")]
-_BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows per step, all ranks together.")]
-_Config = Annotated[
-    Path | None, typer.Option(help="DeepSpeed JSON to start from; options given here override it.")
-]
-_Out = Annotated[Path, typer.Option(help="Folder for the plot, the JSON files and the ranks' output.")]
-_JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Also write the figures, curves and versions to this file.")
-]
-_Link = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Rate of links, as tc writes it, at which steps are measured; may be repeated (1gbit and "
-        "100mbit where network namespaces can be made), or none."
-    ),
-]
-_Quick = Annotated[
-    bool, typer.Option("--quick", help="A few seconds of training, to see that it runs; not for figures.")
-]
+@dataclass(frozen=True)
+class Options:
+    """The options of ``dct demo``; those of the configuration are None where they are not given."""
+
+    sparsity: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of gradient entries not sent (0.99 if not given)."),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes over the training part; if not given 3 for diabetes, 1 for criteo."),
+    ] = None
+    ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2
+    zero_stage: Annotated[
+        int | None, typer.Option(min=0, max=2, help="ZeRO stage: 0 (if not given), 1 or 2.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights, the batches and the test part.")] = 0
+    data: Annotated[
+        Path | None, typer.Option(help="File to train on; without it Diabetes 130-US, which ships with this.")
+    ] = None
+    format: Annotated[
+        str | None, typer.Option(help="Format of the data: criteo (if --data is given) or diabetes.")
+    ] = None
+    optimizer: Annotated[
+        str | None, typer.Option(help="Any optimizer of torch or DeepSpeed (Adagrad if not given).")
+    ] = None
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate.")] = None
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per step, all ranks together.")] = None
+    config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed JSON to start from; options given here override it.")
+    ] = None
+    out: Annotated[Path, typer.Option(help="Folder for the plot, the JSON files and the ranks' output.")] = (
+        Path("out")
+    )
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures, curves and versions to this file.")
+    ] = None
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rate of links, as tc writes it, at which steps are measured; may be repeated (1gbit and "
+            "100mbit where network namespaces can be made), or none."
+        ),
+    ] = None
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds of training, to see that it runs; not for figures.")
+    ] = False
 
 
-def demo(
-    sparsity: _Sparsity = None,
-    epochs: _Epochs = None,
-    ranks: _Ranks = 2,
-    zero_stage: _Stage = None,
-    seed: _Seed = 0,
-    data: _Data = None,
-    format: _Format = None,
-    optimizer: _Optimizer = None,
-    lr: _LearningRate = None,
-    batch_size: _BatchSize = None,
-    config: _Config = None,
-    out: _Out = Path("out"),
-    json_file: _JsonFile = None,
-    link: _Link = None,
-    quick: _Quick = False,
-) -> None:
+@takes_options(Options)
+def demo(options: Options) -> None:
     """Train a recommender on real data on two local ranks, dense and with DCT, and compare."""
-    rates = check_rates(link or (QUICK_LINKS if quick else LINKS), also="none", option="--link")
-    format = chosen_format(format, data, tuple(PRESETS))
+    quick, data, out = options.quick, options.data, options.out
+    rates = check_rates(options.link or (QUICK_LINKS if quick else LINKS), also="none", option="--link")
+    format = chosen_format(options.format, data, tuple(PRESETS))
     preset = QUICK if quick else PRESETS[format]
-    given = Given(sparsity, zero_stage, optimizer, lr, batch_size)
-    with_dct = deepspeed_config(preset, config, given, ranks=ranks)
+    with_dct = deepspeed_config(preset, options)
     dense = {key: value for key, value in with_dct.items() if key != "dct"}
     metrics_file = out / "dct.metrics.jsonl"
     check_target(metrics_file, "--out")
-    check_target(json_file, "--json")
+    check_target(options.json_file, "--json")
     metrics_file.unlink(missing_ok=True)
     with_dct["dct"]["metrics"] = {**with_dct["dct"].get("metrics", {}), "path": str(metrics_file), "every": 1}
     job = Job(
         format,
         None if data is None else str(data),
         max_rows=QUICK_ROWS if quick else None,
-        epochs=epochs or preset.epochs,
-        seeds=[seed],
+        epochs=options.epochs or preset.epochs,
+        seeds=[options.seed],
         configs={BASELINE: dense, "dct": with_dct},
-        split_seed=seed,
+        split_seed=options.seed,
     )
-    run = _Demo(job, ranks, out, quick=quick)
+    run = _Demo(job, options.ranks, out, quick=quick)
     run.train(metrics_file)
-    run.measure_links([rate for rate in rates if rate != "none"], wanted=bool(link))
-    run.report(json_file)
+    run.measure_links([rate for rate in rates if rate != "none"], wanted=bool(options.link))
+    run.report(options.json_file)
 
 
 class _Demo:
@@ -285,24 +280,15 @@ def _remembers(optimizer: dict[str, Any]) -> bool:
     return kind in _WITH_MOMENTUM or bool(optimizer.get("params", {}).get("momentum"))
 
 
-class Given(NamedTuple):
-    """Options of the command line; None where one is not given."""
-
-    sparsity: float | None = None
-    zero_stage: int | None = None
-    optimizer: str | None = None
-    lr: float | None = None
-    batch_size: int | None = None
-
-
-def deepspeed_config(preset: Preset, file: Path | None, given: Given, *, ranks: int) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of the DCT run: ``file``, or the preset, with the options that were given.
+def deepspeed_config(preset: Preset, given: Options) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of the DCT run: the file, or the preset, with the options that were given.
 
     Raises:
         ConfigError: The file is no JSON object, the ``dct`` section is wrong, or the batch cannot be split.
     """
     from dct_plugin.config import DCTConfig
 
+    file = given.config
     content: dict[str, Any] = {} if file is None else read_json(file)
     source = (
         "--batch-size" if given.batch_size is not None else "the configuration" if file is None else str(file)
@@ -315,7 +301,7 @@ def deepspeed_config(preset: Preset, file: Path | None, given: Given, *, ranks: 
     if given.optimizer is not None:
         content["optimizer"] = {"type": given.optimizer}
     content = complete(
-        content, optimizer={"type": OPTIMIZER}, batch_size=preset.batch_size, ranks=ranks, source=source
+        content, optimizer={"type": OPTIMIZER}, batch_size=preset.batch_size, ranks=given.ranks, source=source
     )
     section = content["optimizer"]
     kind = str(section.get("type")).lower()

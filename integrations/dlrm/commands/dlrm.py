@@ -8,12 +8,14 @@ import copy
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dct_plugin.command_options import takes_options
 from dct_plugin.errors import ConfigError
 from dct_plugin.links.rates import check_rates, rate_name
 from dct_plugin.output import check_target, command, versions, write
@@ -29,126 +31,120 @@ _OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
 _BATCH_SIZE = 256
 
 
-_Configs = Annotated[list[Path] | None, typer.Argument(help="With --compare: the configurations to compare.")]
-_Config = Annotated[
-    Path | None,
-    typer.Option(help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model."),
-]
-_Compare = Annotated[
-    bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
-]
-_Data = Annotated[
-    Path | None, typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this.")
-]
-_Format = Annotated[
-    str | None,
-    typer.Option(
-        help="criteo, diabetes, movielens, or table for any CSV, TSV or Parquet file (if only --data is "
-        "given: table for these by their names, else criteo)."
-    ),
-]
-_Label = Annotated[
-    str | None, typer.Option(help="Column of a table to predict, 0 or 1, or compared: 'rating>=4'.")
-]
-_Dense = Annotated[str | None, typer.Option(help="Numeric columns of a table, separated by commas.")]
-_Categorical = Annotated[
-    str | None,
-    typer.Option(
-        help="Categorical columns of a table. Without both lists, columns of floating-point numbers "
-        "are dense and all others categorical."
-    ),
-]
-_Model = Annotated[
-    str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
-]
-_Exchange = Annotated[
-    str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
-]
-_Ranks = Annotated[int, typer.Option(min=2, help="Local processes.")]
-_Epochs = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Passes over the training part; if not given 2 for diabetes and movielens, else 1."
-    ),
-]
-_Seeds = Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")]
-_MaxRows = Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")]
-_Baseline = Annotated[bool, typer.Option(help="Also train without compression, to compare with.")]
-_Link = Annotated[
-    str | None,
-    typer.Option(help="Rate of the links between the ranks, as tc writes it (1gbit); without, loopback."),
-]
-_Report = Annotated[Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")]
-_Plot = Annotated[Path | None, typer.Option(help="Where --compare draws; by default beside the report.")]
-_Out = Annotated[Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")]
+@dataclass(frozen=True)
+class _Options:
+    """The options of ``dct dlrm``."""
+
+    configs: Annotated[
+        list[Path] | None, typer.Argument(help="With --compare: the configurations to compare.")
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model."),
+    ] = None
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
+    ] = False
+    data: Annotated[
+        Path | None,
+        typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this."),
+    ] = None
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="criteo, diabetes, movielens, or table for any CSV, TSV or Parquet file (if only --data is "
+            "given: table for these by their names, else criteo)."
+        ),
+    ] = None
+    label: Annotated[
+        str | None, typer.Option(help="Column of a table to predict, 0 or 1, or compared: 'rating>=4'.")
+    ] = None
+    dense: Annotated[str | None, typer.Option(help="Numeric columns of a table, separated by commas.")] = None
+    categorical: Annotated[
+        str | None,
+        typer.Option(
+            help="Categorical columns of a table. Without both lists, columns of floating-point numbers "
+            "are dense and all others categorical."
+        ),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
+    ] = None
+    exchange: Annotated[
+        str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
+    ] = None
+    ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Passes over the training part; if not given 2 for diabetes and movielens, else 1."
+        ),
+    ] = None
+    seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None
+    baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True
+    link: Annotated[
+        str | None,
+        typer.Option(help="Rate of the links between the ranks, as tc writes it (1gbit); without, loopback."),
+    ] = None
+    report: Annotated[
+        Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option(help="Where --compare draws; by default beside the report.")
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")] = None
 
 
-def dlrm(
-    configs: _Configs = None,
-    config: _Config = None,
-    compare: _Compare = False,
-    data: _Data = None,
-    format: _Format = None,
-    label: _Label = None,
-    dense: _Dense = None,
-    categorical: _Categorical = None,
-    model: _Model = None,
-    exchange: _Exchange = None,
-    ranks: _Ranks = 2,
-    epochs: _Epochs = None,
-    seeds: _Seeds = 1,
-    max_rows: _MaxRows = None,
-    baseline: _Baseline = True,
-    link: _Link = None,
-    report: _Report = None,
-    plot: _Plot = None,
-    out: _Out = None,
-) -> None:
+@takes_options(_Options)
+def dlrm(options: _Options) -> None:
     """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
+    model, exchange, link = options.model, options.exchange, options.link
     for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
     check_rates([] if link is None else [link], option="--link")
-    files = _files(configs, config, compare=compare)
-    format, columns = _format_and_columns(format, data, label, dense, categorical)
+    format, columns = _format_and_columns(options)
+    made = configurations(
+        _files(options), model=model, exchange=exchange, ranks=options.ranks, baseline=options.baseline
+    )
     job = Job(
         format,
-        None if data is None else str(data.resolve()),
-        max_rows=max_rows,
-        epochs=epochs or EPOCHS[format],
-        seeds=list(range(seeds)),
-        configs=configurations(files, model=model, exchange=exchange, ranks=ranks, baseline=baseline),
+        None if options.data is None else str(options.data.resolve()),
+        max_rows=options.max_rows,
+        epochs=options.epochs or EPOCHS[format],
+        seeds=list(range(options.seeds)),
+        configs=made,
         columns=columns,
     )
-    if compare and plot is None:
+    report, plot, out = options.report, options.plot, options.out
+    if options.compare and plot is None:
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
     check_target(report, "--report")
     check_target(plot, "--plot")
     check_target(None if out is None else out / "dlrm.events.jsonl", "--out")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
     # After a failure the folder stays: the message says where the ranks' output is.
-    _train(job, ranks, report, plot, folder, link)
+    _train(job, options.ranks, report, plot, folder, link)
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _files(configs: list[Path] | None, config: Path | None, *, compare: bool) -> list[Path]:
+def _files(options: _Options) -> list[Path]:
     """Return the configuration files that were given.
 
     Raises:
         typer.BadParameter: There are several without ``--compare``, or none with it.
     """
-    files = list(configs or [])
-    if files and not compare:
+    files, config = list(options.configs or []), options.config
+    if files and not options.compare:
         raise typer.BadParameter("give one configuration with --config, or several with --compare")
-    if compare and not files:
+    if options.compare and not files:
         raise typer.BadParameter("needs configurations: --compare a.json b.json", param_hint="--compare")
     return files if config is None else [config, *files]
 
 
-def _format_and_columns(
-    format: str | None, data: Path | None, label: str | None, dense: str | None, categorical: str | None
-) -> tuple[str, dict[str, Any] | None]:
+def _format_and_columns(options: _Options) -> tuple[str, dict[str, Any] | None]:
     """Return the format of the data, and for a table the roles of its columns.
 
     Raises:
@@ -156,7 +152,7 @@ def _format_and_columns(
     """
     from ..data import FORMATS
 
-    columns = _columns(label, dense, categorical)
+    columns, format, data = _columns(options), options.format, options.data
     if format is None and (columns or (data is not None and set(data.suffixes) & set(_TABLES))):
         format = "table"
     if columns is not None and format != "table":
@@ -166,17 +162,18 @@ def _format_and_columns(
     return chosen_format(format, data, FORMATS, columns), columns
 
 
-def _columns(label: str | None, dense: str | None, categorical: str | None) -> dict[str, Any] | None:
+def _columns(options: _Options) -> dict[str, Any] | None:
     """Return the columns of a table as the options give them; None if they give none."""
-    if label is None:
-        if dense is not None or categorical is not None:
+    if options.label is None:
+        if options.dense is not None or options.categorical is not None:
             raise typer.BadParameter("name the column to predict", param_hint="--label")
         return None
 
     def names(text: str | None) -> list[str]:
         return [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
-    return {"label": label, "dense": names(dense), "categorical": names(categorical)}
+    lists = {"dense": names(options.dense), "categorical": names(options.categorical)}
+    return {"label": options.label, **lists}
 
 
 def configurations(
