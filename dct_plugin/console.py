@@ -5,9 +5,17 @@ from __future__ import annotations
 
 def print_error(message: object) -> None:
     """Print an error to standard error as it is, without markup and line wrapping."""
+    _print(("error: ", "bold red"), message)
+
+
+def print_warning(message: object) -> None:
+    """Print a warning to standard error as it is, without markup and line wrapping."""
+    _print(("warning: ", "bold yellow"), message)
+
+
+def _print(label: tuple[str, str], message: object) -> None:
     # Imported here: `dct --help` and jobs without errors do not need rich.
     from rich.console import Console
     from rich.text import Text
 
-    text = Text.assemble(("error: ", "bold red"), str(message))
-    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(Text.assemble(label, str(message)), soft_wrap=True)

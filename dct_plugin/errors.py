@@ -18,7 +18,13 @@ class PayloadError(DCTError, ValueError):
 
 
 class ConfigError(DCTError, ValueError):
-    """The ``dct`` section is wrong: names the key, the value and what is allowed."""
+    """The ``dct`` section is wrong: names the key, the value and what is allowed.
+
+    Attributes:
+        faults: The lines of a section with several faults.
+    """
+
+    faults: tuple[str, ...] = ()
 
 
 class VersionError(DCTError):

@@ -50,24 +50,37 @@ def show(
 
 
 @app.command()
-def check(files: Annotated[list[Path], typer.Argument(help="Files to check.")]) -> None:
-    """Check files; prints every fault and exits with 2 if there is one."""
-    from ..config import DCTConfig
-    from ..console import print_error
-    from ..errors import ConfigError
+def check(
+    files: Annotated[list[str], typer.Argument(help="Files to check; - is the standard input.")],
+) -> None:
+    """Judge DeepSpeed JSONs or bare sections as the start of a job would; exit with 1 if one would not start.
 
-    faults = 0
+    All faults of a file are listed, then warnings: settings that are known to lose, keys that nothing reads.
+    """
+    from ..config.dct import read_json
+    from ..config.validation_errors import faulty
+    from ..console import print_error, print_warning
+    from ..errors import ConfigError
+    from ..integrations.deepspeed import file_check
+
+    failed = 0
     for file in files:
         try:
-            section = DCTConfig.from_file(file)
+            report = file_check.check(read_json(file))
         except ConfigError as error:
             print_error(error)
-            faults += 1
+            failed += 1
+            continue
+        if report.faults or report.config is None:
+            print_error(faulty(report.faults, f"dct configuration in {file}"))
+            failed += 1
         else:
-            state = "" if section.enabled else ", disabled"
-            typer.echo(f"{file}: ok (fingerprint {section.fingerprint()}{state})")
-    if faults:
-        raise typer.Exit(2)
+            state = "" if report.config.enabled else ", disabled"
+            typer.echo(f"{file}: ok (fingerprint {report.config.fingerprint()}{state})")
+        for warning in report.warnings:
+            print_warning(f"{file}: {warning}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _json(value: object) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ..errors import ConfigError
 from .feedback import Feedback, LocalFeedback
 from .section import OR_FALSE, Section, Variant, conflict, written_short
 
@@ -42,6 +43,13 @@ class ParametersConfig(Section):
 
     If working weights are read between checkpoints.
     """
+
+
+def refuse(
+    host: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
+) -> ConfigError:
+    """Return the error for a host whose weights are not gathered, or not where they could be thresholded."""
+    return ConfigError(f"{ParametersConfig.section_path}: {host}: {why}; leave it out")
 
 
 class VerifyConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,9 @@ from .embedding import EmbeddingChannelConfig
 from .model_parallel import ModelParallelConfig
 from .options import options, show
 from .section import Section
-from .validation_errors import validated
+from .validation_errors import DEEPSPEED_KEYS, validated
 
 SECTION = "dct"
-
-# Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
-_DEEPSPEED_KEYS = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
-}  # fmt: skip
 
 
 class MetricsConfig(Section):
@@ -115,20 +110,10 @@ class DCTConfig(Section):
         Raises:
             ConfigError: The file cannot be read, is not JSON, holds no section, or the section is wrong.
         """
-        where = os.fspath(path)
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-        except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}") from error
-        except RecursionError:
-            raise ConfigError(f"{where}: nested too deeply") from None
-        if not isinstance(content, dict):
-            raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
+        where, content = os.fspath(path), read_json(path)
         if SECTION in content:
             content = content[SECTION]
-        elif found := sorted(_DEEPSPEED_KEYS & content.keys()):
+        elif found := sorted(DEEPSPEED_KEYS & content.keys()):
             raise ConfigError(
                 f'{where}: a DeepSpeed configuration (it has {found[0]!r}) without a "dct" section'
             )
@@ -154,6 +139,27 @@ class DCTConfig(Section):
         mine, theirs = ({option.path: option.value for option in options(each)} for each in (self, other))
         paths = [path for path in mine | theirs if mine.get(path) != theirs.get(path)]
         return [f"{path}: {show(mine.get(path))} != {show(theirs.get(path))}" for path in paths]
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the JSON object in a file; ``-`` is the standard input.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no JSON object.
+    """
+    where = os.fspath(path)
+    try:
+        text = sys.stdin.read() if where == "-" else Path(path).read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
+    return content
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,14 +76,18 @@ def allowed(field: FieldInfo) -> str:
         return str(field.json_schema_extra["allowed"])
     kinds = [kind for kind in members(field.annotation) if kind is not type(None)]
     optional = " or null" if type(None) in members(field.annotation) else ""
-    labels = [show(model.label()) for model in models(field) if hasattr(model, "label")]
-    if labels:
-        selector = models(field)[0].selector
-        return f'one of {", ".join(labels)}, or an object with "{selector}" and settings{optional}'
-    if get_origin(kinds[0]) is Literal:
-        return "one of " + ", ".join(show(choice) for choice in get_args(kinds[0])) + optional
+    if labels := ", ".join(map(show, choices(field))):
+        variants = f', or an object with "{models(field)[0].selector}" and settings' if models(field) else ""
+        return f"one of {labels}{variants}{optional}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a non-empty string"}
     return words.get(kinds[0], "a JSON object") + _range(field) + optional
+
+
+def choices(field: FieldInfo) -> list[Any]:
+    """Return the values that a field chooses from; none for numbers and texts."""
+    labels = [model.label() for model in models(field) if hasattr(model, "label")]
+    literals = [kind for kind in members(field.annotation) if get_origin(kind) is Literal]
+    return labels or [choice for kind in literals for choice in get_args(kind)]
 
 
 def _range(field: FieldInfo) -> str:

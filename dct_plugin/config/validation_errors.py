@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
-from .options import allowed, models, show
+from .options import allowed, choices, models, show
 from .renamed_keys import replacement
+
+#: Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
+DEEPSPEED_KEYS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
+}  # fmt: skip
 
 _DEEPEST = 32  # no section has more than five levels
 
@@ -42,10 +50,15 @@ def validated(
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
         lines = list(dict.fromkeys(_line(cls, section, item, source) for item in items))
-    count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
-    raise ConfigError(
-        f"invalid {source.split('.')[0]} configuration{origin} ({count}):\n  " + "\n  ".join(lines)
-    )
+    raise faulty(lines, f"{source.split('.')[0]} configuration{origin}")
+
+
+def faulty(faults: Sequence[str], what: str) -> ConfigError:
+    """Return the error that lists what is wrong with ``what``, one fault per line."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    error = ConfigError(f"invalid {what} ({count}):\n  " + "\n  ".join(faults))
+    error.faults = tuple(faults)
+    return error
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -75,14 +88,17 @@ def _line(cls: type[BaseModel], section: Any, item: Any, source: str) -> str:
             break
         path, field = f"{path}.{key}", model.model_fields[key]
         value = value.get(key) if isinstance(value, Mapping) else None
-        choices = models(field)
-        if not choices or not (isinstance(value, Mapping) or item["type"] == "missing"):
+        classes = models(field)
+        if not classes or not (isinstance(value, Mapping) or item["type"] == "missing"):
             break
-        model = choices[0]
-        if len(choices) > 1 and keys:  # pydantic names the chosen class of a union next
+        model = classes[0]
+        if len(classes) > 1 and keys:  # pydantic names the chosen class of a union next
             label = keys.pop(0)
-            model = next(choice for choice in choices if choice.label() == label)
+            model = next(each for each in classes if each.label() == label)
     if item["type"] == "extra_forbidden" and unknown is not None:
+        owners = [each.label() for each in (models(field) if field else ()) if unknown in each.model_fields]
+        if owners:
+            return f"{path}.{unknown} = {show(item['input'])}: only {' and '.join(map(show, owners))} has it"
         return _unknown_key(cls, model, path, unknown, item["input"])
     if item["type"] == "dct_conflict":
         return f"{path}: {item['msg']}"
@@ -92,7 +108,35 @@ def _line(cls: type[BaseModel], section: Any, item: Any, source: str) -> str:
     if item["type"] == "missing" and isinstance(item["loc"][-1], str):  # a key, not an entry of a list
         return f"{path}: missing; {wanted}"
     # An error inside a pair is reported for the pair as a whole.
-    return f"{path} = {show(value)}: {replacement(path, value) or wanted}"
+    return f"{path} = {show(value)}: " + (
+        replacement(path, value) or wanted + (_meant(value, field) if field else "")
+    )
+
+
+def _meant(value: Any, field: FieldInfo) -> str:
+    """Return the allowed value that was probably meant, as a question; mostly empty."""
+    found: Any = None
+    if isinstance(value, Mapping):
+        value = value.get("kind", value.get("method"))
+    if isinstance(value, str):
+        labels = choices(field)
+        plain = {re.sub(r"[^a-z0-9]", "", str(label).lower()): label for label in labels}
+        word = re.sub(r"[^a-z0-9]", "", value.lower())
+        word = re.sub("^(bfloat|bf)", "bf", re.sub("^float", "fp", word.removeprefix("torch")))
+        close = difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
+        found = plain[close[0]] if close else None if labels else _number(value)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and 10 <= value < 100:
+        found = round(value / 100, 6) if allowed(field).endswith("in [0, 1)") else None
+    return "" if found is None else f"; did you mean {show(found)}?"
+
+
+def _number(text: str) -> Any:
+    """Return a number, true or false that stands in quotes; None for other texts."""
+    try:
+        value = json.loads(text.lower())
+    except ValueError:
+        return None
+    return value if isinstance(value, (int, float)) else None
 
 
 def _unknown_key(cls: type[BaseModel], model: type[BaseModel], path: str, key: str, value: Any) -> str:
@@ -100,15 +144,35 @@ def _unknown_key(cls: type[BaseModel], model: type[BaseModel], path: str, key: s
     plain = key.isprintable() and key == key.strip() != ""
     shown = key if plain else json.dumps(key)
     hint = replacement(f"{path}.{key}", value)
-    return f"{path}.{shown} = {show(value)}: " + (hint or f"unknown key; {_closest(key, model, path)}")
+    return f"{path}.{shown} = {show(value)}: " + (hint or f"unknown key; {_closest(cls, key, model, path)}")
 
 
-def _closest(key: str, model: type[BaseModel], path: str) -> str:
+def _closest(cls: type[BaseModel], key: str, model: type[BaseModel], path: str) -> str:
+    """Return where the key was probably meant to stand: here, one level below, anywhere else."""
     valid = list(model.model_fields)
-    if match := difflib.get_close_matches(key.lower(), valid, n=1):
+    word = re.sub(r"[\s-]+", "_", key.strip().lower())
+    if match := difflib.get_close_matches(word, valid, n=1, cutoff=0.75):
         return f"did you mean {path}.{match[0]}?"
-    for name, field in model.model_fields.items():  # a key of a sub-section, written one level too high
-        keys = [key for sub in models(field) for key in sub.model_fields]
-        if match := difflib.get_close_matches(key.lower(), keys, n=1, cutoff=0.8):
-            return f"did you mean {path}.{name}.{match[0]}?"
+    if path == "dct" and key == "dct":
+        return "write what is in it one level up, directly in dct"
+    if key in DEEPSPEED_KEYS:
+        return f'DeepSpeed reads it at the top of the file, beside "{path.split(".")[0]}"'
+    for places in (_places(model, path, 1), _places(cls, path.split(".")[0])):
+        names = dict(reversed(list(places)))
+        if match := difflib.get_close_matches(word, names, n=1, cutoff=0.85):
+            return f"did you mean {names[match[0]]}?"
+    for name, field in model.model_fields.items():
+        if word in choices(field):
+            return f'did you mean "{name}": "{word}"?'
+    if match := difflib.get_close_matches(word, valid, n=1):
+        return f"did you mean {path}.{match[0]}?"
     return "allowed are " + ", ".join(valid)
+
+
+def _places(model: type[BaseModel], path: str, below: int = 3) -> Iterator[tuple[str, str]]:
+    """Yield name and path of the keys of a section and of the levels below it, level by level."""
+    level = [(path, model)]
+    for _ in range(below + 1):
+        fields = [(f"{at}.{name}", name, each) for at, m in level for name, each in m.model_fields.items()]
+        yield from ((name, place) for place, name, _ in fields)
+        level = [(place, sub) for place, _, field in fields for sub in models(field)]

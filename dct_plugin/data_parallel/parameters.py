@@ -24,7 +24,6 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
-from ..errors import ConfigError
 from ..kernels.checks import split_message
 from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
@@ -36,16 +35,6 @@ from .stream_group import StreamGroup, WrittenTensor
 from .topology import Destination, Phase
 
 logger = logging.getLogger("dct_plugin")
-
-#: The option that switches it on, as errors name it.
-KEY = "dct.data_parallel.parameters"
-
-
-def refuse(
-    host: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
-) -> ConfigError:
-    """The error for a host whose weights are not gathered, or not where they could be thresholded."""
-    return ConfigError(f"{KEY}: {host}: {why}; leave it out")
 
 
 class ParameterUpdates(StreamGroup):
@@ -85,7 +74,7 @@ class ParameterUpdates(StreamGroup):
             logger.warning(
                 "dct: %s with feedback = '%s': passes run at weights that lag behind, which "
                 "cost quality under Adam; 'step_ahead' makes up for it",
-                KEY,
+                ParametersConfig.section_path,
                 config.feedback.label(),
             )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of

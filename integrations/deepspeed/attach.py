@@ -12,9 +12,10 @@ from dct_plugin.config import DCTConfig
 
 from ..host import lost_peers, startup
 from .attachment import Attachment
-from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
-from .section import TOPIC, gradient_path_of_optimizer, unread_keys
-from .support import check_engine, check_version, has_optimizer, known_fault
+from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of, job_of
+from .rules import advice, applied, require, unread_keys
+from .section import TOPIC, configuration_of, gradient_path_of_optimizer
+from .support import check_version, facts_of, has_optimizer
 
 logger = logging.getLogger("dct_plugin")
 
@@ -72,10 +73,12 @@ def _prepared(engine: Any, config: DCTConfig) -> Attachment | None:
         ConfigError, VersionError: See :func:`attach`.
     """
     check_version(deepspeed.__version__)
-    check_engine(engine)
     path = gradient_path_of(engine, config)
+    job = job_of(engine, path)
+    require(job, config, rank=engine.global_rank)
+    config = applied(job, config)
     if path is not None:
-        config = path.check(engine, config)
+        path.check(engine)
     for activation in ACTIVATION_PATHS:
         activation.check(engine, config)
     if path is None or not (config.data_parallel.enabled or activation_paths_of(engine, config)):
@@ -94,7 +97,7 @@ def _report(engine: Any, attachment: Attachment) -> None:
         gradients if settings.enabled else "dense gradients",
         attachment.config.fingerprint(),
     )
-    if unknown := unread_keys(engine):
+    if unknown := unread_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
-    if advice := known_fault(engine):
-        logger.warning("dct: %s", advice)
+    for sentence in advice(facts_of(engine)):
+        logger.warning("dct: %s", sentence)

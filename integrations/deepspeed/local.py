@@ -13,14 +13,12 @@ from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.local import LocalUpdatesAddOn, Weight
-from dct_plugin.errors import ConfigError
 
 from ..host.patches import Function, Patches
 from .buckets import is_expert
 from .part import EngineContext
 from .section import inner_optimizer
 from .stage0 import Stage0Path
-from .support import is_pipeline
 
 #: Entries of a bucket of experts' gradients, DeepSpeed's own default.
 _EXPERT_BUCKET = 500_000_000
@@ -37,23 +35,6 @@ class LocalPath(Stage0Path):
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
         return config.data_parallel.enabled and config.data_parallel.feedback.steps_locally
-
-    @classmethod
-    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
-        reason = ""
-        if not Stage0Path.applies(engine, config):
-            stage = int(engine.zero_optimization_stage())
-            reason = f"under ZeRO stage {stage} a rank's optimizer has a part of the weights, and needs all"
-        elif is_pipeline(engine):
-            reason = "in a pipeline passes overlap, and stages have weights in common"
-        elif engine.fp16_enabled():
-            reason = "under fp16 a rank that skips a step changes its loss scale, and the others do not"
-        if reason:
-            raise ConfigError(
-                f"rank {engine.global_rank}: dct.data_parallel.feedback = 'local_updates': {reason}. "
-                "Supported is ZeRO stage 0 in fp32 or bf16; set feedback to 'local'"
-            )
-        return super().check(engine, config)
 
     def install(self, patches: Patches) -> None:
         super().install(patches)

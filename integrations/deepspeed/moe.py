@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dct_plugin.codecs.quantised import pack, unpack
 from dct_plugin.config import ActivationConfig, DCTConfig
-from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
@@ -61,24 +60,8 @@ class ExpertPath(ActivationPath):
 
     @classmethod
     def check(cls, engine: Any, config: DCTConfig) -> None:
-        """Check also the option ``expert_gradients``; see :meth:`.path.ActivationPath.check`."""
-        tokens, settings = config.model_parallel.experts, config.data_parallel
-        if engine.has_moe_layers and tokens.compresses:
+        if engine.has_moe_layers and config.model_parallel.experts.compresses:
             require_targets(_TARGETS)
-        if not (config.model_parallel.expert_gradients and settings.enabled and engine.has_moe_layers):
-            return
-        reason = ""
-        if settings.feedback.looks_ahead:
-            reason = "feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
-        elif settings.feedback.steps_locally:
-            reason = (
-                "feedback = 'local_updates' exchanges weights, and keeps DeepSpeed's own exchange for experts"
-            )
-        if reason:
-            raise ConfigError(
-                f"rank {engine.global_rank}: dct.model_parallel.expert_gradients = true: {reason}; set it to "
-                "false"
-            )
 
     def describe(self) -> str:
         return self.config.summary

@@ -23,8 +23,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig, LocalFeedback
-from dct_plugin.config.options import show
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.two_phase import TwoPhase
@@ -220,25 +218,6 @@ class MomentumPath(Stage0Path):
             self._sizes = {_ALL: -(-sum(self._sizes.values()) // unit) * unit}
             self._stream_names = {}
         self._owners: dict[int, Any] = {}
-
-    @classmethod
-    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
-        settings = config.data_parallel
-        given_and_allowed = {
-            "enabled": (config.enabled, True),
-            "data_parallel.enabled": (settings.enabled, True),
-            "data_parallel.feedback": (settings.feedback, LocalFeedback()),
-            "data_parallel.adaptive": (settings.adaptive, None),
-            "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
-        }
-        for key, (given, allowed) in given_and_allowed.items():
-            if given != allowed:
-                raise ConfigError(
-                    f"rank {engine.global_rank}: dct.{key} = {show(given)} does not go with "
-                    f"optimizer.params.comm_backend_name = '{BACKEND_NAME}', where the optimizer keeps what "
-                    f"is not sent of its momentum: must be {show(allowed)}"
-                )
-        return super().check(engine, config)
 
     def describe(self) -> str:
         return f"the momentum of {type(self._inner).__name__}, {precision_of(self.engine)}"

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
-from dct_plugin.data_parallel.parameters import refuse
-from dct_plugin.errors import ConfigError
 
 from ..host.signatures import Target
 from ..host.streams import ActivationStreams
 from .part import EngineContext, EnginePart
-from .support import ENGINE_ATTRIBUTES, is_pipeline, require_attributes, require_targets, tied_weights
+from .support import ENGINE_ATTRIBUTES, require_attributes, require_targets
 from .weight_updates import WeightLayout
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
@@ -82,25 +80,14 @@ class GradientPath(EnginePart, ABC):
         """Return whether this is the path for the engine's gradients."""
 
     @classmethod
-    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
-        """Return the section as this path applies it.
+    def check(cls, engine: Any) -> None:
+        """Check that this DeepSpeed has what the path replaces and reads.
 
         Raises:
-            ConfigError: The section asks for what this path cannot give; says why and what to do.
-            VersionError: This DeepSpeed lacks something that the path needs.
+            VersionError: Names what is missing or changed.
         """
         require_targets(cls.targets)
         require_attributes(engine=(engine, ENGINE_ATTRIBUTES), optimizer=(engine.optimizer, cls.attributes))
-        if config.data_parallel.enabled and config.data_parallel.parameters is not None:
-            if cls.weight_layout is None:
-                raise refuse("ZeRO stage 0")
-            if is_pipeline(engine) and tied_weights(engine):
-                raise ConfigError(
-                    f"rank {engine.global_rank}: dct.data_parallel.parameters: stages of the pipeline have "
-                    "weights in common (TiedLayerSpec), which their optimizers cut in different places: the "
-                    "copies would drift apart. Leave it out"
-                )
-        return config
 
     @abstractmethod
     def describe(self) -> str:
@@ -161,11 +148,10 @@ class ActivationPath(EnginePart, ABC):
     @classmethod
     @abstractmethod
     def check(cls, engine: Any, config: DCTConfig) -> None:
-        """Check an engine of any kind.
+        """Check that this DeepSpeed has what the path replaces and reads, for an engine of any kind.
 
         Raises:
-            ConfigError: The section asks for what cannot be done here; says why and what to do.
-            VersionError: This DeepSpeed lacks something that the path needs.
+            VersionError: Names what is missing or changed.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ..host.deepspeed_keys import near_misses, unread
+from ..host.deepspeed_keys import near_misses
 
 SECTION = "dct"
 
@@ -70,8 +70,3 @@ def mistyped_sections(engine: Any) -> list[str]:
     """Return the keys of an engine's JSON that were probably meant to be ``dct``."""
     config = configuration_of(engine)
     return near_misses(config if isinstance(config, dict) else (), SECTION)
-
-
-def unread_keys(engine: Any) -> list[str]:
-    """Return the keys of an engine's JSON that neither DeepSpeed nor the plugin reads, with suggestions."""
-    return unread(configuration_of(engine) or (), READ_BY_PLUGIN)

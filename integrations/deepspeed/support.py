@@ -12,17 +12,19 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
-from dct_plugin.errors import ConfigError, VersionError
+from dct_plugin.errors import VersionError
 
 from ..host import signatures
 from ..host.signatures import Target
-from ..host.versions import VersionRange, parse, unsupported
-from .section import SECTION, gradient_path_of_optimizer, inner_optimizer
+from ..host.versions import VersionRange, unsupported
+from .job import Job
+from .section import gradient_path_of_optimizer, inner_optimizer
 
 SUPPORTED = VersionRange("0.19.0", "0.20.0")
 #: Versions that ran: the last one the whole suite, the others every kind of hook.
@@ -104,28 +106,34 @@ def check_version(version: str) -> None:
     require_targets(ENGINE_TARGETS)
 
 
-def check_engine(engine: Any) -> None:
-    """Check that the engine's combination of features is supported.
-
-    Raises:
-        ConfigError: Names the combination, the key that asks for it, and what is supported.
-    """
-    for reason in _unsupported(engine):
-        raise refused(engine, reason)
-
-
-def refused(engine: Any, reason: str) -> ConfigError:
-    """Return the error for an engine that is not supported.
-
-    Args:
-        engine: DeepSpeed's engine.
-        reason: The feature that is not supported, and the key that asks for it.
-    """
-    return ConfigError(
-        f"rank {engine.global_rank}: dct does not support {reason}. Supported is DeepSpeed's ordinary "
-        "engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel over all ranks, or its "
-        "pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to false to train "
-        "without it"
+def facts_of(engine: Any) -> Job:
+    """Return what decides how an engine takes its section, except what its gradient path adds."""
+    optimizer, slot = inner_optimizer(engine), gradient_path_of_optimizer(engine) is not None
+    groups = getattr(optimizer, "param_groups", ())
+    autocast = _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16
+    loose = not getattr(engine.optimizer, "contiguous_gradients", True)
+    return Job(
+        stage=int(engine.zero_optimization_stage()),
+        precision=precision_of(engine),
+        optimizer="" if optimizer is None else type(optimizer).__name__,
+        momentum=max((float(group.get("momentum", 0.0)) for group in groups), default=0.0),
+        trains=has_optimizer(engine),
+        exchanges_momentum=slot,
+        own_backend=None if slot else getattr(optimizer, "comm_backend_name", None),
+        pipeline=is_pipeline(engine),
+        tied_weights=bool(tied_weights(engine)),
+        experts=bool(engine.has_moe_layers),
+        engine=_unsupported_class(engine),
+        offload=tuple(_offload(engine)),
+        model_parallel=_model_parallel(engine),
+        sequence_ranks=int(getattr(engine, "sequence_parallel_size", 1)),
+        quantized_gradients=_calls(engine, "zero_quantized_gradients"),
+        zenflow=bool(getattr(engine, "zenflow", False)),
+        deepcompile=_calls(engine, "is_deepcompile_enabled"),
+        autoep=getattr(engine, "_autoep_folding_spec", None) is not None,
+        autocast_fp16=autocast,
+        separate_gradients=loose and not reduces_loose_gradients(engine.device),
+        version=deepspeed.__version__,
     )
 
 
@@ -151,25 +159,6 @@ def precision_of(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
-def known_fault(engine: Any) -> str:
-    """Return what DeepSpeed itself does wrong here, with or without the plugin; mostly empty."""
-    version = deepspeed.__version__
-    if engine.fp16_enabled() and int(engine.zero_optimization_stage()) == 0 and parse(version) <= (0, 19, 8):
-        return (
-            f"DeepSpeed {version} divides gradients by the loss scale in fp16 at ZeRO stage 0, but "
-            "engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): parameters "
-            "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
-        )
-    if not reduces_loose_gradients(engine.device) and not getattr(
-        engine.optimizer, "contiguous_gradients", True
-    ):
-        return (
-            f"DeepSpeed {version} reduces no gradients on CPU with zero_optimization.contiguous_gradients = "
-            "false: the ranks train apart, with or without dct. Set it to true"
-        )
-    return ""
-
-
 def reduces_loose_gradients(device: torch.device) -> bool:
     """Return whether this DeepSpeed's ZeRO-1 and 2 reduce gradients that are not contiguous.
 
@@ -178,56 +167,32 @@ def reduces_loose_gradients(device: torch.device) -> bool:
     return device.type != "cpu" or bool(stage_1_and_2.split_half_float_double([torch.zeros(1)]))
 
 
-def _unsupported(engine: Any) -> Iterator[str]:
-    """Yield the combinations that are refused, worst first."""
+def _unsupported_class(engine: Any) -> str:
+    """Return the name of an engine class of DeepSpeed that is not supported; empty for the others."""
     for cls in type(engine).__mro__:
         if cls is DeepSpeedEngine:
             break
         if cls.__module__.startswith("deepspeed.") and cls is not PipelineEngine:
-            yield f"the engine {cls.__name__} (hybrid engine, DualPipeV)"
-    if _calls(engine, "zero_quantized_gradients"):
-        yield (
-            "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the gradients that dct "
-            "thresholds"
-        )
+            return cls.__name__
+    return ""
+
+
+def _offload(engine: Any) -> Iterator[tuple[str, str]]:
     for key in ("offload_optimizer", "offload_param"):
-        offload = getattr(engine, f"zero_{key}")()
-        device = getattr(offload, "device", None)
-        if device is not None and str(getattr(device, "value", device)) != "none":
-            yield f"offloading (zero_optimization.{key}.device = {getattr(device, 'value', device)})"
-    if getattr(engine, "zenflow", False):
-        yield "ZenFlow (zero_optimization.zenflow)"
-    yield from _unsupported_optimizer(engine)
-    sequence = int(getattr(engine, "sequence_parallel_size", 1))
-    if sequence > 1:
-        yield f"sequence parallelism (sequence_parallel_size = {sequence})"
-    size = torch.distributed.get_world_size(engine.seq_data_parallel_group)
-    world_size = torch.distributed.get_world_size()
+        device = getattr(getattr(engine, f"zero_{key}")(), "device", None)
+        name = str(getattr(device, "value", device))
+        if device is not None and name != "none":
+            yield key, name
+
+
+def _model_parallel(engine: Any) -> str:
+    """Return how ranks share the model, in words; empty where every rank or stage is data parallel."""
+    size, world_size = dist.get_world_size(engine.seq_data_parallel_group), dist.get_world_size()
     stages = int(engine.num_stages) if is_pipeline(engine) else 1
-    if size * stages != world_size:
-        in_stages = f" in {stages} pipeline stages" if stages > 1 else ""
-        yield (
-            f"a data-parallel group of {size} of {world_size} ranks{in_stages} (tensor or model parallelism)"
-        )
-    if _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16:
-        yield "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 section"
-    if _calls(engine, "is_deepcompile_enabled"):
-        yield "DeepCompile (compile.deepcompile = true): it reduces gradients inside the compiled graph"
-    if getattr(engine, "_autoep_folding_spec", None) is not None:
-        yield "AutoEP parameter folding"
-
-
-def _unsupported_optimizer(engine: Any) -> Iterator[str]:
-    optimizer = inner_optimizer(engine)
-    backend = getattr(optimizer, "comm_backend_name", None)
-    if backend is not None and gradient_path_of_optimizer(engine) is None:
-        yield (
-            f"the optimizer {type(optimizer).__name__} with optimizer.params.comm_backend_name = "
-            f"{backend!r}: it exchanges its momentum by itself ({SECTION!r} has it exchanged through the "
-            "plugin)"
-        )
-    if "muon" in type(optimizer).__name__.lower():
-        yield f"the optimizer {type(optimizer).__name__}: it needs whole gradient matrices"
+    if size * stages == world_size:
+        return ""
+    in_stages = f" in {stages} pipeline stages" if stages > 1 else ""
+    return f"a data-parallel group of {size} of {world_size} ranks{in_stages} (tensor or model parallelism)"
 
 
 def _calls(engine: Any, name: str) -> bool:

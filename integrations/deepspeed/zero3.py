@@ -9,18 +9,15 @@ parameters before each module stay DeepSpeed's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dct_plugin.config import DataParallelConfig, DCTConfig
-from dct_plugin.config.options import show
+from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.errors import ConfigError
 
 from ..host.patches import Function, Patches
 from .part import EngineContext
@@ -55,27 +52,6 @@ class Zero3Path(GradientPath):
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
         return type(engine.optimizer).__name__ == _CLASS
-
-    @classmethod
-    def check(cls, engine: Any, config: DCTConfig) -> DCTConfig:
-        """Return the section as it is applied under ZeRO-3: residuals are in int8 unless it says otherwise.
-
-        Raises:
-            ConfigError: The section asks for what ZeRO-3 cannot give; says why.
-            VersionError: See :meth:`.path.GradientPath.check`.
-        """
-        settings = config.data_parallel
-        if settings.enabled:
-            for key, reason in _refusals(settings, fp16=engine.fp16_enabled()):
-                given = show(attrgetter(key)(settings))
-                raise ConfigError(
-                    f"rank {engine.global_rank}: dct.data_parallel.{key} = {given} under ZeRO stage 3: "
-                    f"{reason}"
-                )
-            if settings.residual_dtype == "auto" and settings.feedback.keeps_residual:
-                changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
-                config = config.model_copy(update={"data_parallel": changed})
-        return super().check(engine, config)
 
     def describe(self) -> str:
         stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
@@ -124,26 +100,3 @@ class Zero3Path(GradientPath):
 
     def name_of(self, group: int, parameter: Any) -> str:
         return str(self.optimizer.param_names[parameter])
-
-
-def _refusals(settings: DataParallelConfig, *, fp16: bool) -> Iterator[tuple[str, str]]:
-    """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
-    if settings.feedback.looks_ahead or settings.feedback.steps_locally:
-        yield (
-            "feedback",
-            "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
-            "set it to 'local'",
-        )
-    if settings.parameters is not None:
-        yield (
-            "parameters",
-            "modules gather their parameters when they need them, there is no update that all ranks take "
-            "over; leave it out (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
-        )
-    if settings.verify is not None:
-        yield (
-            "verify",
-            "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",
-        )
-    if settings.nonfinite_action == "skip" and not fp16:
-        yield "nonfinite_action", "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'"

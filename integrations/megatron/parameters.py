@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
-from dct_plugin.data_parallel.parameters import ParameterUpdates, refuse
+from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DCTError
 

@@ -1,0 +1,119 @@
+"""``dct config check``: a file judged as the start of its job would, without starting anything."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.config.options import show
+from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
+from dct_plugin.errors import ConfigError
+
+from ..host.deepspeed_keys import near_misses
+from .job import STAGES, Job
+from .rules import advice, applied, refusals, unread_keys
+from .section import SECTION, backend_name
+
+#: Optimizers of DeepSpeed's own, in upper or lower case; for the others it asks torch, in torch's writing.
+_DEEPSPEED_OPTIMIZERS = {
+    name.lower(): name
+    for name in ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+}
+_TORCH_OPTIMIZERS = (
+    "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Adafactor", "ASGD", "LBFGS", "Rprop",
+)  # fmt: skip
+
+
+@dataclass
+class FileReport:
+    """What is to be said about a file.
+
+    Attributes:
+        config: The section as the job applies it; None if it cannot be read.
+        faults: What stops the job.
+        warnings: What trains, but probably not as it was meant.
+    """
+
+    config: DCTConfig | None = None
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check(content: Mapping[str, Any]) -> FileReport:
+    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section."""
+    report = FileReport()
+    section = _find_section(content, report)
+    if section is None:
+        return report
+    try:
+        report.config = DCTConfig.parse(section)
+    except ConfigError as error:
+        report.faults += error.faults or [str(error)]
+    is_deepspeed = bool(DEEPSPEED_KEYS & content.keys())
+    if is_deepspeed and (report.config is None or report.config.enabled):
+        _judge(content, report)
+    return report
+
+
+def _judge(content: Mapping[str, Any], report: FileReport) -> None:
+    """Add what the start of a DeepSpeed job would say."""
+    job = Job.of_json(content)
+    report.faults += _misspelt(content)
+    # A section with faults says nothing, but the job can be judged without it.
+    report.faults += refusals(job, report.config or DCTConfig())
+    report.warnings += [f"{key}: nothing reads it" for key in unread_keys(content)]
+    report.warnings += advice(job)
+    if report.config is not None:
+        report.config = applied(job, report.config)
+
+
+def _find_section(content: Mapping[str, Any], report: FileReport) -> Any:
+    """Return the section of a file; add a fault where it does not stand in its place."""
+    if SECTION in content:
+        return content[SECTION]
+    if found := near_misses(content, SECTION):
+        report.faults.append(f"{found[0]!r}: nothing reads it; did you mean {SECTION!r}?")
+        return content[found[0]]
+    if not (known := sorted(DEEPSPEED_KEYS & content.keys())):
+        return content
+    for path, value in _inside(content):
+        report.faults.append(
+            f"{path}: nothing reads it there; {SECTION!r} stands at the top of the file, beside {known[0]!r}"
+        )
+        return value
+    if misplaced := {key: content[key] for key in DCTConfig.model_fields if key in content}:
+        keys = ", ".join(map(repr, misplaced))
+        report.faults.append(
+            f'{keys}: nothing reads it at the top of the file; write "{SECTION}": {{{keys}: ...}}'
+        )
+        return misplaced
+    if backend_name(content) == SECTION:
+        return {}
+    report.faults.append(f'a DeepSpeed configuration (it has {known[0]!r}) without a "{SECTION}" section')
+    return None
+
+
+def _misspelt(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values for which DeepSpeed would not start, among those that the rules depend on."""
+    zero, optimizer = content.get("zero_optimization"), content.get("optimizer")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if str(stage) not in STAGES:
+        yield f"zero_optimization.stage = {show(stage)}: must be 0, 1, 2 or 3"
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if isinstance(name, str) and name.lower() not in _DEEPSPEED_OPTIMIZERS and name not in _TORCH_OPTIMIZERS:
+        names = {each.lower(): each for each in (*_DEEPSPEED_OPTIMIZERS.values(), *_TORCH_OPTIMIZERS)}
+        if close := difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8):
+            meant = show(names[close[0]])
+            yield f"optimizer.type = {show(name)}: DeepSpeed has no such optimizer; did you mean {meant}?"
+
+
+def _inside(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of sections that stand inside another object of the file."""
+    for outer, value in content.items():
+        if isinstance(value, Mapping):
+            for key in value:
+                if key == SECTION or near_misses([key], SECTION):
+                    yield f"{outer}.{key}", value[key]

@@ -1,0 +1,209 @@
+"""What a DeepSpeed job cannot have, and what is strange about it: for its start and for ``dct config check``.
+
+The rules judge a :class:`.job.Job`, which is made of an engine or of its JSON. Only the checks for functions
+and attributes of the installed DeepSpeed are not here: the paths make them. This module imports neither torch
+nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+from dct_plugin.config import DataParallelConfig, DCTConfig, LocalFeedback
+from dct_plugin.config.data_parallel import refuse
+from dct_plugin.config.options import show
+from dct_plugin.errors import ConfigError
+
+from ..host.deepspeed_keys import unread
+from ..host.versions import parse
+from .job import Job
+from .section import READ_BY_PLUGIN, SECTION
+
+_SUPPORTED = (
+    "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
+    "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
+    "false to train without it"
+)
+
+
+def require(job: Job, config: DCTConfig, *, rank: int) -> None:
+    """Stop a job that cannot train with its section.
+
+    Raises:
+        ConfigError: All reasons, with the rank.
+    """
+    reasons = refusals(job, config)
+    if len(reasons) > 1:
+        raise ConfigError(f"rank {rank}: {len(reasons)} reasons against this job:\n  " + "\n  ".join(reasons))
+    if reasons:
+        raise ConfigError(f"rank {rank}: {reasons[0]}")
+
+
+def refusals(job: Job, config: DCTConfig) -> list[str]:
+    """Return why a job cannot train with its section; empty if it can."""
+    features = [f"dct does not support {reason}" for reason in _unsupported(job)]
+    if features:
+        features[-1] += f". {_SUPPORTED}"
+    return [*features, *_of_section(job, config)]
+
+
+def applied(job: Job, config: DCTConfig) -> DCTConfig:
+    """Return the section as it is applied to a job: residuals under ZeRO-3 are in int8 by default."""
+    settings = config.data_parallel
+    automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
+    if not (job.trains and settings.enabled and job.stage == 3 and automatic):
+        return config
+    changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
+    return config.model_copy(update={"data_parallel": changed})
+
+
+def advice(job: Job) -> Iterator[str]:
+    """Yield what DeepSpeed itself does wrong in a job, with or without the plugin."""
+    if job.precision == "fp16" and job.stage == 0 and parse(job.version) <= (0, 19, 8):
+        yield (
+            f"DeepSpeed {job.version} divides gradients by the loss scale in fp16 at ZeRO stage 0, but "
+            "engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): parameters "
+            "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
+        )
+    if job.separate_gradients:
+        yield (
+            f"DeepSpeed {job.version} reduces no gradients on CPU with zero_optimization."
+            "contiguous_gradients = false: the ranks train apart, with or without dct. Set it to true"
+        )
+
+
+def unread_keys(content: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a JSON that neither DeepSpeed nor the plugin reads, with suggestions."""
+    inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
+    return [inside.get(key.strip("'"), key) for key in unread(content, READ_BY_PLUGIN)]
+
+
+def _unsupported(job: Job) -> Iterator[str]:
+    """Yield features of DeepSpeed that are refused, worst first."""
+    if job.engine:
+        yield f"the engine {job.engine} (hybrid engine, DualPipeV)"
+    if job.quantized_gradients:
+        yield (
+            "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the gradients that dct "
+            "thresholds"
+        )
+    for key, device in job.offload:
+        yield f"offloading (zero_optimization.{key}.device = {device})"
+    if job.zenflow:
+        yield "ZenFlow (zero_optimization.zenflow)"
+    if job.own_backend is not None:
+        yield (
+            f"the optimizer {job.optimizer} with optimizer.params.comm_backend_name = "
+            f"{job.own_backend!r}: it exchanges its momentum by itself ({SECTION!r} has it exchanged through "
+            "the plugin)"
+        )
+    if "muon" in job.optimizer.lower():
+        yield f"the optimizer {job.optimizer}: it needs whole gradient matrices"
+    if job.sequence_ranks > 1:
+        yield f"sequence parallelism (sequence_parallel_size = {job.sequence_ranks})"
+    if job.model_parallel:
+        yield job.model_parallel
+    if job.autocast_fp16:
+        yield "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 section"
+    if job.deepcompile:
+        yield "DeepCompile (compile.deepcompile = true): it reduces gradients inside the compiled graph"
+    if job.autoep:
+        yield "AutoEP parameter folding"
+    if job.wrapper:
+        yield f"the optimizer wrapper {job.wrapper}"
+
+
+def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
+    """Yield what the section asks for and the job cannot have."""
+    settings = config.data_parallel
+    if job.trains and job.exchanges_momentum:
+        yield from _of_momentum(config)
+    if not settings.enabled:
+        return
+    if job.trains:
+        if job.stage == 3:
+            for key, reason in _under_zero3(settings, fp16=job.precision == "fp16"):
+                given = show(attrgetter(key)(settings))
+                yield f"dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
+        elif settings.parameters is not None:
+            yield from _against_updates(job)
+        if settings.feedback.steps_locally and job.stage < 3 and (reason := _against_local_updates(job)):
+            yield (
+                f"dct.data_parallel.feedback = 'local_updates': {reason}. Supported is ZeRO stage 0 in fp32 "
+                "or bf16; set feedback to 'local'"
+            )
+    if config.model_parallel.expert_gradients and job.experts and (reason := _against_experts(settings)):
+        yield f"dct.model_parallel.expert_gradients = true: {reason}; set it to false"
+
+
+def _of_momentum(config: DCTConfig) -> Iterator[str]:
+    """Yield what does not go with an optimizer that exchanges its momentum through the plugin."""
+    settings = config.data_parallel
+    given_and_allowed = {
+        "enabled": (config.enabled, True),
+        "data_parallel.enabled": (settings.enabled, True),
+        "data_parallel.feedback": (settings.feedback, LocalFeedback()),
+        "data_parallel.adaptive": (settings.adaptive, None),
+        "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
+    }
+    for key, (given, allowed) in given_and_allowed.items():
+        if given != allowed:
+            yield (
+                f"dct.{key} = {show(given)} does not go with optimizer.params.comm_backend_name = "
+                f"'{SECTION}', where the optimizer keeps what is not sent of its momentum: must be "
+                f"{show(allowed)}"
+            )
+
+
+def _against_local_updates(job: Job) -> str:
+    if job.stage > 0:
+        return f"under ZeRO stage {job.stage} a rank's optimizer has a part of the weights, and needs all"
+    if job.pipeline:
+        return "in a pipeline passes overlap, and stages have weights in common"
+    if job.precision == "fp16":
+        return "under fp16 a rank that skips a step changes its loss scale, and the others do not"
+    return ""
+
+
+def _against_updates(job: Job) -> Iterator[str]:
+    """Yield why the updates of a job's weights cannot be thresholded."""
+    if not job.gathers_weights:
+        yield str(refuse("ZeRO stage 0"))
+    elif job.tied_weights:
+        yield (
+            "dct.data_parallel.parameters: stages of the pipeline have weights in common (TiedLayerSpec), "
+            "which their optimizers cut in different places: the copies would drift apart. Leave it out"
+        )
+
+
+def _against_experts(settings: DataParallelConfig) -> str:
+    if settings.feedback.looks_ahead:
+        return "feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
+    if settings.feedback.steps_locally:
+        return "feedback = 'local_updates' exchanges weights, and keeps DeepSpeed's own exchange for experts"
+    return ""
+
+
+def _under_zero3(settings: DataParallelConfig, *, fp16: bool) -> Iterator[tuple[str, str]]:
+    """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
+    if settings.feedback.looks_ahead or settings.feedback.steps_locally:
+        yield (
+            "feedback",
+            "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
+            "set it to 'local'",
+        )
+    if settings.parameters is not None:
+        yield (
+            "parameters",
+            "modules gather their parameters when they need them, there is no update that all ranks take "
+            "over; leave it out (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
+        )
+    if settings.verify is not None:
+        yield (
+            "verify",
+            "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",
+        )
+    if settings.nonfinite_action == "skip" and not fp16:
+        yield "nonfinite_action", "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'"
