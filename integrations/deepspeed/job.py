@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..host.versions import parse
 from .section import SECTION, backend_name
 
 #: ZeRO stages, as they may be written.
@@ -85,6 +86,8 @@ class Job:
         dtype = str(_object(content, "torch_autocast").get("dtype"))
         ranks = _object(content, "tensor_parallel").get("autotp_size", 0)
         sequence = content.get("sequence_parallel_size", 1)
+        version = _installed()
+        loses_loose = () < parse(version) <= (0, 19, 0)
         return cls(
             stage=stage,
             precision=precision,
@@ -109,8 +112,8 @@ class Job:
             autoep=_on(content, "expert_parallel"),
             autocast_fp16=_on(content, "torch_autocast")
             and dtype in ("fp16", "float16", "half", "torch.float16"),
-            separate_gradients=stage in (1, 2) and zero.get("contiguous_gradients") is False,
-            version=_installed(),
+            separate_gradients=stage in (1, 2) and zero.get("contiguous_gradients") is False and loses_loose,
+            version=version,
         )
 
 
