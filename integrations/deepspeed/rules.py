@@ -63,8 +63,9 @@ def advice(job: Job) -> Iterator[str]:
     """Yield what DeepSpeed itself does wrong in a job, with or without the plugin."""
     if job.precision == "fp16" and job.stage == 0 and parse(job.version) <= (0, 19, 8):
         yield (
-            f"DeepSpeed {job.version or 'up to 0.19.8'} divides gradients by the loss scale in fp16 at ZeRO stage 0, but "
-            "engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): parameters "
+            f"DeepSpeed {job.version or 'up to 0.19.8'} divides gradients by the loss scale in fp16 at ZeRO "
+            "stage 0, but engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): "
+            "parameters "
             "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
         )
     if job.separate_gradients:
