@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from .section import Section, conflict
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .section import Section
 
 Factor = Annotated[float, Field(gt=0)]
 
@@ -67,11 +64,10 @@ class EmbeddingChannelConfig(Section):
 
     After the bounds: at equal bytes quantising costs less quality.
     """
-    granularity: Literal["table", "vector", "sample", "tensor"] = "table"
-    """Entries that are ranked together: those of a table, of one vector, of one sample's vectors on a rank,
-    or all on a rank.
+    granularity: Literal["table", "vector"] = "table"
+    """Entries that are ranked together: those of a table, or of one vector.
 
-    `vector` keeps some of every vector; `tensor` and `sample` starve tables with small entries.
+    `vector` keeps some of every vector.
     """
     dense_gradient: bool = False
     """Gradients of all entries come back, not only of those that crossed.
@@ -89,12 +85,3 @@ class EmbeddingChannelConfig(Section):
 
     `false` only to see how far the dense weights are from the model that was trained.
     """
-
-    @model_validator(mode="after")
-    def _samples_need_their_own_vectors(self) -> Self:
-        if self.granularity == "sample" and self.deduplicate and self.sparsity > 0:
-            raise conflict(
-                "granularity = 'sample' needs deduplicate = false: a row that crosses once serves many "
-                "samples"
-            )
-        return self

@@ -77,7 +77,14 @@ _GONE: Mapping[str, str] = {
     "kernels.threads": "torch.set_num_threads sets it",
 }  # fmt: skip
 #: Values that a key had, and what to write in their place.
-_VALUES: Mapping[tuple[str, str], str] = {("data_parallel.adaptive", "off"): "null"}
+_VALUES: Mapping[tuple[str, str], str] = {
+    ("data_parallel.adaptive", "off"): "null",
+    (
+        "embedding.granularity",
+        "sample",
+    ): '"vector", or nothing for "table": it starved tables of small entries',
+    ("embedding.granularity", "tensor"): 'nothing for "table": it starved tables of small entries',
+}
 
 
 #: Methods of activations that are gone, and why.

@@ -64,8 +64,7 @@ class TableLimits(nn.Module):
         kernels: ``dct.kernels``; the defaults when None.
 
     Attributes:
-        tau: fp32 [tables] ([1] for granularity ``tensor``, [0] for those that are not kept), 0: no threshold
-            yet.
+        tau: fp32 [tables] ([0] for granularity ``vector``), 0: no threshold yet.
         bound_class: int64 [tables], index of the factor in ``bound_classes``.
         steps: int64 scalar, optimizer steps so far.
     """
@@ -86,8 +85,7 @@ class TableLimits(nn.Module):
         self.tau: Tensor
         self.bound_class: Tensor
         self.steps: Tensor
-        kept = {"table": tables, "tensor": 1, "vector": 0, "sample": 0}[config.granularity]
-        self.register_buffer("tau", torch.zeros(kept))
+        self.register_buffer("tau", torch.zeros(tables if config.granularity == "table" else 0))
         self.register_buffer("bound_class", torch.ones(tables, dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -207,22 +205,9 @@ class TableLimits(nn.Module):
             rows: Rows of each.
         """
         magnitude = x.abs().to(torch.float32)
-        granularity = self.config.granularity
-        density = 1.0 - self.config.sparsity
-        if granularity == "vector":
-            keep = max(1, round(density * x.shape[1]))
+        if self.config.granularity == "vector":
+            keep = max(1, round((1.0 - self.config.sparsity) * x.shape[1]))
             tau = magnitude.topk(keep, dim=1).values[:, -1:] if len(x) else magnitude[:, :1]
-        elif granularity == "sample":
-            if len(set(rows)) > 1:
-                raise ValueError(f"{self.name}: granularity 'sample' needs one vector per table and sample")
-            samples = magnitude.view(len(rows), -1, x.shape[1]).transpose(0, 1).flatten(1)
-            if not samples.numel():
-                return magnitude > 0
-            keep = max(1, round(density * samples.shape[1]))
-            per_sample = samples.topk(keep, dim=1).values[:, -1]
-            tau = per_sample.repeat(len(rows)).unsqueeze(1)
-        elif granularity == "tensor":
-            tau = self.tau[0]
         else:
             at = torch.tensor(tables, dtype=torch.int64, device=x.device)
             counts = torch.tensor(rows, dtype=torch.int64, device=x.device)
@@ -261,13 +246,13 @@ class TableLimits(nn.Module):
                 if part.numel():
                     by_table[table].append(part)
         if due:
-            groups = by_table if self.config.granularity == "table" else [[p for ps in by_table for p in ps]]
-            flats = {
-                number: torch.cat([part.reshape(-1) for part in parts])
-                for number, parts in enumerate(groups[: self.tau.numel()])
-                if parts
-            }
-            self._update_thresholds(flats)
+            self._update_thresholds(
+                {
+                    number: torch.cat([part.reshape(-1) for part in parts])
+                    for number, parts in enumerate(by_table)
+                    if parts
+                }
+            )
         if classes and limits.bound is not None:
             for table, parts in enumerate(by_table):
                 if parts:

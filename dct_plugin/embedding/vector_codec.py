@@ -18,7 +18,7 @@ from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
-from ..kernels.embedding import device_code_kernels, say_once
+from ..kernels.embedding import say_once
 from ..kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
 from ..stream import encode_all
 from .error_bounded import decode_bounded, encode_bounded, relative_parts
@@ -39,10 +39,8 @@ class VectorCodec:
         host: Gives the kernels of error-bounded codes on the host.
 
     Attributes:
-        bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`). ``auto`` weighs its work against
-            it.
-        entropy: How quantised entries are coded: ``rice`` is small, ``packed`` is fast, ``auto`` weighs them
-            for each table by what the link is worth.
+        bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`), against which the work of the
+            smaller code is weighed for each table.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class VectorCodec:
         self.config = config
         self.name = name
         self.bit_cost = _SLOWEST
-        self.entropy = "auto"
         self.backend = backend
         self._host = host
         self._on_device: dict[torch.device, DeviceCodeKernels | None] = {}
@@ -70,7 +67,7 @@ class VectorCodec:
     def on_device(self, device: torch.device) -> DeviceCodeKernels | None:
         """Return the kernels that code tensors on ``device``; None if the host does."""
         if device not in self._on_device:
-            self._on_device[device] = device_code_kernels(self.backend(device), self.entropy)
+            self._on_device[device] = self.backend(device).code_kernels()
         return self._on_device[device]
 
     # -- error-bounded codes ---
@@ -100,7 +97,7 @@ class VectorCodec:
         encoded = encode_bounded(
             outgoing,
             host,
-            entropy=self.entropy,
+            entropy="auto",
             # Plain Python reads packed codes all at once, and Rice codes one by one.
             bit_cost=0 if host.name == "reference" else self.bit_cost,
             decoded=decoded,

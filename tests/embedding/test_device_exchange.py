@@ -50,7 +50,7 @@ def tables(
     module = ShardedTables(
         cardinalities, DIM, config=config, kernels=KernelConfig(backend=backend), metrics=metrics
     )
-    module.embedding_exchange.messages.codec.entropy = "packed" if backend == "plain" else "auto"
+    module.embedding_exchange.messages.codec.bit_cost = 0  # packed codes, as the device's
     return module
 
 

@@ -50,11 +50,9 @@ def test_codes_of_all_ranks() -> None:
     assert bool(outs[2].isnan().all())
 
 
-@pytest.mark.parametrize("entropy", ["auto", "rice"])
-def test_the_messages_of_an_exchange(entropy: str) -> None:
+def test_the_messages_of_an_exchange() -> None:
     config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1})
     codec = VectorCodec(config, name="t", backend=get_backend, host=lambda: HOST)
-    codec.entropy = entropy
     messages = VectorMessages(codec, 16)
     rows = [[300, 200], [400, 100]]
     x = [torch.randn(500, 16, device="cuda") for _ in rows]
@@ -73,7 +71,7 @@ def _train(rank: int, world_size: int, device: str, config: dict[str, Any]) -> l
     torch.manual_seed(0)
     made = EmbeddingChannelConfig.of(config)
     module = ShardedTables([300, 70, 500], 16, config=made).to(device)
-    module.embedding_exchange.messages.codec.entropy = "packed"
+    module.embedding_exchange.messages.codec.bit_cost = 0  # packed codes, as the device's
     kept = []
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + rank)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...config.methods import BoundMethod
 from ...errors import PayloadError
-from ...kernels.embedding import device_code_kernels, say_once
+from ...kernels.embedding import say_once
 from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, IntArray, Outgoing
 from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
@@ -72,7 +72,7 @@ class Bounded(ActivationCompressor[BoundMethod]):
         add(out, values.to(out.device))
 
     def _device_kernels(self, device: torch.device) -> DeviceCodeKernels | None:
-        return device_code_kernels(backend_beside(self.site.kernels, device), "auto")
+        return backend_beside(self.site.kernels, device).code_kernels()
 
     def _kernels(self) -> EmbeddingKernels:
         return backend_beside(self.site.kernels, torch.device("cpu")).embedding_kernels()
