@@ -148,9 +148,38 @@ class ClassSummary:
 
 @dataclass(frozen=True)
 class Summary(ClassSummary):
-    """Totals over all tensor classes, and each class by itself in ``classes``."""
+    """Totals over all tensor classes, and each class by itself in ``classes``.
+
+    ``start_steps`` is the number of first steps that were dense or had a rising sparsity, and ``start_bytes``
+    what had been sent when the last of them ended: by class, dense and sent bytes.
+    """
 
     classes: dict[str, ClassSummary] = field(default_factory=dict)
+    start_steps: int = 0
+    start_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def steady_ratio(self) -> float | None:
+        """Dense over sent bytes after the start, ``None`` when nothing was sent then."""
+        dense, sent = zip(*self._steady_bytes().values(), (0.0, 0.0), strict=True)
+        return _ratio(sum(dense), sum(sent))
+
+    @property
+    def largest(self) -> tuple[str, float] | None:
+        """The class that sends most after the start, and its share of what is sent."""
+        sent = {cls: sent for cls, (_, sent) in self._steady_bytes().items()}
+        most = max(sent, key=sent.__getitem__, default=None)
+        return (most, sent[most] / sum(sent.values())) if most is not None and sent[most] > 0 else None
+
+    def _steady_bytes(self) -> dict[str, tuple[float, float]]:
+        """Return dense and sent bytes after the start; of the whole run, if it ended before."""
+        start = self.start_bytes if self.start_steps < self.steps else {}
+        none = (0.0, 0.0)
+        return {
+            cls: (part.dense_bytes - start.get(cls, none)[0], part.sent_bytes - start.get(cls, none)[1])
+            for cls, part in self.classes.items()
+            if "/" not in cls
+        }
 
 
 @dataclass(slots=True)
@@ -214,12 +243,18 @@ class Metrics:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        self.starting = False
+        """Set by reducers: this step is dense or has a rising sparsity."""
+        self.counts_host = False
+        """Set when the collectives of the host framework are recorded."""
         self._sinks: list[Sink] = list(sinks)
         self._window: dict[str, _Sums] = {}
         self._totals: dict[str, _Sums] = {}
         self._steps = 0
         self._window_steps = 0
         self._last_step = 0
+        self._start_steps = 0
+        self._start_bytes: dict[str, tuple[float, float]] = {}
         # Records may come from communication hooks that run on autograd's threads.
         self._lock = threading.Lock()
         self._file: TextIO | None = None
@@ -253,6 +288,9 @@ class Metrics:
             for sums in self._window.values():
                 sums.thin_steps += sums.thin_open
                 sums.thin_open = 0
+            if self.starting:
+                self._start_steps = self._steps
+                self._start_bytes = self._bytes()
             due = self._window_steps >= self.config.every
         if due:
             self._report()
@@ -272,38 +310,56 @@ class Metrics:
         tensors = {cls: sums.tensors_per_step() for cls, sums in per_class.items()}
         classes = {cls: ClassSummary._of(sums, steps, tensors[cls]) for cls, sums in per_class.items()}
         count = sum(n for cls, n in tensors.items() if "/" not in cls)
-        return Summary(**vars(ClassSummary._of(whole, steps, count)), classes=classes)
+        return Summary(
+            **vars(ClassSummary._of(whole, steps, count)),
+            classes=classes,
+            start_steps=self._start_steps,
+            start_bytes=self._start_bytes,
+        )
 
     def summary_line(self) -> str:
         """The run in one line, for the end of training."""
         total = self.summary()
-        steps = f"{total.steps} step{'' if total.steps == 1 else 's'}"
+        steps = _counted(total.steps, "step")
         if total.ratio is None:
-            return f"dct: {steps}, nothing sent ({self.world_size} rank{'' if self.world_size == 1 else 's'})"
-        if total.dense_bytes == 0:
-            times = "all of it extra"
-        elif total.ratio >= 1:
-            times = f"{total.ratio:.3g}x fewer"
-        else:
-            times = f"{1 / total.ratio:.3g}x more"
+            return f"dct: {steps}, nothing sent ({_counted(self.world_size, 'rank')})"
         parts = [
-            steps,
-            f"sent {format_bytes(total.sent_bytes)} of {format_bytes(total.dense_bytes)} dense ({times})",
+            f"dct: {steps}, rank {self.rank} sent {format_bytes(total.sent_bytes)} in place of "
+            f"{format_bytes(total.dense_bytes)} ({_times(total.ratio)})"
         ]
-        if total.density is None or total.density_target is None:
-            parts.append("nothing thresholded")
-        else:
+        if 0 < total.start_steps < total.steps:
+            first = _counted(total.start_steps, "step")
+            parts.append(f"{_times(total.steady_ratio)} after the first {first}")
+        elif total.start_steps:
+            parts.append("all steps are the start, dense or with rising sparsity")
+        if (largest := total.largest) is not None:
+            parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
+        if total.density is not None and total.density_target is not None:
             parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
-            count = f"{total.refreshes_per_tensor:.3g}"
-            parts.append(f"{count} threshold refresh{'' if count == '1' else 'es'} per tensor")
+        times = f"exchange {total.exchange_ms:.1f}"
+        if total.waited_ms >= 0.05:
+            times += f" ({total.waited_ms:.1f} waiting for other ranks)"
         parts.append(
-            f"{total.total_ms:.1f} ms per step in select {total.select_ms:.1f} / "
-            f"encode {total.encode_ms:.1f} / exchange {total.exchange_ms:.1f}"
-            + (f" ({total.waited_ms:.1f} waiting for other ranks)" if total.waited_ms >= 0.05 else "")
-            + f" / decode {total.decode_ms:.1f}"
-            + (f" ({total.hidden_ms:.1f} of them hidden)" if total.hidden_ms else "")
+            f"{total.total_ms:.1f} ms per step: select {total.select_ms:.1f}, encode {total.encode_ms:.1f}, "
+            f"{times}, decode {total.decode_ms:.1f}"
         )
-        return "dct: " + ", ".join(parts)
+        if total.hidden_ms:
+            parts[-1] += f", {total.hidden_ms:.1f} of them beside the backward pass"
+        if not self.counts_host:
+            parts.append("not counted: what the framework sends by itself")
+        return "; ".join(parts)
+
+    def _bytes(self) -> dict[str, tuple[float, float]]:
+        """Return dense and sent bytes so far, by class."""
+        none = _Sums()
+        parts = {
+            cls: (self._totals.get(cls, none), self._window.get(cls, none))
+            for cls in (*self._totals, *self._window)
+        }
+        return {
+            cls: (one.dense_bytes + other.dense_bytes, one.sent_bytes + other.sent_bytes)
+            for cls, (one, other) in parts.items()
+        }
 
     def close(self) -> None:
         """Report the steps since the last report and close what is open; may be called again."""
@@ -376,6 +432,39 @@ def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
         "refreshes": sums.refreshes,
         **{name: round(getattr(sums, name) / steps, 4) for name in _TIMES},
     }
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _times(ratio: float | None) -> str:
+    if not ratio:
+        return "nothing sent" if ratio is None else "all of it extra"
+    return f"{ratio:.3g}x fewer" if ratio >= 1 else f"{1 / ratio:.3g}x more"
+
+
+#: Tensor classes as the summary names them.
+_CLASS_NAMES = {
+    "gradient": "thresholded gradients",
+    "gradient_answer": "thresholded sums of gradients",
+    "gradient_small": "tensors below min_numel",
+    "gradient_warmup": "dense gradients",
+    "parameter": "thresholded updates of weights",
+    "parameter_small": "weights below min_numel",
+    "parameter_full": "gathers of all weights",
+    "embedding_forward": "embedding vectors",
+    "embedding_backward": "gradients of embedding vectors",
+    "embedding_ids": "requests for embedding rows",
+    "pipeline": "activations between stages",
+    "pipeline_gradient": "gradients between stages",
+    "host_all_reduce": "the framework's own all-reduces",
+    "host_all_gather": "the framework's own all-gathers",
+    "host_reduce_scatter": "the framework's own reduce-scatters",
+    "host_all_to_all": "the framework's own all-to-alls",
+    "host_broadcast": "the framework's own broadcasts",
+    "host_send": "tensors that the framework sends between ranks",
+}
 
 
 def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:

@@ -31,6 +31,10 @@ class SparsitySchedule:
         """The schedule of a section."""
         return cls(config.sparsity, config.warmup_steps, config.sparsity_warmup_steps)
 
+    def starting(self, step: int) -> bool:
+        """True while steps are dense or sparsity rises."""
+        return step < self.warmup_steps + self.ramp_steps
+
     def density(self, step: int) -> float:
         """Share of entries to keep at ``step`` (from 0); 1.0 means dense."""
         if step < self.warmup_steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..codecs.message import MessageWriter
+from ..host_traffic import bytes_sent
 from ..stream import Encoded, as_flat, encode_all
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import WrittenTensor
@@ -13,6 +14,11 @@ from .topology import Phase
 
 class GradientMessages(Phase):
     """Every rank sends its thresholded gradients, and leaves zeros in their place."""
+
+    def dense_bytes(self, nbytes: float) -> float:
+        """Return the bytes that the host would send for ``nbytes`` of gradients, where these messages go."""
+        group = self.group
+        return bytes_sent("all_reduce", nbytes, group.world_size, gloo=group.device.type == "cpu")
 
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
         with self.group.backend.batched():
@@ -35,15 +41,13 @@ class GradientMessages(Phase):
             encoded = stream.encode(grad, parts, sparsity.density, clear=True, unsent=tensor.unsent)
         if grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
-        # A dense all-reduce sends twice what a reduce-scatter does.
         others = group.world_size - 1
-        dense = (2 if self.to_all else 1) * others / group.world_size * tensor.tensor.numel()
         return WrittenTensor(
             tensor.name,
             "gradient_small" if tensor.small else "gradient",
             encoded,
             stream,
-            dense * tensor.entry_bytes,
+            self.dense_bytes(tensor.tensor.numel() * tensor.entry_bytes),
             [others if self.to_all else int(shard.owner != group.rank) for shard in tensor.shards],
             "" if tensor.small else sparsity.label,
         )

@@ -279,6 +279,8 @@ class GradientReducer(StreamGroup):
         """
         self.finish()
         self._dense.end_step(skipped=skipped)
+        if self.metrics is not None:
+            self.metrics.starting = self.schedule.starting(self.step)
         if reduced_at is not None:
             self.loss_scale = reduced_at
         ratio = 1.0 if loss_scale is None else loss_scale / self.loss_scale

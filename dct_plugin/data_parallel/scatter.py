@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..host_traffic import bytes_sent
 from .gradient_messages import GradientMessages
 from .plan import ReductionPlan, Shard
 from .stream_group import StreamGroup
@@ -15,16 +16,20 @@ class Scatter(Topology):
     sums_everywhere = False
 
     def __init__(self, group: StreamGroup) -> None:
-        self.phases = [MessagesToOwners(group)]
+        self.phases = [_MessagesToOwners(group)]
 
     def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
         raise ValueError(f"{name}: the host says which parts its ranks own")
 
 
-class MessagesToOwners(GradientMessages):
+class _MessagesToOwners(GradientMessages):
     """Every rank sends one message to each owner, who keeps the sums in place of its gradient."""
 
     to_all = False
+
+    def dense_bytes(self, nbytes: float) -> float:
+        group = self.group
+        return bytes_sent(group.host_collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         tensors = plan.views_of(self.group.rank)

@@ -91,6 +91,8 @@ class StreamGroup:
         """Factor that the host multiplies into the gradients."""
         self.streams: dict[str, Compressor] = {}
         """By name: one for each tensor that this rank sends by itself."""
+        self.host_collective = "reduce_scatter"
+        """Collective by which the host would give owners their sums; for the metrics."""
         self.settings = settings
         self._kernels = kernels
         self.backend = backend_of(kernels, self.device)

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..stream import encode_all
+from .gradient_messages import GradientMessages
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
-from .scatter import MessagesToOwners
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Destination, Phase, Sum, Topology
 
@@ -40,8 +40,13 @@ class TwoPhase(Topology):
             yield shard, _stream_of(name, shard)
 
 
-class _MessagesToSummingOwners(MessagesToOwners):
+class _MessagesToSummingOwners(GradientMessages):
     """The first phase: sums go into scratch memory."""
+
+    to_all = False
+
+    def dense_bytes(self, nbytes: float) -> float:
+        return super().dense_bytes(nbytes) / 2  # the answers are the other half
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         sums = _sums(self.group, plan)

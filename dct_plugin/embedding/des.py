@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..autograd import with_gradient
+from ..host_traffic import own_traffic
 from ..metrics import Metrics, Record
 from .placement import Table, check_placement
 
@@ -45,6 +46,7 @@ class _RecordedGroup:
         self.world_size = dist.get_world_size(group)
         self.metrics = metrics
 
+    @own_traffic()
     def all_to_all(self, blocks: Sequence[Tensor], received: Sequence[Tensor], cls: str) -> None:
         """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
         started = time.perf_counter()
@@ -62,6 +64,7 @@ class _RecordedGroup:
         sent = sum(block.numel() for rank, block in enumerate(blocks) if rank != self.rank)
         self._record(cls, sent, output, started)
 
+    @own_traffic()
     def transpose(self, tensor: Tensor, cls: str) -> Tensor:
         """[N, ...], block r for rank r -> [N, ...], block r from rank r; recorded as ``cls``."""
         started = time.perf_counter()
@@ -70,6 +73,7 @@ class _RecordedGroup:
         self._record(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor, started)
         return received
 
+    @own_traffic()
     def gather(self, tensor: Tensor, cls: str) -> Tensor:
         """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
         started = time.perf_counter()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ..autograd import with_gradient
 from ..config import EmbeddingChannelConfig, KernelConfig
+from ..host_traffic import own_traffic
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..stream import as_flat, wire_dtype
@@ -288,6 +289,7 @@ class _RoundTrip:
             slots.remember(sent, sent_bytes, got, got_bytes)
         return received
 
+    @own_traffic()
     def _send_uncompressed(self, timer: ExchangeTimer, way: _Direction, x: Tensor) -> Tensor:
         """Exchange rows as they are."""
         blocks = x.split([sum(rows) for rows in way.sent_rows])

@@ -41,12 +41,14 @@ class Workload(Protocol):
         """Free what :meth:`open` made; a collective."""
 
 
-def milliseconds(metrics: Sequence[Metrics]) -> dict[str, float]:
-    """Return the totals so far of all that the metrics time, by name (``select_ms``, ...)."""
+def totals_of(metrics: Sequence[Metrics]) -> dict[str, float]:
+    """Return the totals so far of what metrics time and count, by name (``select_ms``, ``sent_bytes``)."""
     totals: dict[str, float] = {}
     for source in metrics:
         summary = source.summary()
         for name, value in vars(summary).items():
             if name.endswith("_ms"):
                 totals[name] = totals.get(name, 0.0) + value * summary.steps
+            elif name in ("dense_bytes", "sent_bytes"):
+                totals[name] = totals.get(name, 0.0) + value
     return totals

@@ -34,7 +34,7 @@ class Block(NamedTuple):
     Attributes:
         ms: Milliseconds per step, until the slowest rank was done.
         sent: Bytes per step that left the ranks' interfaces, all ranks together, with headers.
-        totals: Milliseconds so far by what the plugin's metrics time, mean over the ranks.
+        totals: What the plugin's metrics have timed and counted so far, mean over the ranks.
         steps: How many.
     """
 

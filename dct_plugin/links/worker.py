@@ -11,6 +11,7 @@ import json
 import os
 import time
 import traceback
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.interfaces import InterfaceCounter
 
-from .method import Method, Workload, milliseconds
+from .method import Method, Workload, totals_of
 
 #: Seconds that the ranks wait for each other. At 100 Mbit/s, 100 million fp32 gradients take half a minute.
 PATIENCE = timedelta(minutes=3)
@@ -88,12 +90,15 @@ class Rank:
             dist.barrier(self._control)
             self._counter.start()
             began = time.perf_counter()
-            for _ in range(steps):
-                method.step()
+            with ExitStack() as recorded:
+                for metrics in method.metrics:  # other methods of this process have theirs
+                    recorded.enter_context(HostTraffic(metrics))
+                for _ in range(steps):
+                    method.step()
             seconds = time.perf_counter() - began
             dist.barrier(self._control)
             sent = self._counter.stop().tx
-        return seconds, sent, milliseconds(method.metrics)
+        return seconds, sent, totals_of(method.metrics)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..host_traffic import own_traffic
+
 
 class Header(NamedTuple):
     """The announcement of a message.
@@ -89,6 +91,7 @@ class Transport:
     def discard(self, sizes: Sequence[int]) -> None:
         """Throw away the messages that follow the last headers; ``sizes`` are their bytes."""
 
+    @own_traffic()
     def transfer(self, messages: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Send ``messages[r]`` to rank ``r`` and fill ``buffers[r]`` from it; the own ones are left alone.
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..host_traffic import own_traffic
 from .base import HEADER, Announced, Header, Transport
 
 
@@ -23,6 +24,7 @@ class DeviceTransport(Transport):
         super().__init__(group)
         self._device = device
 
+    @own_traffic()
     def receive_headers(self, announced: Announced) -> list[Header]:
         pinned = torch.tensor(announced.headers, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         sent = pinned.to(self._device, non_blocking=True)

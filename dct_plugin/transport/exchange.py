@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DesyncError
+from ..host_traffic import bytes_sent, own_traffic
 from . import lost_ranks
 from .announced import AnnouncedMessages
 from .base import Transport
@@ -170,12 +171,13 @@ class Exchange:
             self._open().transfer(sent, buffers)
         self._staging.store(buffers, results)
 
+    @own_traffic()
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; return the bytes that count as sent."""
         with self._guard("dense all-reduce"):
             dist.all_reduce(tensor, group=self.group)
-        # The bytes of a ring all-reduce: the transport does not report its own.
-        size = round(2 * (self.world_size - 1) / self.world_size * tensor.numel() * tensor.element_size())
+        nbytes = tensor.numel() * tensor.element_size()
+        size = round(bytes_sent("all_reduce", nbytes, self.world_size, gloo=tensor.device.type == "cpu"))
         self._summed_bytes += size
         return size
 

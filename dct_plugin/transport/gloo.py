@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..host_traffic import own_traffic
 from .base import HEADER, Announced, Header, Transport
 
 #: Bytes of a message that travel with its header: every receiver has a buffer for them ready, so this is the
@@ -34,6 +35,7 @@ class GlooTransport(Transport):
                 buffer = torch.empty(HEADER.size + FIRST_BYTES, dtype=torch.uint8)
                 self._receiving[source] = buffer, dist.irecv(buffer, self.ranks[source], self.group)
 
+    @own_traffic()
     def receive_headers(self, announced: Announced) -> list[Header]:
         headers = torch.tensor(announced.headers, dtype=torch.int64)
         sent = list(headers.view(torch.uint8).clone())

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from dct_plugin.config import ActivationConfig, DCTConfig, PipelineConfig
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels import GRAD_DTYPES
 from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
 
@@ -226,7 +227,7 @@ class PipelinePath(ActivationPath):
         return PipelineMetrics(self.metrics, self.streams.training)
 
     def _timed(self, transfer: _Transfer, message: Tensor) -> None:
-        with self._pass_metrics.timed("exchange"):
+        with self._pass_metrics.timed("exchange"), own_traffic():
             transfer(message)
 
 

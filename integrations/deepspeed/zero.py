@@ -97,6 +97,10 @@ class ZeroPath(GradientPath):
         # With contiguous gradients to their owners, average_tensor has divided by the number of ranks before.
         if self._to_owners and self._averages and optimizer.contiguous_gradients:
             self.unit = 1.0 / self.reducer.world_size
+        for reducer in (self.reducer, *self._expert_reducers.values()):
+            # DeepSpeed reduces whole buckets on all ranks, or each part on its owner.
+            together = getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
+            reducer.host_collective = "all_reduce" if together else "reduce"
         self._bucket: Tensor | None = None
         self._reductions: BucketReductions | None = None
         self._shards: dict[tuple[int, int], list[Shard]] = {}

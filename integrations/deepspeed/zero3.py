@@ -41,12 +41,14 @@ class Zero3Path(GradientPath):
         },
     )
     attributes = (
-        "ipg_buckets", "fp16_groups", "param_names", "dp_process_group", "postscale_gradients",
-        "gradient_predivide_factor", "gradient_accumulation_dtype", "loss_scale",
+        "ipg_buckets", "fp16_groups", "reduce_scatter", "param_names", "dp_process_group",
+        "postscale_gradients", "gradient_predivide_factor", "gradient_accumulation_dtype", "loss_scale",
     )  # fmt: skip
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
+        if not self.optimizer.reduce_scatter:
+            self.reducer.host_collective = "all_reduce"
         self._residual_dtype = context.config.data_parallel.residual_dtype
 
     @classmethod

@@ -34,6 +34,11 @@ class PipelineMetrics(NamedTuple):
             )
         )
 
+    def sent_whole(self, tensor: Tensor) -> None:
+        """Record a tensor that was sent as it is."""
+        nbytes = tensor.numel() * tensor.element_size()
+        self.metrics.record(Record("host_send", nbytes, nbytes, tensor.numel(), tensors=0))
+
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
         """Record the time that the block takes."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 
+from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.metrics import Metrics, Sink
 
 
 class Reporting:
-    """Feeds a monitor, and closes the metrics once: when the host is done, or the process ends.
+    """Counts what the host sends by itself, feeds a monitor, and closes the metrics once: when the host is
+    done, or the process ends.
 
     Args:
         metrics: The metrics to report.
@@ -26,6 +28,8 @@ class Reporting:
     ) -> None:
         self.metrics = metrics
         self._before_finish = before_finish
+        self._host_traffic = HostTraffic(metrics)
+        self._host_traffic.start()
         self._finished = False
         if monitor is not None and metrics.rank == 0:
             metrics.add_sink(monitor)
@@ -39,6 +43,7 @@ class Reporting:
         atexit.unregister(self.finish)
         if self._before_finish is not None:
             self._before_finish()
+        self._host_traffic.stop()
         self.metrics.close()
         if self.metrics.rank == 0 and self.metrics.summary().steps:
             print(self.metrics.summary_line(), flush=True)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.errors import DCTError
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
 
@@ -90,7 +91,10 @@ class PipelineHook(ActivationHook):
                 raise DCTError("Megatron asked for batched communication that it does not wait for")
             self._encode_all(transfer)
             finish = self._prepare_to_receive(transfer)
-            requests = transfer.start(self._p2p)
+            with own_traffic():
+                requests = transfer.start(self._p2p)
+            for tensor in transfer.sent_whole:
+                self.pipeline_metrics.sent_whole(tensor)
             received = transfer.recv_prev, transfer.recv_next
             if not wait_on_reqs:
                 handles = {
@@ -241,6 +245,12 @@ class _Transfer:
     def recv_next(self) -> Tensor | None:
         """The gradient from the next stage."""
         return _empty(self._shape, self._communicator.config) if self._receives_next else None
+
+    @property
+    def sent_whole(self) -> list[Tensor]:
+        """The tensors that are sent as they are, beside messages."""
+        sent = {"send_next": self.send_next, "send_prev": self.send_prev}
+        return [each for name, each in sent.items() if each is not None and name not in self.messages]
 
     @property
     def is_ordered(self) -> bool:

@@ -222,9 +222,31 @@ def test_summary_totals_classes_and_line() -> None:
     assert summary.classes["gradient"].ratio == pytest.approx(100)
     assert summary.classes["gradient_small"].density is None
     assert recorder.summary_line() == (
-        "dct: 4 steps, sent 2.1 kB of 33.6 kB dense (16.2x fewer), density 0.00900 (target 0.0100), "
-        "3 threshold refreshes per tensor, 7.0 ms per step in "
-        "select 1.2 / encode 0.6 / exchange 4.2 / decode 1.0"
+        "dct: 4 steps, rank 0 sent 2.1 kB in place of 33.6 kB (16.2x fewer); 85 % of it tensors below "
+        "min_numel; density 0.00900 (target 0.0100); 7.0 ms per step: select 1.2, encode 0.6, exchange 4.2, "
+        "decode 1.0; not counted: what the framework sends by itself"
+    )
+
+
+def test_the_start_counts_apart() -> None:
+    recorder = make()
+    recorder.starting = True
+    for step in range(1, 4):
+        recorder.record(Record("gradient_warmup", 4000, 4000, 1000))
+        recorder.step(step)
+    assert "3 steps, rank 0 sent 12.0 kB in place of 12.0 kB (1x fewer); all steps are the start" in (
+        recorder.summary_line()
+    )
+    recorder.starting = False
+    for step in range(4, 8):
+        gradient(recorder)
+        small(recorder, dense_bytes=400, sent_bytes=40)
+        recorder.step(step)
+    summary = recorder.summary()
+    assert (summary.start_steps, summary.steady_ratio) == (3, pytest.approx(4400 / 80))
+    assert summary.largest == ("gradient", 0.5)
+    assert "fewer); 55x fewer after the first 3 steps; 50 % of it thresholded gradients" in (
+        recorder.summary_line()
     )
 
 
@@ -247,11 +269,11 @@ def test_summary_lines_of_special_runs() -> None:
     recorder.record(
         Record("activation", dense_bytes=0, sent_bytes=8, numel=0, nnz=0, target_density=1.0, tau=0.0)
     )
-    assert "sent 8 bytes of 0 bytes dense (all of it extra)" in recorder.summary_line()
+    assert "sent 8 bytes in place of 0 bytes (all of it extra)" in recorder.summary_line()
     recorder = make()
     small(recorder)
     recorder.step(1)
-    assert "400 bytes dense (1.1x more), nothing thresholded, 0.0 ms" in recorder.summary_line()
+    assert "400 bytes (1.1x more); 100 % of it tensors below min_numel; 0.0 ms" in recorder.summary_line()
 
 
 RECORDS = st.lists(

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-0, 1 and 2: dense in fp32, dense with bf16 communication, and with ``dct`` sections."""
+"""DeepSpeed ZeRO-0 to 3: dense in fp32, dense with bf16 communication, and with ``dct`` sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UPDATES = {"data_parallel": {**SECTION["data_parallel"], "parameters": {}}}
 
 
 class Zero:
-    """Variants are ``ZeRO-0`` to ``ZeRO-2``; ``parameters`` (millions) says how large the model is."""
+    """Variants are ``ZeRO-0`` to ``ZeRO-3``; ``parameters`` (millions) says how large the model is."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._width = width_of(options["parameters"])
@@ -40,7 +40,7 @@ class Zero:
             engine.allreduce_gradients = lambda *arguments, **keywords: None
             around = partial(apart, list(engine.module.parameters()))
             methods.append(Method("ideal", partial(self._step, engine), around=around))
-        chosen = METHODS if stage == 0 else {**METHODS, "DCT 0.99, updates 0.97": {"dct": UPDATES}}
+        chosen = METHODS if stage in (0, 3) else {**METHODS, "DCT 0.99, updates 0.97": {"dct": UPDATES}}
         for name, section in chosen.items():
             engine = self._engine(stage, section)
             attached = engine.__dict__.get("dct")

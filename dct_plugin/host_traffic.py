@@ -1,0 +1,205 @@
+"""The traffic of the host framework: what its own collectives send, counted by their sizes.
+
+Every collective that Python code starts goes through a method of ``ProcessGroup``. These methods are wrapped
+while a job runs, and put back afterwards. Collectives that C++ code or compiled graphs start are not seen,
+but for DDP's broadcast of buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .metrics import Metrics, Record
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HostTraffic", "bytes_sent", "own_traffic"]
+
+#: Bytes on the wire of one message of gloo besides its contents: three headers of its own, and the headers of
+#: packets and acknowledgements. Measured with interface counters, for 2 and 4 ranks.
+_GLOO_MESSAGE = 400
+
+
+class _Operation(NamedTuple):
+    """What an operation sends over a ring of ``P`` ranks, the mean of all ranks.
+
+    Attributes:
+        factor: Bytes sent for each byte of the input; of ``P``.
+        gloo_messages: Messages that gloo sends; of ``P``.
+        gloo_factor: ``factor`` on gloo, where it is another one.
+    """
+
+    factor: Callable[[int], float]
+    gloo_messages: Callable[[int], float]
+    gloo_factor: Callable[[int], float] | None = None
+
+
+_OPERATIONS = {
+    "all_reduce": _Operation(lambda p: 2 * (p - 1) / p, lambda p: max(4, 2 * (p - 1))),
+    "all_gather": _Operation(lambda p: p - 1, lambda p: 2 * (p - 1)),
+    # gloo sums everything on all ranks.
+    "reduce_scatter": _Operation(
+        lambda p: (p - 1) / p, lambda p: max(4, 2 * (p - 1)), lambda p: 2 * (p - 1) / p
+    ),
+    # gloo scatters the sums, then gathers them.
+    "reduce": _Operation(lambda p: (p - 1) / p, lambda p: p - 1 / p, lambda p: (p - 1) / p * (1 + 1 / p)),
+    "broadcast": _Operation(lambda p: (p - 1) / p, lambda p: (p - 1) / p),
+    "gather": _Operation(lambda p: (p - 1) / p, lambda p: (p - 1) / p),
+    "scatter": _Operation(lambda p: (p - 1) / p, lambda p: (p - 1) / p),
+    "all_to_all": _Operation(lambda p: (p - 1) / p, lambda p: p - 1),
+    "send": _Operation(lambda p: 1, lambda p: 1),
+    "barrier": _Operation(lambda p: 0, lambda p: (p - 1).bit_length()),
+}
+
+#: Methods of a process group: their operation, and the argument whose tensors count.
+_METHODS = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "send": ("send", 0),
+    "barrier": ("barrier", 0),
+}
+
+
+def bytes_sent(operation: str, nbytes: float, ranks: int, *, gloo: bool) -> float:
+    """Return the bytes that a rank sends, the mean of all ranks, without headers.
+
+    Args:
+        operation: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or another name.
+        nbytes: Bytes of a rank's input.
+        ranks: Ranks of the group.
+        gloo: Whether gloo carries them; otherwise they count as in a ring.
+    """
+    _, _, gloo_factor = found = _OPERATIONS[operation]
+    return (gloo_factor if gloo and gloo_factor is not None else found.factor)(ranks) * nbytes
+
+
+class _OwnTraffic(threading.local):
+    depth = 0
+
+
+_own = _OwnTraffic()
+
+
+@contextmanager
+def own_traffic() -> Iterator[None]:
+    """Surround collectives that the plugin records by itself; also a decorator."""
+    _own.depth += 1
+    try:
+        yield
+    finally:
+        _own.depth -= 1
+
+
+class HostTraffic:
+    """Records the collectives of this process but for the plugin's own, between :meth:`start` and
+    :meth:`stop`; also a context manager. Of several that are started, the last one records.
+
+    Args:
+        metrics: Takes the records, of the classes ``host_all_reduce``, ``host_all_gather`` and so on.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def start(self) -> None:
+        """Begin to record."""
+        if not _started:
+            for name, (operation, position) in _METHODS.items():
+                _wrap(dist.ProcessGroup, name, operation, position)
+            # DDP asks the module for it: (group, tensors, bytes of a bucket, source).
+            _wrap(dist, "_broadcast_coalesced", "broadcast", 0)
+        _started.append(self)
+        self._metrics.counts_host = True
+
+    def stop(self) -> None:
+        """Record no more; the last one puts everything back."""
+        if self in _started:
+            _started.remove(self)
+        if not _started:
+            while _wrapped:
+                setattr(*_wrapped.pop())
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def record(self, operation: str, group: dist.ProcessGroup, tensors: Any, splits: Sequence[int]) -> None:
+        """Record one collective.
+
+        Args:
+            operation: Its name.
+            group: Group of ranks.
+            tensors: The rank's input: a tensor, or lists of them.
+            splits: Entries for each rank, where an all-to-all has unequal ones.
+        """
+        ranks = group.size()
+        if operation == "all_to_all" and not isinstance(tensors, Tensor):
+            splits = [tensor.numel() for tensor in tensors]
+        flat = list(_tensors(tensors))
+        gloo = all(tensor.device.type == "cpu" for tensor in flat)
+        nbytes = float(sum(tensor.numel() * tensor.element_size() for tensor in flat))
+        sent = bytes_sent(operation, nbytes, ranks, gloo=gloo)
+        if splits and sum(splits):
+            sent = nbytes * (1 - splits[group.rank()] / sum(splits))
+        if gloo:
+            sent += _GLOO_MESSAGE * _OPERATIONS[operation].gloo_messages(ranks)
+        numel = sum(tensor.numel() for tensor in flat)
+        self._metrics.record(Record(f"host_{operation}", sent, sent, numel, tensors=0))
+
+
+_started: list[HostTraffic] = []
+_wrapped: list[tuple[Any, str, Any]] = []
+
+
+def _wrap(owner: Any, name: str, operation: str, position: int) -> None:
+    original = getattr(owner, name, None)
+    if original is None:  # in other versions of torch
+        return
+
+    @functools.wraps(original)
+    def collective(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+        if _started and not _own.depth and group.size() > 1:
+            tensors = arguments[position] if len(arguments) > position else ()
+            splits = arguments[3] if operation == "all_to_all" and len(arguments) > 3 else ()
+            _started[-1].record(operation, group, tensors, splits)
+        return original(group, *arguments, **keywords)
+
+    _wrapped.append((owner, name, vars(owner)[name]))  # what getattr returns would not bind the group
+    setattr(owner, name, collective)
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for each in nested:
+            yield from _tensors(each)

@@ -1,0 +1,56 @@
+"""The summary of a job against the byte counters of its interfaces."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dct_plugin.config import MetricsConfig
+from dct_plugin.host_traffic import HostTraffic
+from dct_plugin.links.namespaces import LinksError
+from dct_plugin.metrics import Metrics
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "summary.py"
+
+
+def _benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("summary_benchmark", _FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "ranks"),
+    [("ddp", 4), ("deepspeed", 2), ("deepspeed", 4), ("dlrm", 2), ("megatron", 2), ("megatron", 4)],
+)
+def test_the_summary_is_what_crosses(host: str, ranks: int, tmp_path: Path) -> None:
+    if host in ("deepspeed", "dlrm", "megatron"):
+        pytest.importorskip({"dlrm": "deepspeed"}.get(host, host))
+    try:
+        rows = _benchmark().measure(host, ranks, 3, tmp_path)
+    except LinksError as error:
+        pytest.skip(str(error))
+    assert rows
+    for row in rows:
+        name = f"{row['variant']}, {row['method']}"
+        assert row["dense_bytes"] == pytest.approx(row["dense_wire"], rel=0.05), name
+        assert row["sent_bytes"] == pytest.approx(row["sent_wire"], rel=0.05), name
+
+
+def test_collectives_are_put_back() -> None:
+    before = dict(vars(dist.ProcessGroup)), dist._broadcast_coalesced
+    outer, inner = (HostTraffic(Metrics(MetricsConfig(), rank=0, world_size=2)) for _ in range(2))
+    with outer:
+        with inner:
+            assert dist._broadcast_coalesced is not before[1]
+        assert vars(dist.ProcessGroup)["allreduce"] is not before[0]["allreduce"]
+        outer.stop()
+    assert (dict(vars(dist.ProcessGroup)), dist._broadcast_coalesced) == before
