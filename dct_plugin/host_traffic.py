@@ -21,8 +21,6 @@ from .metrics import Metrics, Record
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HostTraffic", "bytes_sent", "own_traffic"]
-
 #: Bytes on the wire of one message of gloo besides its contents: three headers of its own, and the headers of
 #: packets and acknowledgements. Measured with interface counters, for 2 and 4 ranks.
 _GLOO_MESSAGE = 400
