@@ -285,7 +285,23 @@ class Compressor(Stream):
         buffers = self._residual_buffers(numel, grad.device) if unsent is None else (None, unsent)
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
-        self._write_parts(encoded, grad, parts, buffers, tau, self._value_dtype, clear=clear)
+        for start, stop, writer in parts:
+            length = stop - start
+            kept = math.ceil(_CAPACITY * wanted(encoded.density, length)) + _CAPACITY_SLACK
+            capacity = length if dense else min(length, kept)
+            before, after = [None if buffer is None else _part(buffer, start, stop) for buffer in buffers]
+            job = Job(
+                _part(grad, start, stop),
+                before,
+                tau,
+                writer.reserve(payload_bound(length, capacity, self._value_dtype)),
+                residual_out=after,
+                capacity=capacity,
+                start=first_position(self.threshold.step, length),
+                value_dtype=self._value_dtype,
+                clear=clear,
+            )
+            writer.advance(self.write(encoded, job))
         if self.residual is not None and unsent is None:
             self.residual.end(step)
         return encoded
@@ -364,39 +380,6 @@ class Compressor(Stream):
             )
 
     # -- inside ---
-
-    def _write_parts(
-        self,
-        encoded: Encoded,
-        tensor: Tensor,
-        parts: Sequence[tuple[int, int, MessageWriter]],
-        buffers: Sequence[Tensor | None],
-        tau: Tau,
-        value_dtype: ValueDtype,
-        *,
-        clear: bool = False,
-    ) -> None:
-        """Write one payload per part; ``buffers`` are the residual as it is read, and as it is written."""
-        dense = isinstance(tau, float) and tau == 0.0
-        for start, stop, writer in parts:
-            length = stop - start
-            capacity = length if dense else self._capacity(encoded.density, length)
-            before, after = [None if buffer is None else _part(buffer, start, stop) for buffer in buffers]
-            job = Job(
-                _part(tensor, start, stop),
-                before,
-                tau,
-                writer.reserve(payload_bound(length, capacity, value_dtype)),
-                residual_out=after,
-                capacity=capacity,
-                start=first_position(self.threshold.step, length),
-                value_dtype=value_dtype,
-                clear=clear,
-            )
-            writer.advance(self.write(encoded, job))
-
-    def _capacity(self, density: float, length: int) -> int:
-        return min(length, math.ceil(_CAPACITY * wanted(density, length)) + _CAPACITY_SLACK)
 
     def _residual_buffers(self, numel: int, device: torch.device) -> Sequence[Tensor | None]:
         if not self.config.feedback.keeps_residual:

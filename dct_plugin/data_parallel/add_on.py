@@ -79,5 +79,3 @@ class ReducerContext(NamedTuple):
     """Topology of sums that all ranks get."""
     average: Callable[[Sequence[PlannedTensor]], None]
     """Replaces tensors by the mean of what the ranks send of them; a collective."""
-    add_ons: list[AddOn]
-    """All add-ons of the reducer."""

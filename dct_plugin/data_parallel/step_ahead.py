@@ -43,34 +43,31 @@ MOST_TIMES = 4
 
 def displaced(
     weight: Tensor,
-    residual: Tensor | None,
+    expected: tuple[Tensor | None, float],
     moments: Moments | None,
     unit: StepUnit,
     *,
-    coefficient: float,
     gradient_unit: float = 1.0,
-    pending: tuple[Shard, Tensor] | None = None,
-    times: int = 1,
+    pending: tuple[Shard, Tensor, int] | None = None,
     out: Tensor,
     scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``weight - the optimizer's step with coefficient * residual + times * pending`` into ``out``; bitwise
+    """``weight - the optimizer's step with share * residual + times * pending`` into ``out``; bitwise
     ``weight`` where both are zero. With a second moment no entry's step is longer than :meth:`Moments.limit`
-    times the coefficient and the learning rate.
+    times the share and the learning rate.
 
     Args:
         weight: Any shape and floating type, contiguous.
-        residual: fp32 [numel], in the unit of the stream's gradients; None for none.
+        expected: A residual, fp32 [numel] in the unit of the stream's gradients (None for none), and the
+            share of it that counts.
         moments: Second moments of the stream's gradients; needed for preconditioned units.
         unit: Unit of the optimizer's steps.
-        coefficient: Share of the residual.
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
-        pending: A part of the weights, and what is to be added to it, fp32.
-        times: Factor of ``pending``.
+        pending: A part of the weights, what is to be added to it, fp32, and how many times.
         out: A tensor like ``weight``.
         scratch: For weights of 2 bytes, two of fp32 [numel] to overwrite; without them memory is allocated.
     """
-    flat, target = weight.view(-1), out.view(-1)
+    (residual, share), flat, target = expected, weight.view(-1), out.view(-1)
     # In fp32: scaled residuals can be too large for fp16.
     exact = target.dtype == torch.float32
     if exact:
@@ -83,11 +80,11 @@ def displaced(
         assert moments is not None
         moments.denominator(step, decay=unit.decay, eps=unit.eps / gradient_unit)
         most = moments.limit(unit.decay)
-        torch.div(residual, step, out=step).clamp_(-most, most).mul_(-unit.lr * coefficient)
+        torch.div(residual, step, out=step).clamp_(-most, most).mul_(-unit.lr * share)
     else:
-        torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
+        torch.mul(residual, -unit.lr * share * gradient_unit, out=step)
     if pending is not None:
-        shard, part = pending
+        shard, part, times = pending
         step[shard.start : shard.stop].add_(part, alpha=times)
     if exact or scratch is None:
         torch.add(step, flat, out=target)
@@ -251,8 +248,8 @@ class StepAhead:
             unit, weight = self._unit_of(parameter), parameter.data
             if not parameter.requires_grad or unit is None or not weight.is_contiguous():
                 continue
-            (residual, share), pending = self._expected(name, weight.numel()), self._pending_of(name)
-            if residual is None and pending is None:
+            expected, pending = self._expected(name, weight.numel()), self._pending_of(name)
+            if expected[0] is None and pending is None:
                 continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
@@ -262,13 +259,11 @@ class StepAhead:
                 scratch = self._scratch.take("step", weight), self._scratch.take("weight", weight)
             displaced(
                 weight,
-                residual,
+                expected,
                 self.moments.of(name),
                 unit,
-                coefficient=share,
                 gradient_unit=self._gradient_unit(),
-                pending=pending,
-                times=self._times,
+                pending=None if pending is None else (*pending, self._times),
                 out=buffer,
                 scratch=scratch,
             )

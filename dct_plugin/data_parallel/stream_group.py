@@ -108,13 +108,6 @@ class StreamGroup:
         """Return the states of all streams, also of those that were loaded and not used since."""
         return {**self.loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
 
-    def has_residual(self, name: str) -> bool:
-        """Return whether a tensor has a residual by now."""
-        stream = self.streams.get(name)
-        if stream is None:
-            return name in self.loaded and self.loaded[name]["residual"] is not None
-        return stream.residual is not None
-
     def stream(self, name: str) -> Compressor:
         """Return the stream of a tensor, made when it is first asked for."""
         stream = self.streams.get(name)

@@ -35,15 +35,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a part's embeddings are exchanged, and why. Floats are per rank, global sample and direction."""
+    """How a part's embeddings are exchanged, and why."""
 
     part: str
     tables: str
     strategy: Strategy
     ratio: float | None
     """N*K / (T*m) of the part by itself; below 1 DES moves less. None where no substitution exists."""
-    all_to_all_floats: float
-    des_floats: float | None
     reason: str
 
     def __str__(self) -> str:
@@ -70,7 +68,6 @@ def choose(
     """
     if compression <= 0:
         raise ValueError(f"compression={compression}: must be positive")
-    share = (world_size - 1) / world_size
     choices = []
     for part in parts:
         group = [other for other in parts if other.tables == part.tables]
@@ -94,9 +91,7 @@ def choose(
             formula = _formula(part, group, world_size, compression, total / dense)
             chosen = "as asked" if force is not None else f"{'<' if total < dense else '>='} 1"
             reason = f"{formula} = {total / dense:.3g}, {chosen}"
-        finite = [value for value in each if value != math.inf]
-        des = share * sum(finite) if len(finite) == len(each) else None
-        choices.append(Choice(part.name, part.tables, strategy, ratio, share * dense, des, reason))
+        choices.append(Choice(part.name, part.tables, strategy, ratio, reason))
     return choices
 
 

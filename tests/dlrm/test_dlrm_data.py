@@ -71,9 +71,11 @@ def test_known_values_of_the_first_rows() -> None:
         assert list(race) == ["Caucasian", "Caucasian", "AfricanAmerican", "Caucasian", "Caucasian"]
         assert list(columns["numeric.num_lab_procedures"][:5]) == [41, 59, 11, 44, 51]
         assert list(columns["label"][:5]) == [0, 1, 0, 0, 0]
-    clicks = load_diabetes(split="file")
+        numbers, patient = columns["numeric.num_lab_procedures"], columns["patient"]
+    clicks = load_diabetes(seed=7)
+    trained = np.random.default_rng(7).random(int(patient.max()) + 1)[patient] >= 0.2
     at = clicks.dense_names.index("num_lab_procedures")
-    np.testing.assert_allclose(clicks.dense[:5, at], np.log1p([41, 59, 11, 44, 51]), rtol=1e-6)
+    np.testing.assert_allclose(clicks.train.dense[:5, at], np.log1p(numbers[trained][:5].astype(float)), rtol=1e-6)
 
 
 def test_patients_are_in_one_part_only_and_the_seed_decides_in_which() -> None:
@@ -91,14 +93,17 @@ def test_patients_are_in_one_part_only_and_the_seed_decides_in_which() -> None:
 
 
 def test_rare_values_are_judged_by_the_training_part_alone() -> None:
-    clicks = load_diabetes(split="file", min_count=50)
+    clicks = load_diabetes(seed=7)
     with np.load(DIABETES_FILE) as columns:
+        patient = columns["patient"]
+        trained = np.random.default_rng(7).random(int(patient.max()) + 1)[patient] >= 0.2
         for f, name in enumerate(clicks.categorical_names):
             code = columns[f"code.{name}"].astype(int)
-            counts = np.bincount(code[: clicks.num_train], minlength=code.max() + 1)
-            kept = counts[code] >= 50
-            np.testing.assert_array_equal(clicks.categorical[:, f] > 0, kept, err_msg=name)
-            assert clicks.cardinalities[f] == (counts >= 50).sum() + 1
+            counts = np.bincount(code[trained], minlength=code.max() + 1)
+            kept = counts[code] >= 4
+            for part, where in ((clicks.train, trained), (clicks.test, ~trained)):
+                np.testing.assert_array_equal(part.categorical[:, f] > 0, kept[where], err_msg=name)
+            assert clicks.cardinalities[f] == (counts >= 4).sum() + 1
 
 
 @pytest.mark.skipif(not ARCHIVE.exists(), reason="the original UCI archive is not beside the project")
@@ -181,7 +186,7 @@ def test_criteo_values(tmp_path: Path, name: str, end: str) -> None:
     lines = [line("1", {1: "", 2: "-2", 3: "0", 4: "1000"}, {1: "ffffffff", 2: "", 3: "ABCDEF01"})] * 4
     lines += [line("0", {1: "7"}, {3: "abcdef01"})] * 4
     lines += [line("1", hashes={1: "12345678", 2: ""})] * 2
-    clicks = load_criteo(write(tmp_path / name, lines, end), min_count=4)
+    clicks = load_criteo(write(tmp_path / name, lines, end))
     check_shape(clicks, rows=10, dense=13, categorical=26)
     assert clicks.num_train == 8
     assert clicks.label.tolist() == [1] * 4 + [0] * 4 + [1] * 2
@@ -253,8 +258,6 @@ def test_criteo_files_that_are_none(tmp_path: Path) -> None:
         load_criteo(whole)
     with pytest.raises(FileNotFoundError):
         load_criteo(tmp_path / "absent.txt")
-    with pytest.raises(ValueError, match="train_fraction=1"):
-        load_criteo(whole, train_fraction=1)
 
 
 def test_load_by_name(tmp_path: Path) -> None:

@@ -168,10 +168,9 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
         other.end_step(skipped=False, decay=unit.decay)
         found = displaced(
             weight,
-            residual * loss_scale,
+            (residual * loss_scale, 0.5),
             other,
             unit,
-            coefficient=0.5,
             gradient_unit=1 / loss_scale,
             out=torch.empty_like(weight),
         )
@@ -188,12 +187,10 @@ def test_what_is_pending_is_added_to_its_part(dtype: torch.dtype) -> None:
     found, alone = (
         displaced(
             weight,
-            left,
+            (left, 1.0),
             None,
             StepUnit(0.1),
-            coefficient=1.0,
-            pending=(Shard(0, 10, 30), part),
-            times=3,
+            pending=(Shard(0, 10, 30), part, 3),
             out=torch.empty_like(weight),
         )
         for left in (residual, None)
@@ -215,10 +212,9 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
     for coefficient in (1.0, 0.5):
         found = displaced(
             weight,
-            residual,
+            (residual, coefficient),
             moments,
             StepUnit(0.1, True, 0.999, 0.0),
-            coefficient=coefficient,
             out=torch.empty_like(weight),
         )
         assert found[1, 1] == pytest.approx(-LIMIT * 0.1 * coefficient)
@@ -235,9 +231,9 @@ def test_a_sum_of_squares_grows_with_the_residual() -> None:
         moments.add(gradient.view(-1))
         moments.end_step(skipped=False, decay=None)
         out = torch.empty_like(weight)
-        whole = displaced(weight, step * gradient.view(-1), moments, unit, coefficient=1.0, out=out)
+        whole = displaced(weight, (step * gradient.view(-1), 1.0), moments, unit, out=out)
         assert float(whole.abs().max()) == pytest.approx(0.1 * min(step, LIMIT) ** 0.5, rel=1e-4)
-        lump = displaced(weight, 1e6 * gradient.view(-1), moments, unit, coefficient=1.0, out=out)
+        lump = displaced(weight, (1e6 * gradient.view(-1), 1.0), moments, unit, out=out)
         assert float(lump.abs().max()) == pytest.approx(0.1 * min(step, LIMIT) ** 0.5, rel=1e-4)
 
 
@@ -247,9 +243,7 @@ def test_without_residual_the_weights_are_bitwise_the_same(dtype: torch.dtype, u
     weight = torch.tensor([[0.0, -0.0, 1e-40, 1.1], [3.0, -2.0, 1e-20, -1e30]], dtype=dtype)
     moments = Moments((2, 4), weight.device)
     for _ in range(2):  # before a step denominators are infinite; then there are some of zero
-        found = displaced(
-            weight, torch.zeros(8), moments, unit, coefficient=1.0, out=torch.empty_like(weight)
-        )
+        found = displaced(weight, (torch.zeros(8), 1.0), moments, unit, out=torch.empty_like(weight))
         assert torch.equal(found, weight)
         assert torch.equal(found.signbit(), weight.signbit())
         moments.add(torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 0]))

@@ -14,6 +14,11 @@ from dct_plugin.errors import DCTError
 
 Array = npt.NDArray[Any]
 
+#: Share of the rows that are for testing.
+TEST_FRACTION = 0.2
+#: Values that are less frequent in the training part are taken together.
+MIN_COUNT = 4
+
 
 class DataFormatError(DCTError, ValueError):
     """A data file does not have the format it was read as. Names the file, the line and what was expected."""
@@ -59,8 +64,9 @@ class ClickDataset:
         return Rows(self.dense[n:], self.categorical[n:], self.label[n:])
 
 
-def index_columns(raw: Array, num_train: int, min_count: int) -> tuple[Array, tuple[int, ...]]:
-    """Number the values of every column from 1, ascending; what is rare in the training part becomes 0.
+def index_columns(raw: Array, num_train: int) -> tuple[Array, tuple[int, ...]]:
+    """Number the values of every column from 1, ascending; what occurs fewer than :data:`MIN_COUNT` times in
+    the training part becomes 0.
 
     ``raw`` int64 [rows, F] -> (int32 [rows, F], cardinality of each column with id 0 counted).
     """
@@ -68,7 +74,7 @@ def index_columns(raw: Array, num_train: int, min_count: int) -> tuple[Array, tu
     cardinalities = []
     for f in range(raw.shape[1]):
         values, counts = np.unique(raw[:num_train, f], return_counts=True)
-        values = values[counts >= min_count]
+        values = values[counts >= MIN_COUNT]
         if len(values):
             at = np.searchsorted(values, raw[:, f]).clip(max=len(values) - 1)
             ids[:, f] = np.where(values[at] == raw[:, f], at + 1, 0)
@@ -76,13 +82,13 @@ def index_columns(raw: Array, num_train: int, min_count: int) -> tuple[Array, tu
     return ids, tuple(cardinalities)
 
 
-def first_rows(path: Path, rows: int, fraction: float) -> int:
-    """Number of rows for training, the first ``fraction`` of them.
+def first_rows(path: Path, rows: int) -> int:
+    """Number of rows for training, the first 80 % of them.
 
     Raises:
         DataFormatError: There are too few for two parts.
     """
-    train = round(rows * fraction)
+    train = round(rows * (1 - TEST_FRACTION))
     if train in (0, rows):
         raise DataFormatError(f"{path}: expected rows for a training and a test part, got {rows} in all")
     return train
@@ -110,8 +116,3 @@ def epoch_batches(num_rows: int, batch_size: int, *, seed: int, epoch: int) -> I
     order = np.random.default_rng((seed, epoch)).permutation(num_rows)
     for start in range(0, num_rows - batch_size + 1, batch_size):
         yield order[start : start + batch_size]
-
-
-def check_fraction(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name}={value}: must be between 0 and 1")

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from .dataset import Array, ClickDataset, DataFormatError, check_fraction, index_columns
+from .dataset import TEST_FRACTION, Array, ClickDataset, DataFormatError, index_columns
 
 DIABETES_FILE = Path(__file__).parent / "diabetes130.npz"
 
 
 def load_diabetes(
-    path: str | Path | None = None,
-    *,
-    split: Literal["patient", "file"] = "patient",
-    seed: int = 0,
-    test_fraction: float = 0.2,
-    min_count: int = 4,
-    max_rows: int | None = None,
+    path: str | Path | None = None, *, seed: int = 0, max_rows: int | None = None
 ) -> ClickDataset:
     """Diabetes 130-US hospitals 1999-2008: 101,766 hospital stays, 37 categorical and 8 numeric fields.
 
-    The label is 1 when the patient was readmitted (``readmitted != "NO"``, 46 %). ``split="patient"`` draws
-    whole patients into the test part by ``seed``, so that no patient is in both parts, and keeps file order
-    within the parts; ``split="file"`` tests on the last rows. Numeric fields are counts and become
-    ``log1p(count)``. Values that occur fewer than ``min_count`` times in the training part become id 0.
-    ``max_rows`` keeps the first rows only.
+    The label is 1 when the patient was readmitted (``readmitted != "NO"``, 46 %). Whole patients are drawn
+    into the test part by ``seed``, so that no patient is in both parts; file order is kept within the parts.
+    Numeric fields are counts and become ``log1p(count)``. Values that are rare in the training part become
+    id 0. ``max_rows`` keeps the first rows only.
 
     Raises :class:`DataFormatError` when the file is not one written by ``prepare_diabetes``.
     """
-    check_fraction("test_fraction", test_fraction)
     path = DIABETES_FILE if path is None else Path(path)
     columns = _read_columns(path)
     names = [str(n) for n in columns["categorical_names"]]
@@ -43,17 +34,12 @@ def load_diabetes(
     if max_rows is not None:
         label, patient, dense, raw = label[:max_rows], patient[:max_rows], dense[:max_rows], raw[:max_rows]
 
-    if split == "patient":
-        num_patients = int(patient.max()) + 1
-        in_test = np.random.default_rng(seed).random(num_patients)[patient] < test_fraction
-        order = np.argsort(in_test, kind="stable")
-        label, dense, raw = label[order], dense[order], raw[order]
-        num_train = int(len(label) - in_test.sum())
-    elif split == "file":
-        num_train = round(len(label) * (1 - test_fraction))
-    else:
-        raise ValueError(f"split={split!r}: must be 'patient' or 'file'")
-    categorical, cardinalities = index_columns(raw, num_train, min_count)
+    num_patients = int(patient.max()) + 1
+    in_test = np.random.default_rng(seed).random(num_patients)[patient] < TEST_FRACTION
+    order = np.argsort(in_test, kind="stable")
+    label, dense, raw = label[order], dense[order], raw[order]
+    num_train = int(len(label) - in_test.sum())
+    categorical, cardinalities = index_columns(raw, num_train)
     return ClickDataset(
         name="Diabetes 130-US hospitals",
         dense=dense,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .dataset import ClickDataset, DataFormatError, check_fraction, first_rows, index_columns
+from .dataset import ClickDataset, DataFormatError, first_rows, index_columns
 
 # MovieLens 100k: u.data is tab-separated, u.item and u.user are separated by bars
 _GENRES = 19
@@ -17,13 +17,7 @@ _MOVIELENS = {"u.data": ("\t", 4), "u.item": ("|", 5 + _GENRES), "u.user": ("|",
 _POSITIVE_RATING = 4
 
 
-def load_movielens(
-    directory: str | Path,
-    *,
-    train_fraction: float = 0.8,
-    min_count: int = 4,
-    max_rows: int | None = None,
-) -> ClickDataset:
+def load_movielens(directory: str | Path, *, max_rows: int | None = None) -> ClickDataset:
     """MovieLens 100k (Harper and Konstan 2015): ratings of movies by users, in the format of its archive.
 
     The label is 1 for ratings of 4 and 5 (55 %). Categorical fields are user, movie, gender, occupation, the
@@ -33,7 +27,6 @@ def load_movielens(
 
     Raises ``FileNotFoundError`` and :class:`DataFormatError` (file, line number, what was expected).
     """
-    check_fraction("train_fraction", train_fraction)
     directory = Path(directory)
     users = {fields[0]: fields for _, fields in _movielens_lines(directory / "u.user")}
     items = {fields[0]: fields for _, fields in _movielens_lines(directory / "u.item")}
@@ -52,12 +45,12 @@ def load_movielens(
         label.append(float(int(rating) >= _POSITIVE_RATING))
         dense.append([float(age), *map(float, items[item][5:])])
         texts.append((user, item, gender, occupation, zip_code[:3], released[-4:]))
-    num_train = first_rows(path, len(label), train_fraction)
+    num_train = first_rows(path, len(label))
     numeric = np.array(dense, dtype=np.float32)
     numeric[:, 0] = np.log1p(numeric[:, 0])
     columns = [np.unique(column, return_inverse=True)[1] for column in np.array(texts).T]
     raw = np.stack(columns, axis=1).astype(np.int64)
-    categorical, cardinalities = index_columns(raw, num_train, min_count)
+    categorical, cardinalities = index_columns(raw, num_train)
     return ClickDataset(
         name="MovieLens 100k",
         dense=numeric,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .dataset import Array, ClickDataset, DataFormatError, check_fraction, first_rows, index_columns
+from .dataset import Array, ClickDataset, DataFormatError, first_rows, index_columns
 
 #: Name of the dense column of ones that a purely categorical table gets: every model has a bias for dense
 #: features, and DLRM's bottom MLP then gives one learned vector for all samples.
@@ -29,24 +29,16 @@ class Columns(NamedTuple):
     categorical: Sequence[str] = ()
 
 
-def load_table(
-    path: str | Path,
-    columns: Columns,
-    *,
-    train_fraction: float = 0.8,
-    min_count: int = 4,
-    max_rows: int | None = None,
-) -> ClickDataset:
+def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = None) -> ClickDataset:
     """A table whose first line (or schema) names its columns; ``.tsv`` and ``.tab`` are separated by tabs.
 
-    The first ``train_fraction`` of the rows, in file order, are for training. Dense columns are scaled by
+    The first 80 % of the rows, in file order, are for training. Dense columns are scaled by
     mean and deviation of the training part, a missing value becomes 0 then. Values of categorical columns are
-    texts; a missing one is a value like any other, and those that occur fewer than ``min_count`` times in the
-    training part become id 0. A table without dense columns gets one column of ones, :data:`CONSTANT`.
+    texts; a missing one is a value like any other, and those that are rare in the training part become
+    id 0. A table without dense columns gets one column of ones, :data:`CONSTANT`.
 
     Raises ``FileNotFoundError`` and :class:`DataFormatError` (file, column, what was expected).
     """
-    check_fraction("train_fraction", train_fraction)
     path = Path(path)
     name, compared = _label(columns.label, path)
     opened = _Opened(path)
@@ -62,7 +54,7 @@ def load_table(
     if table is None or not table.num_rows:
         raise DataFormatError(f"{path}: expected rows, got none")
     table = table.slice(0, max_rows)
-    train = first_rows(path, table.num_rows, train_fraction)
+    train = first_rows(path, table.num_rows)
     label = _numbers(table, label_name, path)
     if compared is not None:
         label = np.where(np.isnan(label), np.nan, label >= compared)
@@ -77,7 +69,7 @@ def load_table(
     if not dense:
         dense, dense_names = [np.ones(len(label))], [CONSTANT]
     raw = np.stack([_codes(table, column) for column in names], axis=1)
-    categorical, cardinalities = index_columns(raw, train, min_count)
+    categorical, cardinalities = index_columns(raw, train)
     return ClickDataset(
         name=path.name,
         dense=np.stack(dense, axis=1).astype(np.float32),
