@@ -75,7 +75,9 @@ def test_known_values_of_the_first_rows() -> None:
     clicks = load_diabetes(seed=7)
     trained = np.random.default_rng(7).random(int(patient.max()) + 1)[patient] >= 0.2
     at = clicks.dense_names.index("num_lab_procedures")
-    np.testing.assert_allclose(clicks.train.dense[:5, at], np.log1p(numbers[trained][:5].astype(float)), rtol=1e-6)
+    np.testing.assert_allclose(
+        clicks.train.dense[:5, at], np.log1p(numbers[trained][:5].astype(float)), rtol=1e-6
+    )
 
 
 def test_patients_are_in_one_part_only_and_the_seed_decides_in_which() -> None:
