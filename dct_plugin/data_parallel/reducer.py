@@ -32,6 +32,10 @@ from .topology import Topology
 from .two_phase import TwoPhase
 
 _AddOn = TypeVar("_AddOn", bound=AddOn)
+_Entries = Sequence[tuple[str, Tensor]]
+
+#: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
+SMALL_APART = 4096
 
 
 class GradientReducer(StreamGroup):
@@ -81,6 +85,9 @@ class GradientReducer(StreamGroup):
         """
         self.topology = _topology_of(self)
         """Topology of sums that all ranks get."""
+        direct = isinstance(self.topology, Direct)
+        self._small_topology = TwoPhase(self) if direct and self.world_size > 2 else None
+        """Topology of tensors below ``min_numel``, where it is another one."""
         self._scatter = Scatter(self)
         self._dense = DenseSums(self, config.warmup_steps)
         self._fixed_size = (
@@ -145,7 +152,7 @@ class GradientReducer(StreamGroup):
         with self.recorded("gradient") as whole:
             self.observe(gradients)
             if not self.reduce_dense(gradients, scale, whole):
-                plan = self.plan(gradients, scale, [shards for _, _, shards in entries])
+                plan = self.plan(self._scatter, gradients, scale, [shards for _, _, shards in entries])
                 self.reduce(self._scatter, plan, whole)
         if not self.deferred:
             self.finish()
@@ -157,7 +164,8 @@ class GradientReducer(StreamGroup):
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
         with self.recorded("gradient") as whole:
-            plan = self.plan([(each.name, each.tensor) for each in tensors], 1.0 / self.world_size)
+            entries = [(each.name, each.tensor) for each in tensors]
+            plan = self.plan(self.topology, entries, 1.0 / self.world_size)
             for planned, given in zip(plan.tensors, tensors, strict=True):
                 planned.unsent, planned.entry_bytes = given.unsent, given.entry_bytes
             self.reduce(self.topology, plan, whole)
@@ -202,12 +210,12 @@ class GradientReducer(StreamGroup):
 
     def plan(
         self,
-        entries: Sequence[tuple[str, Tensor]],
+        topology: Topology,
+        entries: _Entries,
         scale: float,
         shards: Sequence[Sequence[Shard]] | None = None,
     ) -> ReductionPlan:
         """Return the plan of an :meth:`all_reduce`, or of a :meth:`reduce_scatter` of ``shards``."""
-        topology = self.topology if shards is None else self._scatter
         with self.exchange.preparing(announced=not self.fixed_size):
             tensors = []
             for index, (name, tensor) in enumerate(entries):
@@ -221,6 +229,20 @@ class GradientReducer(StreamGroup):
             return ReductionPlan(
                 topology.name, tensors, scale, compared, topology.sums_everywhere, self.fixed_size
             )
+
+    def by_topology(self, entries: _Entries) -> list[tuple[Topology, _Entries]]:
+        """Divide the entries of an :meth:`all_reduce`, in order, into those that are exchanged together.
+
+        The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two
+        ranks fewer bytes cross when an owner sums it: those of a ring.
+        """
+        small = [each for each in entries if each[1].numel() < self.config.min_numel]
+        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
+        if self._small_topology is None or nbytes < SMALL_APART:
+            return [(self.topology, entries)]
+        large = [each for each in entries if each[1].numel() >= self.config.min_numel]
+        parts: list[tuple[Topology, _Entries]] = [(self.topology, large), (self._small_topology, small)]
+        return parts if large else parts[1:]
 
     def pipelined(self, topology: Topology, plan: ReductionPlan, whole: Record) -> PipelinedExchange:
         """Return an exchange of the plan in chunks."""
@@ -346,6 +368,7 @@ class Reduction:
     def __init__(self, reducer: GradientReducer, entries: Sequence[tuple[str, Tensor]], scale: float) -> None:
         self._reducer, self._entries, self._scale = reducer, entries, scale
         self._whole = Record("gradient", tensors=0)
+        self._parts = reducer.by_topology(entries)
         self._plan: ReductionPlan | None = None
         self._exchange: PipelinedExchange | None = None
         self._observed = 0
@@ -364,12 +387,18 @@ class Reduction:
         if not reducer.in_parts:
             return
         with reducer.recording(self._whole):
+            topology, first = self._parts[0]
             if self._exchange is None:
-                self._plan = reducer.plan(self._entries, self._scale)
-                self._exchange = reducer.pipelined(reducer.topology, self._plan, self._whole)
+                self._plan = reducer.plan(topology, first, self._scale)
+                self._exchange = reducer.pipelined(topology, self._plan, self._whole)
+            if len(first) < len(self._entries):
+                names = {name for name, _ in first}
+                available = sum(name in names for name, _ in self._entries[:ready])
+            else:
+                available = ready
             with reducer.exchange.preparing(posts=self._exchange.unposted):
                 self._observe(ready)
-                self._exchange.post(ready)
+                self._exchange.post(available)
             while self._exchange.collectable and idle():
                 self._exchange.collect()
 
@@ -386,10 +415,13 @@ class Reduction:
                     self._observe(len(self._entries))
                 self._exchange.finish()
                 reducer.after_reduce(self._plan)
+                left = self._parts[1:]
             else:
                 self._observe(len(self._entries))
-                if not reducer.reduce_dense(self._entries, self._scale, whole):
-                    reducer.reduce(reducer.topology, reducer.plan(self._entries, self._scale), whole)
+                dense = reducer.reduce_dense(self._entries, self._scale, whole)
+                left = [] if dense else self._parts
+            for topology, entries in left:
+                reducer.reduce(topology, reducer.plan(topology, entries, self._scale), whole)
         if reducer.metrics is not None:
             reducer.metrics.record(whole)
         if not reducer.deferred:

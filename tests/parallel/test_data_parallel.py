@@ -126,6 +126,43 @@ def test_sparsity_zero_is_the_dense_all_reduce_on_four_ranks() -> None:
     assert all(run(4, _dense, "auto", torch.float32))
 
 
+def _small(rank: int, world_size: int, dtype: torch.dtype) -> tuple[dict[str, Any], float, float]:
+    metrics = Metrics(DCTConfig().metrics, rank=rank, world_size=world_size)
+    config = DataParallelConfig.of({"sparsity": 0.9, "exchange": "direct", "min_numel": 2000})
+    engine = GradientReducer(config, metrics=metrics)
+    sizes = {f"{kind}{i}": size for i in range(10) for kind, size in (("norm", 300), ("weight", 9000))}
+    results = {}
+    for step in range(2):
+        ranks = [torch.Generator().manual_seed(100 * step + r) for r in range(world_size)]
+        drawn = [{n: torch.randn(s, generator=g).to(dtype) for n, s in sizes.items()} for g in ranks]
+        mine = {name: tensor.clone() for name, tensor in drawn[rank].items()}
+        reduction = engine.begin(list(mine.items()), scale=1.0 / world_size)
+        if step:
+            reduction.advance(7 + rank, lambda: True)
+        reduction.finish()
+        engine.end_step()
+        for name, tensor in mine.items():
+            if name.startswith("norm"):
+                mean = sum(one[name].double() for one in drawn) / world_size
+                torch.testing.assert_close(
+                    tensor.double(), mean, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6
+                )
+        results |= {f"{name} {step}": tensor for name, tensor in mine.items()}
+    small = metrics.summary().classes["gradient_small"]
+    return results, small.sent_bytes, small.dense_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_tensors_are_exact_and_send_what_a_ring_does(dtype: torch.dtype) -> None:
+    ranks = run(4, _small, dtype)
+    sent, dense = (sum(found[which] for found in ranks) for which in (1, 2))
+    assert dense == 2 * 10 * 300 * dtype.itemsize * 2 * 3  # steps, tensors, entries, bytes; 2 (P - 1) / P
+    assert sent < (1.1 if dtype == torch.float32 else 1.6) * dense
+    for results, _, _ in ranks:
+        for name, tensor in results.items():
+            assert torch.equal(tensor, ranks[0][0][name]), name
+
+
 def _reduce_scatter(rank: int, world_size: int) -> bool:
     engine = reducer(sparsity=0.0, value_dtype="fp32", min_numel=100)
     size = 10_001

@@ -308,11 +308,16 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         result["attached"] = "dct" in engine.__dict__
         if result["attached"]:
             reducer, total = engine.dct.reducer, engine.dct.metrics.summary()
+            own = [
+                part
+                for name, part in total.classes.items()
+                if "/" not in name and not name.startswith("host_")
+            ]
             result.update(
                 streams=sorted(reducer.streams),
                 experts=sorted(name for each in engine.dct.experts.values() for name in each.streams),
-                sent=total.sent_bytes,
-                dense=total.dense_bytes,
+                sent=sum(part.sent_bytes for part in own),
+                dense=sum(part.dense_bytes for part in own),
                 density=total.density,
                 steps=reducer.step,
                 classes={

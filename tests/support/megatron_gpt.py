@@ -286,7 +286,8 @@ def _run(
     session = hooks.current()
     if session is not None:
         session.end_step()
-        classes = {name: dict(vars(part)) for name, part in session.metrics.summary().classes.items()}
+        found = session.metrics.summary().classes
+        classes = {n: dict(vars(part)) for n, part in found.items() if not n.startswith("host_")}
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     return Outcome(
         losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,
