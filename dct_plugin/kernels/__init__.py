@@ -95,30 +95,19 @@ def serves(name: str, device: torch.device) -> bool:
     return not device_types or device.type in device_types
 
 
-def get_backend(device: torch.device | str, name: str = "auto", *, threads: int | None = None) -> Backend:
+def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
     """Return the kernels for tensors on ``device``.
 
     Args:
         device: The device; ``auto`` looks at its type alone.
         name: One of :func:`backend_names`. ``auto`` takes the environment variable ``DCT_KERNELS`` if it is
             set, else the fastest backend that works here; the choice is logged once.
-        threads: Threads per call of a compiled CPU backend; None: as many as torch uses.
 
     Raises:
         ValueError: The name is unknown, or the backend does not serve this device.
         OSError: The named backend is not available (``auto`` falls back to ``reference`` instead).
     """
-    backend = _choose(torch.device(device), name)
-    return backend if threads is None else backend.with_threads(threads)
-
-
-def problem_with(name: str, device_type: str) -> str | None:
-    """Return why ``auto`` does not use a backend on a device type; None: it does, or has not been asked."""
-    return _problems.get((name, device_type))
-
-
-def _choose(device: torch.device, name: str) -> Backend:
-    from_environment = name == "auto"
+    device, from_environment = torch.device(device), name == "auto"
     if from_environment:
         name = os.environ.get("DCT_KERNELS", "").strip().lower() or "auto"
     if name != "auto":
@@ -135,6 +124,11 @@ def _choose(device: torch.device, name: str) -> Backend:
         if device.type in registered.device_types and _works(candidate, device):
             return _instance(candidate)
     return _instance("reference")
+
+
+def problem_with(name: str, device_type: str) -> str | None:
+    """Return why ``auto`` does not use a backend on a device type; None: it does, or has not been asked."""
+    return _problems.get((name, device_type))
 
 
 def _works(name: str, device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from .checks import check_difference
 from .embedding_cpu import host_embedding_kernels
 from .embedding_format import DeviceCodeKernels, EmbeddingKernels, RequestKernels
 from .job import Job, Tau
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Backend(ABC):
@@ -48,10 +45,6 @@ class Backend(ABC):
     batches: ClassVar[bool] = False
     writes_slots: ClassVar[bool] = False
     encodings: Collection[IndexEncoding] = tuple(CODECS)
-
-    def with_threads(self, threads: int) -> Self:
-        """Return this backend with so many threads per call, where it has a choice."""
-        return self
 
     def batched(self) -> AbstractContextManager[None]:
         """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import platform
 import threading
@@ -179,11 +178,6 @@ class CpuBackend(Backend):
 
     def __repr__(self) -> str:
         return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
-
-    def with_threads(self, threads: int) -> CpuBackend:
-        backend = copy.copy(self)
-        backend.threads = threads
-        return backend
 
     @property
     def isa(self) -> str:

@@ -212,9 +212,9 @@ def _decoding(status: int, found: int, numel: int, segments: int) -> Decoding:
     return Decoding(fault_text(status, found, numel, segments))
 
 
-def host_embedding_kernels(threads: int | None = None) -> EmbeddingKernels:
+def host_embedding_kernels() -> EmbeddingKernels:
     """Return the kernels of the host: compiled, or, without a compiler, those in plain torch."""
     try:
-        return CompiledEmbeddingKernels(threads)
+        return CompiledEmbeddingKernels()
     except OSError:
         return ReferenceEmbeddingKernels()

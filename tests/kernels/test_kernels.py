@@ -17,7 +17,7 @@ from torch import Tensor
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
 from dct_plugin.codecs.index import MAX_NUMEL
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, build, get_backend
+from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, build
 from dct_plugin.kernels.cpu import ISA_NAMES, CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
 
@@ -547,15 +547,3 @@ def test_other_arguments(backend: Backend) -> None:
     _, forward = compress(backend, grad, None, 0.5)
     with pytest.raises(ValueError, match="out has"):
         backend.encode_shared(grad, forward, ValueDtype.FP32, torch.zeros(79, dtype=torch.uint8))
-
-
-# ---- configuration ------------------------------------------------------------------------------------
-
-
-def test_threads_of_the_configuration_reach_the_backend() -> None:
-    shared = get_backend("cpu")
-    own = get_backend("cpu", threads=3)
-    if hasattr(shared, "threads"):
-        assert own.threads == 3  # type: ignore[attr-defined]
-        assert shared.threads is None
-    assert get_backend("cpu", "reference", threads=3).name == "reference"
