@@ -23,7 +23,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-gpu test-oldest test-newest test-onebit test-aarch64 lint bench bench-gpu links \
+.PHONY: help setup demo test test-fast test-gpu test-oldest test-newest test-onebit test-aarch64 lint docs bench bench-gpu links \
   soak fuzz audit wheels release-check clean
 .DEFAULT_GOAL := help
 
@@ -112,6 +112,14 @@ lint: $(TEST_READY) ## ruff, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+DOCS_READY := $(VENV)/.ready-docs
+$(DOCS_READY): $(TEST_READY) locks/docs.lock
+	$(call step,Sphinx and its theme,$(BIN)/python -m pip install --require-hashes --no-deps -r locks/docs.lock)
+	@touch $@
+
+docs: $(DOCS_READY) ## Build the documentation into out/site; a warning or a dead link is an error
+	@$(BIN)/python -m sphinx -q -W --keep-going -d $(OUT)/doctrees docs $(OUT)/site
+
 bench: $(READY) ## Selection kernels beside their alternatives
 	@$(BIN)/python benchmarks/selection.py
 
@@ -125,7 +133,7 @@ fuzz: $(TEST_READY) ## Mutated payloads, state files, configurations, scripts, u
 AUDIT := $(VENV)/audit
 audit: ## Look up what locks/ names in the database of known faults (needs pypi.org)
 	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
-	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes -r locks/dev.lock -r locks/demo.lock -r locks/release.lock
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes -r locks/dev.lock -r locks/demo.lock -r locks/docs.lock -r locks/release.lock
 
 links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
 	@$(BIN)/dct bench links --out $(OUT)/links
