@@ -18,8 +18,8 @@ from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
-from ..kernels.embedding import say_once
 from ..kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
+from ..kernels.fallbacks import say_once
 from ..stream import encode_all
 from .error_bounded import decode_bounded, encode_bounded, relative_parts
 
@@ -134,7 +134,7 @@ class VectorCodec:
             sources = [s for s, each in found.items() if each is None]
             if not sources:
                 return
-            say_once("a rank sends Rice codes or deflated ones, which the host reads")
+            say_once("a rank sends Rice codes or deflated ones, which the host reads, with copies of them")
         hosts = [outs[s] if outs[s].device.type == "cpu" else torch.empty(len(outs[s])) for s in sources]
         faults = decode_bounded(
             [payloads[s].cpu() for s in sources], [lengths[s] for s in sources], hosts, self._host()

@@ -1,4 +1,4 @@
-"""What the plugin adds to one engine, from its parts."""
+"""The plugin's additions to one engine, from its parts."""
 
 from __future__ import annotations
 

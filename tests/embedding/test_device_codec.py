@@ -24,7 +24,7 @@ from dct_plugin.config.methods import BoundMethod
 from dct_plugin.embedding.messages import VectorBlock, VectorMessages
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import embedding, get_backend
+from dct_plugin.kernels import fallbacks, get_backend
 from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.embedding_reference import ReferenceEmbeddingKernels
 from dct_plugin.kernels.triton.backend import TritonBackend
@@ -128,13 +128,13 @@ def test_the_messages_of_an_exchange(caplog: pytest.LogCaptureFixture) -> None:
         back, _ = messages.decode(answers.data, 0, answers.own, rows, [None, None])
         results.append((sent.data[1], answers.data[1], sent.own, got, back, torch.tensor(answers.kept)))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    embedding.say_once.cache_clear()
+    fallbacks.say_once.cache_clear()
     rice = of(plain, 1 << 20, get_backend("cpu", "cpu").embedding_kernels()).encode(blocks, 0)
     with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
         got, _ = device.decode(rice.data, 0, rice.own, rows)
         assert torch.equal(got, results[0][3])
     (record,) = caplog.records
-    assert record.getMessage().startswith("a rank sends Rice codes or deflated ones, which the host reads;")
+    assert record.getMessage().startswith("a rank sends Rice codes or deflated ones, which the host reads,")
     damaged = results[1][0].clone()
     damaged[30] ^= 1
     with pytest.raises(PayloadError, match=r"t: message from rank 1 of the group: error-bounded payload has"):

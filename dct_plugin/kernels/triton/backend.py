@@ -31,6 +31,7 @@ from ..checks import (
     open_pair,
     open_positions,
 )
+from ..fallbacks import say_once
 from ..job import GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
@@ -51,12 +52,11 @@ try:
         launched_on,
         programs,
         readable,
-        row_of,
         tables,
         upload,
     )
     from .embedding import TritonCodeKernels
-    from .messages import OpenedMessages, open_all, open_payload_on_device, say_once, split_messages
+    from .messages import RICE_ON_HOST, OpenedMessages, open_all, open_payload_on_device, split_messages
     from .requests import TritonRequestKernels
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
@@ -69,8 +69,8 @@ _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
 
 
 class _Errors(dict[torch.device, Tensor]):
-    """By device, int32 [1]: what was wrong with a payload. The next payload that is written takes it to
-    the host.
+    """The errors of each device, int32 [1]: what was wrong with a payload. The next payload that is written
+    takes it to the host.
     """
 
     def __missing__(self, where: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ class TritonBackend(Backend):
 
     def compress(self, job: Job) -> Stats:
         if job.encoding is IndexEncoding.RICE:
-            say_once("Rice code")
+            say_once(RICE_ON_HOST)
             self._catch_up()
             return self._reference.compress(job)
         with self._batch(job.grad.device) as batch:
@@ -151,7 +151,10 @@ class TritonBackend(Backend):
             counts = torch.empty(1, 4, dtype=torch.int64, device=where)
             nnz, code, value = mask.nnz, grad_code(source), int(header.value_dtype)
             grad = readable(source)
-            row = row_of(grad, None, None, out, count=nnz)
+            row = [0] * ROW
+            row[device.GRAD_AT.value], row[device.OUT_AT.value] = grad.data_ptr(), out.data_ptr()
+            row[device.NUMEL.value], row[device.COUNT.value] = grad.numel(), nnz
+            row[device.TAU_SLOT.value] = -1
             table = tables.of([row, [0] * ROW], where)
             if mask.nonfinite:
                 state[device.FLAG.value].fill_(1)

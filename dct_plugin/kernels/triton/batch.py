@@ -54,30 +54,6 @@ def grad_code(tensor: Tensor) -> int:
 ROW = device.ROW.value
 
 
-def row_of(
-    grad: Tensor,
-    residual: Tensor | None,
-    left: Tensor | None,
-    out: Tensor,
-    *,
-    capacity: int = 0,
-    start: int = 0,
-    slot: int = 0,
-    tau: tuple[int, int] = (-1, 0),
-    count: int = 0,
-    first: Sequence[int] = (0, 0, 0, 0, 0),
-) -> list[int]:
-    """Return a row of the kernels' table of jobs, in the order of its places there. Addresses are of tensors
-    that live until the launch.
-
-    Args:
-        tau: Slot of the threshold and 0, or -1 and the threshold's bits.
-        first: First tile, block, chunk of the body, chunk of entries, and position.
-    """
-    addresses = (_address(tensor) for tensor in (grad, residual, left, out))
-    return [*addresses, grad.numel(), capacity, start, *first, slot, *tau, count]
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -131,16 +107,10 @@ class _Write(NamedTuple):
         return tiles, blocks, chunks, programs(capacity, CHUNK), capacity
 
     def row(self, first: Sequence[int]) -> list[int]:
+        """Return a row of the table of jobs, in the order of its places; ``first``: see :meth:`units`."""
         job = self.job
-        return row_of(
-            *(job.grad, job.residual, job.residual_out, job.out),
-            capacity=job.capacity,
-            start=job.start,
-            slot=self.slot,
-            tau=self.tau,
-            count=job.numel,
-            first=first,
-        )
+        addresses = map(_address, (job.grad, job.residual, job.residual_out, job.out))
+        return [*addresses, job.numel, job.capacity, job.start, *first, self.slot, *self.tau, job.numel]
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""

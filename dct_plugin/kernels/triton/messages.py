@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,18 +15,13 @@ from ...codecs.index import IndexEncoding, decode_indices
 from ...codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
 from ...errors import PayloadError
 from ..checks import naming_message, scales_first
+from ..fallbacks import say_once
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, grad_code, launched_on, upload
 
-logger = logging.getLogger("dct_plugin.kernels")
-
+#: Why plain torch does what the kernels do not.
+RICE_ON_HOST = "Rice code is not written or read by the Triton kernels: plain torch does it, with copies"
 _ROW, _BODY = device.ROW.value, device.BODY.value
-
-
-@functools.cache
-def say_once(what: str) -> None:
-    """Log that plain torch does what the Triton kernels do not."""
-    logger.warning("%s is not written or read by the Triton kernels: plain torch does it, with copies", what)
 
 
 class OpenedMessages(NamedTuple):
@@ -131,7 +124,7 @@ def open_payload_on_device(payload: Payload) -> OpenedMessages:
     nbytes = payload.header.nbytes
     opened = OpenedMessages.open(payload.data, [(0, nbytes)], [payload.numel], single=True)
     if payload.header.encoding is IndexEncoding.RICE and not payload.nonfinite:
-        say_once("Rice code")
+        say_once(RICE_ON_HOST)
         header, index = payload.header, payload.data[HEADER_NBYTES:]
         found = decode_indices(
             header.encoding, header.param, index[: header.index_nbytes], header.nnz, header.numel

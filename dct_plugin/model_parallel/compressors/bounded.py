@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...config.methods import BoundMethod
 from ...errors import PayloadError
-from ...kernels.embedding import say_once
 from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, IntArray, Outgoing
+from ...kernels.fallbacks import say_once
 from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
@@ -63,7 +63,7 @@ class Bounded(ActivationCompressor[BoundMethod]):
         if on_device is not None:
             (opened,) = on_device.decode([message[:-1]], [lengths], [values])
             if opened is None:
-                say_once("a rank sends Rice codes, which the host reads")
+                say_once("a rank sends Rice codes, which the host reads, with copies of them")
         if opened is None:
             values = torch.empty(out.numel())
             (opened,) = self._kernels().decode([message[:-1].cpu()], [lengths], [values])
