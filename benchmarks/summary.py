@@ -57,7 +57,15 @@ def cases(ranks: int) -> dict[str, Case]:
         "megatron": Case(
             f"{bench}.megatron:Megatron",
             [{"dct": False}, {"dct": True}],
-            {"PP 2": ["dense", "DCT"], "DP 2": ["dense", "DCT"]},
+            {
+                variant: ["dense", "DCT"]
+                for variant in (
+                    "PP 2",
+                    "DP 2",
+                    "DP 2, distributed optimizer",
+                    "DP 2, distributed optimizer, updates",
+                )
+            },
         ),
     }
 
@@ -68,29 +76,30 @@ def measure(name: str, ranks: int, steps: int, folder: Path) -> list[dict[str, A
     Raises:
         LinksError: The namespaces cannot be made here.
     """
-    case, rows = cases(ranks)[name], []
+    case = cases(ranks)[name]
+    found: dict[tuple[str, str], tuple[Block, Block]] = {}
     with Links(ranks, NETWORKS) as links:
-        for variant, (baseline, *methods) in case.methods.items():
-            found: dict[str, tuple[Block, Block]] = {}
-            for number, options in enumerate(case.options):
-                with Team(
-                    case.target, ranks, links, options=options, folder=folder, name=f"{name}-{number}"
-                ) as team:
+        for number, options in enumerate(case.options):
+            with Team(
+                case.target, ranks, links, options=options, folder=folder, name=f"{name}-{number}"
+            ) as team:
+                for variant, methods in case.methods.items():
                     warmups = team.open(variant)
-                    for method in (baseline, *methods):
-                        if method in warmups:
-                            before = team.block(method, warmups[method] + 1)
-                            found[method] = before, team.block(method, steps)
+                    for method in [method for method in methods if method in warmups]:
+                        before = team.block(method, warmups[method] + 1)
+                        found[variant, method] = before, team.block(method, steps)
                     team.close()
-            for method in methods:
-                before, after = found[method]
-                counted = {
-                    key: ranks * (after.totals[key] - before.totals[key]) / steps
-                    for key in ("dense_bytes", "sent_bytes")
-                }
-                row = {"host": name, "variant": variant, "ranks": ranks, "method": method}
-                wire = {"dense_wire": found[baseline][1].sent, "sent_wire": after.sent}
-                rows.append({**row, **counted, **wire})
+    rows = []
+    for variant, (baseline, *methods) in case.methods.items():
+        for method in methods:
+            before, after = found[variant, method]
+            counted = {
+                key: ranks * (after.totals[key] - before.totals[key]) / steps
+                for key in ("dense_bytes", "sent_bytes")
+            }
+            row = {"host": name, "variant": variant, "ranks": ranks, "method": method}
+            wire = {"dense_wire": found[variant, baseline][1].sent, "sent_wire": after.sent}
+            rows.append({**row, **counted, **wire})
     return rows
 
 

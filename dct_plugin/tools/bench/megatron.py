@@ -30,11 +30,13 @@ VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         },
     ),
     "DP 2": (1, 1, {"data_parallel": {"sparsity": 0.9}}),
+    "DP 2, distributed optimizer": (1, 1, {"data_parallel": {"sparsity": 0.9}}),
+    "DP 2, distributed optimizer, updates": (1, 1, {"data_parallel": {"sparsity": 0.9, "parameters": {}}}),
 }
 
 
 class Megatron:
-    """Options: ``dct``, whether the hooks are installed. Variants: ``PP 2`` and ``DP 2``."""
+    """Options: ``dct``, whether the hooks are installed. Variants: those of :data:`VARIANTS`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dct = bool(options["dct"])
@@ -54,7 +56,7 @@ class Megatron:
         parallel_state.initialize_model_parallel(1, stages)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
-        step = partial(next, training(micro_batches))
+        step = partial(next, training(micro_batches, distributed_optimizer="optimizer" in variant))
         session = hooks.current()
         if session is None:
             return [Method("dense", step)]
@@ -69,15 +71,21 @@ class Megatron:
         parallel_state.destroy_model_parallel()
 
 
-def training(micro_batches: int) -> Iterator[None]:
+def training(micro_batches: int, *, distributed_optimizer: bool) -> Iterator[None]:
     """Build this rank's part of the model at once; every ``next`` is one step."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     config = _transformer_config()
-    model = _model(config)
-    settings = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, params_dtype=torch.float32)
+    model = _model(config, distributed_optimizer=distributed_optimizer)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        weight_decay=0.0,
+        params_dtype=torch.float32,
+        use_distributed_optimizer=distributed_optimizer,
+    )
     optimizer = get_megatron_optimizer(settings, [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -133,7 +141,7 @@ def _transformer_config() -> Any:
     )
 
 
-def _model(config: Any) -> Any:
+def _model(config: Any, *, distributed_optimizer: bool) -> Any:
     """Return this rank's part of the GPT in Megatron's own DistributedDataParallel."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -142,7 +150,9 @@ def _model(config: Any) -> Any:
 
     model = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(check_for_nan_in_grad=False),
+        DistributedDataParallelConfig(
+            check_for_nan_in_grad=False, use_distributed_optimizer=distributed_optimizer
+        ),
         GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
