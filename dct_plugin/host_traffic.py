@@ -98,20 +98,25 @@ def bytes_sent(operation: str, nbytes: float, ranks: int, *, gloo: bool) -> floa
 
 
 class _OwnTraffic(threading.local):
-    depth = 0
+    recorded: bool | None = None
+    """Whether the plugin records what runs now by itself; None: it is the host's."""
 
 
 _own = _OwnTraffic()
 
 
 @contextmanager
-def own_traffic() -> Iterator[None]:
-    """Surround collectives that the plugin records by itself; also a decorator."""
-    _own.depth += 1
+def own_traffic(*, recorded: bool = True) -> Iterator[None]:
+    """Surround collectives of the plugin; also a decorator.
+
+    Args:
+        recorded: Whether the plugin records them by itself. Otherwise they count as sent, and not as dense.
+    """
+    before, _own.recorded = _own.recorded, recorded
     try:
         yield
     finally:
-        _own.depth -= 1
+        _own.recorded = before
 
 
 class HostTraffic:
@@ -119,7 +124,8 @@ class HostTraffic:
     :meth:`stop`; also a context manager. Of several that are started, the last one records.
 
     Args:
-        metrics: Takes the records, of the classes ``host_all_reduce``, ``host_all_gather`` and so on.
+        metrics: Takes the records, of the classes ``host_all_reduce``, ``host_all_gather`` and so on, and
+            ``plugin``.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -171,7 +177,10 @@ class HostTraffic:
         if gloo:
             sent += _GLOO_MESSAGE * _OPERATIONS[operation].gloo_messages(ranks)
         numel = sum(tensor.numel() for tensor in flat)
-        self._metrics.record(Record(f"host_{operation}", sent, sent, numel, tensors=0))
+        if _own.recorded is None:
+            self._metrics.record(Record(f"host_{operation}", sent, sent, numel, tensors=0))
+        else:
+            self._metrics.record(Record("plugin", 0, sent, numel, tensors=0))
 
 
 _started: list[HostTraffic] = []
@@ -185,7 +194,7 @@ def _wrap(owner: Any, name: str, operation: str, position: int) -> None:
 
     @functools.wraps(original)
     def collective(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
-        if _started and not _own.depth and group.size() > 1:
+        if _started and not _own.recorded and group.size() > 1:
             tensors = arguments[position] if len(arguments) > position else ()
             splits = arguments[3] if operation == "all_to_all" and len(arguments) > 3 else ()
             _started[-1].record(operation, group, tensors, splits)

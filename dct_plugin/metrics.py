@@ -458,6 +458,7 @@ _CLASS_NAMES = {
     "embedding_ids": "requests for embedding rows",
     "pipeline": "activations between stages",
     "pipeline_gradient": "gradients between stages",
+    "plugin": "checks and averages of the plugin",
     "host_all_reduce": "the framework's own all-reduces",
     "host_all_gather": "the framework's own all-gathers",
     "host_reduce_scatter": "the framework's own reduce-scatters",

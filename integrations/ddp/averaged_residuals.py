@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dct_plugin import checkpoint
 from dct_plugin.errors import ConfigError
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.thresholds import Threshold
 
 from .state import DCTState
@@ -58,6 +59,7 @@ class AveragedResiduals:
         self._state.load_state_dict({"reducer": state})
 
 
+@own_traffic(recorded=False)
 def _mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the mean over the ranks, on CPU; a collective."""
     on_cuda = dist.get_backend(group) == "nccl"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dct_plugin.codecs.copies import to_host
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.transport import lost_ranks
 
@@ -53,6 +54,7 @@ class PoisonedSteps:
         self._gradients, self._agree = gradients, agree
         self._count = 0
 
+    @own_traffic(recorded=False)
     def found(self, step: int) -> bool:
         """Return whether to skip step ``step``, the same on all ranks; a warning says why, at the first,
         second, fourth, ... such step.

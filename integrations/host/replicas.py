@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DesyncError
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
 
 logger = logging.getLogger("dct_plugin")
@@ -45,6 +46,7 @@ class Replicas:
         self.action = "stop" if config.verify is None else config.verify.action
         self._weights, self._group = weights, group
 
+    @own_traffic(recorded=False)
     def check(self, step: int) -> None:
         """Compare the parameters after optimizer step ``step`` where that is due; then it is a collective.
 

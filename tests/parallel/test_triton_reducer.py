@@ -110,6 +110,28 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
     assert any(len(looks[3]) > 1 for _, looks in found)
 
 
+def _reduce_small(rank: int, world_size: int, name: str) -> tuple[dict[str, Any], list[list[str]]]:
+    config, backend = settings(name, exchange="direct", min_numel=2000)
+    reducer, kept, looks = GradientReducer(config, kernels=backend), {}, []
+    reducer.deferred = True
+    for step in range(3):
+        with HostReads() as reads:
+            entries = gradients(rank, step, {"large": 4000, "norm": 1500, "bias": 64})
+            reducer.all_reduce(list(entries.items()), scale=1 / 3)
+            reducer.finish()
+            reducer.end_step()
+        kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
+        looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
+    return kept, looks
+
+
+def test_small_tensors_of_three_ranks_go_to_owners_in_slots_too() -> None:
+    expected, found = (run(3, _reduce_small, name) for name in ("plain", "interpreted"))
+    for (mine, looks), (other, _) in zip(found, expected, strict=True):
+        assert [key for key in mine if not torch.equal(mine[key], other[key])] == []
+        assert looks[1:] == [ONE_LOOK] * 2
+
+
 def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[dict[str, Any], int]:
     """The second bucket's sizes replace the first one's in every step."""
     before, bounded_table.CAPACITY = bounded_table.CAPACITY, 1
