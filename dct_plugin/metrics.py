@@ -441,6 +441,8 @@ def _counted(number: int, noun: str) -> str:
 def _times(ratio: float | None) -> str:
     if not ratio:
         return "nothing sent" if ratio is None else "all of it extra"
+    if 0.99 < ratio < 1.01:
+        return "as much"
     return f"{ratio:.3g}x fewer" if ratio >= 1 else f"{1 / ratio:.3g}x more"
 
 

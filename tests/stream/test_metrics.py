@@ -234,7 +234,7 @@ def test_the_start_counts_apart() -> None:
     for step in range(1, 4):
         recorder.record(Record("gradient_warmup", 4000, 4000, 1000))
         recorder.step(step)
-    assert "3 steps, rank 0 sent 12.0 kB in place of 12.0 kB (1x fewer); all steps are the start" in (
+    assert "3 steps, rank 0 sent 12.0 kB in place of 12.0 kB (as much); all steps are the start" in (
         recorder.summary_line()
     )
     recorder.starting = False
