@@ -74,5 +74,5 @@ def test_torch_ddp_takes_the_hook(tmp_path: Path) -> None:
     for name in ("trainer", "accelerate"):
         assert results[0][name]["hash"] == results[1][name]["hash"]
         assert results[0][name]["losses"][-1] < results[0][name]["losses"][0]
-    assert "dct: 18 steps, sent" in printed
-    assert "dct: 30 steps, sent" in printed
+    assert "dct: 18 steps, rank 0 sent" in printed
+    assert "dct: 30 steps, rank 0 sent" in printed

@@ -521,7 +521,7 @@ def test_metrics_reach_tensorboard_and_the_log(tmp_path: Path) -> None:
     assert [int(line.split()[2]) for line in lines] == [2, 4, 5]  # Megatron's --log-interval, and the rest
     assert all("pipeline_gradient: " in line for line in lines)  # what the last stage sends
     assert " dct iteration" not in first
-    assert first.count("dct: 5 steps, sent") == 1
+    assert first.count("dct: 5 steps, rank 0 sent") == 1
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     for name in ("sent_bytes", "dense_bytes", "ratio", "density", "exchange_ms"):
