@@ -17,10 +17,20 @@ LAYERS = ("lossless", "threshold", "bounded")
 
 #: Classes of bytes that move embeddings and their gradients, or what stands in for them.
 MOVED = ("embedding_forward", "embedding_backward", "des_forward", "des_backward")
-GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup")
+_CROSSING = (*MOVED, "embedding_ids")
+_GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup")
+_PARAMETERS = ("parameter", "parameter_small", "parameter_full")
 
-#: Classes of bytes of updated weights, from the owners of ZeRO's partitions to all ranks.
-PARAMETERS = ("parameter", "parameter_small", "parameter_full")
+#: Kinds of payload, and their classes. ``crossing`` are vectors, their gradients and the ids that ask for
+#: them, ``parameter`` updated weights from the owners of ZeRO's partitions to all ranks.
+KINDS = {
+    "embedding": MOVED,
+    "id": ("embedding_ids",),
+    "gradient": _GRADIENTS,
+    "parameter": _PARAMETERS,
+    "crossing": _CROSSING,
+    "total": (*_CROSSING, *_GRADIENTS, *_PARAMETERS),
+}
 
 
 @dataclass(frozen=True)
@@ -76,33 +86,9 @@ class Run:
         """Over the seeds."""
         return statistics.fmean(self.log_loss.values())
 
-    @property
-    def embedding_bytes(self) -> float:
-        """Forward and backward, without the requested ids."""
-        return sum(self.sent.get(name, 0.0) for name in MOVED)
-
-    @property
-    def id_bytes(self) -> float:
-        return self.sent.get("embedding_ids", 0.0)
-
-    @property
-    def crossing_bytes(self) -> float:
-        """Bytes of vectors, their gradients, and the ids that ask for them."""
-        return self.embedding_bytes + self.id_bytes
-
-    @property
-    def gradient_bytes(self) -> float:
-        return sum(self.sent.get(name, 0.0) for name in GRADIENTS)
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Updated weights under ZeRO; none at stage 0."""
-        return sum(self.sent.get(name, 0.0) for name in PARAMETERS)
-
-    @property
-    def total_bytes(self) -> float:
-        """Bytes of all payload: embeddings, ids, gradients and updated weights."""
-        return self.crossing_bytes + self.gradient_bytes + self.parameter_bytes
+    def sent_bytes(self, kind: str) -> float:
+        """Return the bytes of a kind of :data:`KINDS`."""
+        return sum(self.sent.get(name, 0.0) for name in KINDS[kind])
 
     def layers(self) -> dict[str, float]:
         """Return how many times fewer bytes each layer leaves, forward and backward together.
@@ -128,26 +114,26 @@ class Run:
         def change(ours: dict[int, float], theirs: dict[int, float]) -> Interval | None:
             return paired([ours[seed] - theirs[seed] for seed in seeds]) if seeds else None
 
-        def fewer(ours: float, theirs: float) -> float | None:
-            return theirs / ours if ours else None
+        def fewer(kind: str) -> float | None:
+            ours = self.sent_bytes(kind)
+            return baseline.sent_bytes(kind) / ours if ours else None
 
         return Difference(
             change(self.auc, baseline.auc),
             change(self.log_loss, baseline.log_loss),
-            fewer(self.embedding_bytes, baseline.embedding_bytes),
-            fewer(self.crossing_bytes, baseline.crossing_bytes),
-            fewer(self.gradient_bytes, baseline.gradient_bytes),
-            fewer(self.total_bytes, baseline.total_bytes),
+            fewer("embedding"),
+            fewer("crossing"),
+            fewer("gradient"),
+            fewer("total"),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         same = ("auc", "log_loss", "step_ms", "ranks_in_step", "exchange", "epochs")
-        kinds = ("embedding", "id", "gradient", "parameter", "crossing", "total")
         return {
             **{name: getattr(self, name) for name in same},
             **asdict(self.difference),
-            **{f"{kind}_bytes_per_step": getattr(self, f"{kind}_bytes") for kind in kinds},
+            **{f"{kind}_bytes_per_step": self.sent_bytes(kind) for kind in KINDS},
             "layers": self.layers(),
             "bytes_per_step": {
                 name: {"dense": self.dense[name], "sent": self.sent[name]} for name in sorted(self.sent)

@@ -27,15 +27,13 @@ def run_tables(runs: Sequence[Run]) -> list[Table]:
         against, auc, log_loss = run.difference, f"{run.mean_auc:.4f}", f"{run.mean_log_loss:.4f}"
         changes = [str(change or "") for change in (against.auc_difference, against.log_loss_difference)]
         quality.append([run.name, auc, changes[0], log_loss, changes[1], str(len(run.auc))])
-        vectors, ids, both, gradients = map(
-            format_bytes, (run.embedding_bytes, run.id_bytes, run.crossing_bytes, run.gradient_bytes)
-        )
+        kinds = ("embedding", "id", "crossing", "gradient", "total")
+        vectors, ids, both, gradients, whole = (format_bytes(run.sent_bytes(kind)) for kind in kinds)
         fewer, fewer_both = _times(against.embedding_reduction), _times(against.crossing_reduction)
         amounts.append([run.name, vectors, fewer, ids, both, fewer_both])
         left = [_times(run.layers().get(layer)) for layer in LAYERS]
         layers.append([run.name, *left, gradients, _times(against.gradient_reduction)])
-        whole, step = format_bytes(run.total_bytes), f"{run.step_ms:.1f} ms"
-        totals.append([run.name, whole, _times(against.total_reduction), step])
+        totals.append([run.name, whole, _times(against.total_reduction), f"{run.step_ms:.1f} ms"])
     return [
         Table(
             "Quality on the test part: mean over seeds, difference to dense with 95 % interval",

@@ -152,7 +152,7 @@ def test_runs_are_paired_by_seed_and_layers_multiply() -> None:
     text = markdown(run_tables(found), command="dct dlrm", data="made up")
     assert "| b | 0.7200 | +0.0000 ±" in text
     assert "20x" in text
-    assert b.crossing_bytes == 140
+    assert b.sent_bytes("crossing") == 140
     assert b.difference.crossing_reduction == pytest.approx(900 / 140)
     console = Console(width=80, file=io.StringIO())
     for table in run_tables(found):

@@ -279,8 +279,11 @@ class Batch:
         for each in samples:
             sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
         laid = [_laid_out(group) for group in variants.values()]
-        drawn = [_drawn(these) for these in sampled.values()]
-        first, last = ([_in_chunks(passes) for passes in groups] for groups in (before, after))
+        drawn = [_counted(these, [each.samples for each in these]) for these in sampled.values()]
+        first, last = (
+            [_counted(passes, [each.first.numel() for each in passes]) for passes in groups]
+            for groups in (before, after)
+        )
         every = [rows for rows, _ in (*first, *drawn, *laid, *last)]
         table = tables.of(list(itertools.chain(*every)), self.where)
         parts = iter(table.split([len(rows) for rows in every]))
@@ -404,16 +407,6 @@ def _alike(passes: Sequence[_Pass]) -> list[list[_Pass]]:
     for each in passes:
         groups.setdefault((each.kernel, each.constants), []).append(each)
     return list(groups.values())
-
-
-def _drawn(samples: Sequence[_Sample]) -> tuple[list[list[int]], int]:
-    """Return the rows of samples of one kind, and the chunks of all."""
-    return _counted(samples, [each.samples for each in samples])
-
-
-def _in_chunks(group: Sequence[_Pass]) -> tuple[list[list[int]], int]:
-    """Return the rows of operations of one kind, and the chunks of all."""
-    return _counted(group, [each.first.numel() for each in group])
 
 
 def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[list[list[int]], int]:
