@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import CONFIGS
-from support.deepspeed_launch import Results, Run, config, launch
+from support.deepspeed_launch import Results, Run, config, launch, launch_with_torchrun
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -99,7 +99,7 @@ def test_fp16_on_gpus(tmp_path: Path) -> None:
     ]
     plan += [{"id": path.name, "config": json.loads(path.read_text()), "steps": 3} for path in ready]
     devices = ",".join(map(str, range(ranks)))
-    results = launch(ranks, plan, tmp_path, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES=devices)
+    results = launch_with_torchrun(ranks, plan, tmp_path, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES=devices)
     for name in CASES:
         plain, exact = (results[0][f"{kind}/{name}"] for kind in ("plain", "exact"))
         assert exact["skipped"] == plain["skipped"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
-from support.deepspeed_launch import Results, Run, config, launch
+from support.deepspeed_launch import Results, Run, config, launch, launch_with_torchrun
 from support.processes import run
 
 from dct_plugin.config import DataParallelConfig
@@ -107,7 +107,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "TORCH_EXTENSIONS_DIR": str(OLDER / "torch_extensions"),
         "DCT_TEST_FP16_ON_CPU": "1",
     }
-    return launch(2, plan, folder, **variables)
+    return launch_with_torchrun(2, plan, folder, **variables)
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), KINDS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support import CONFIGS, SUPPORT
-from support.deepspeed_launch import environment, torchrun
+from support.deepspeed_launch import environment, run_script
 
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm.commands.dlrm import configuration, configurations
@@ -29,10 +29,7 @@ READY = sorted(CONFIGS.glob("hybrid_*.json"))
 def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
     """Uncompressed, whatever the exchange and the ZeRO stage: only the order of sums differs."""
     results = tmp_path / "results.json"
-    done = subprocess.run(
-        torchrun(2, str(WORKER), str(results)), env=environment(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run_script(2, WORKER, tmp_path, str(results))
     for result in json.loads(results.read_text()):
         # It did learn, and the difference is nothing beside what it learned.
         assert result["spread"] > 0.1, result["case"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from torch.nn import functional
 
 pytest.importorskip("deepspeed")
 from support import SUPPORT
+from support.deepspeed_launch import run_script
 
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
@@ -27,11 +25,7 @@ WORKER = SUPPORT / "sharding_worker.py"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sharding")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", "2", str(WORKER), str(folder)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_script(2, WORKER, folder, str(folder))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

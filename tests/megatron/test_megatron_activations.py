@@ -84,7 +84,6 @@ def test_pipelines(tmp_path: Path) -> None:
         assert "pipeline_evaluation" in outcomes[0].classes
     assert_learns(interleaved, 0.2)
     assert losses(recomputed) == losses(found[-1])
-    processes._stop()
     (resumed,) = run(2, replace(remembering, load=saved))
     assert losses(through)[4:] == losses(resumed)
     assert [o.parameters for o in through] == [o.parameters for o in resumed]

@@ -244,7 +244,6 @@ def test_checkpoints_keep_residuals_and_thresholds(tmp_path: Path) -> None:
     stages = Job(pp=2, steps=6).with_dct(section(pipeline=0.9))
     saved = [(str(tmp_path / "data"), 3), (str(tmp_path / "stages"), 3)]
     whole = run(2, *(replace(job, save=where) for job, where in zip((data, stages), saved, strict=True)))
-    processes._stop()
     resumed = run(2, *(replace(job, load=where) for job, where in zip((data, stages), saved, strict=True)))
     for one, other in zip(whole, resumed, strict=True):
         assert losses(one)[3:] == losses(other)

@@ -119,7 +119,6 @@ def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> 
     job = Job(distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(adaptive)
     where = (str(tmp_path), 3)
     (whole,) = run(2, replace(job, save=where))
-    processes._stop()
     (resumed,) = run(2, replace(job, load=where))
     assert losses(whole)[3:] == losses(resumed)
     assert parameters(whole) == parameters(resumed)

@@ -1,15 +1,19 @@
-"""Starts the DeepSpeed tests' training script under torchrun and reads its results."""
+"""Starts the training scripts of the DeepSpeed tests and reads their results."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from support import processes
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 Run = dict[str, Any]
@@ -79,18 +83,61 @@ def execute(
 def launch(
     world_size: int, plan: list[Run], folder: Path, *, worker: Path = WORKER, **variables: str
 ) -> Results:
-    """Execute all runs of ``plan``, in one process per rank, and return their results."""
+    """Execute all runs of ``plan``, in one process per rank, and return their results.
+
+    The processes are forked from one that has imported DeepSpeed, which is faster than
+    :func:`launch_with_torchrun`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
-    command = torchrun(world_size, str(worker), str(folder / "plan.json"), str(folder))
+    run_script(world_size, worker, folder, str(folder / "plan.json"), str(folder), **variables)
+    return _results(world_size, folder)
+
+
+def launch_with_torchrun(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
+    """Like :func:`launch`, in processes with an environment of their own from the start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
     done = execute(command, folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
-    files = [folder / f"{rank}.json" for rank in range(world_size)]
-    results: Results = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    results = _results(world_size, folder)
     # With all results written ranks only take down their connections, and gloo may abort in that.
     complete = all(len(result) == len(plan) for result in results)
     assert done.returncode == 0 or complete, (done.stdout + done.stderr)[-6000:]
     return results
+
+
+def _results(world_size: int, folder: Path) -> Results:
+    files = [folder / f"{rank}.json" for rank in range(world_size)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def run_script(world_size: int, script: Path, folder: Path, *arguments: str, **variables: str) -> str:
+    """Call ``main(*arguments)`` of a training script in processes of one job, in ``folder``; return what they
+    printed, which is kept in ``folder/log``.
+    """
+    _refuse_stale_lock(dict(os.environ))
+    log = folder / "log"
+    variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", **variables}
+    try:
+        processes.run(world_size, _call_main, str(script), str(log), arguments, patience=500.0, **variables)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{log.read_text()[-6000:] if log.exists() else ''}") from None
+    return log.read_text()
+
+
+def _call_main(rank: int, world_size: int, script: str, log: str, arguments: tuple[str, ...]) -> None:
+    with open(log, "a") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    # In pytest's capture these would be other files.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    sys.path.insert(0, str(Path(script).parent))
+    os.chdir(Path(log).parent)
+    runpy.run_path(script)["main"](*arguments)
+    atexit._run_exitfuncs()  # as at the end of a script
+    sys.stdout.flush()
 
 
 def config(

@@ -8,7 +8,6 @@ of a message, is no option of the plugin. ``plan.json`` holds a list of runs ``{
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed_worker import digest
-from processes import logged
 from torch import Tensor, nn
+
+from support.processes import logged
 
 VOCABULARY, WIDTH, LENGTH = 48, 32, 12
 
@@ -215,10 +215,5 @@ def main(plan: str, folder: str) -> None:
                 results[run["id"]] = {"error": f"{type(error).__name__}: {error}"}
             results[run["id"]]["log"] = lines
         dist.barrier()
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*[argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")])

@@ -3,7 +3,7 @@
 Nothing in it mentions the plugin: what a run does follows from its DeepSpeed configuration alone, as for any
 user.
 
-    torchrun --nproc-per-node 2 tests/deepspeed_worker.py plan.json results
+    torchrun --nproc-per-node 2 tests/support/deepspeed_worker.py plan.json results
 
 ``plan.json`` holds a list of runs ``{"id", "config", "steps", ...}``; every rank writes
 ``results/<rank>.json`` with one entry per run: the losses, a hash of the parameters, and whatever the run's
@@ -368,9 +368,8 @@ def main(plan: str, folder: str) -> None:
             run = {**run, **overrides}
         results[run["id"]] = execute(run)
         dist.barrier()
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()  # a rank that takes down its connections while others still use them can abort them
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -378,3 +377,4 @@ if __name__ == "__main__":
         sys.exit("start this with torchrun")
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     main(*arguments)
+    dist.destroy_process_group()

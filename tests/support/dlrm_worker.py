@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 tests/support/dlrm_worker.py results.json
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def on_one_rank(model: str, data: ClickDataset) -> np.ndarray:
         return net(torch.from_numpy(test.dense), torch.from_numpy(test.categorical)).sigmoid().numpy()
 
 
-def main() -> None:
+def main(path: str) -> None:
     deepspeed.init_distributed()
     data = clicks()
     results = []
@@ -114,10 +113,5 @@ def main() -> None:
         )
         run.close()
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
+        Path(path).write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Runs the examples for Hugging Face one after the other, in one process per rank.
 
-    torchrun --nproc-per-node 2 tests/support/huggingface_worker.py plan.json results
-
 ``plan.json`` holds a list of ``{"id", "example", "arguments"}``; every rank writes ``results/<rank>.json``.
 """
 
@@ -34,8 +32,3 @@ def main(plan: str, folder: str) -> None:
         }
     (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -316,8 +315,6 @@ def _save(folder: str, models: list[Any], optimizer: Any) -> None:
         state = {"models": [m.state_dict() for m in models], "optimizer": inner, "masters": masters}
         torch.save(state, f"{folder}/rank{dist.get_rank()}.pt")
         return
-    # Megatron writes from processes of its own, which the daemons of a pool may not start.
-    multiprocessing.current_process()._config["daemon"] = False
     dist_checkpointing.save(_sharded(models, optimizer), folder)
     filesystem_async._results_queue = None  # a process that would outlive this one
 

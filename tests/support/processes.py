@@ -1,115 +1,129 @@
-"""Real processes for the distributed tests: gloo over loopback, results and failures brought back to pytest.
+"""Real processes for the distributed tests: gloo over loopback; results and failures come back to pytest.
 
-The processes are kept between tests (importing torch costs more than most tests); every test gets a process
-group of its own.
+Every test gets new processes. They are forked from a server that has imported torch and the frameworks that
+the collected tests import, so that a process starts in a few milliseconds.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import queue
+import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support import preload
+
 #: A hung collective is a failed test, not a lost afternoon.
 TIMEOUT = timedelta(seconds=60)
-_PATIENCE = 240.0
-#: A process with more threads is replaced: those of a process group wake up a hundred times a second, and
-#: live as long as something refers to it (Megatron makes groups by the dozen).
-_MOST_THREADS = 200
-
-_context = mp.get_context("spawn")
-_workers: list[tuple[Any, Any]] = []  # (process, its tasks)
-_results: Any = None
+#: Seconds that a test's processes may take by default.
+PATIENCE = 240.0
 
 
-def _serve(position: int, tasks: Any, results: Any) -> None:
+@cache
+def _context() -> Any:
+    """The multiprocessing context of the fork server, which is started here."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["support.preload"])
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "DCT_TEST_PRELOAD")}
+    names = [n for n in sys.modules if n.partition(".")[0] == "dct_plugin" or n in preload.FRAMEWORKS]
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), DCT_TEST_PRELOAD=" ".join(names))
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _run_rank(
+    rank: int, variables: dict[str, str], store_path: str, function: Callable[..., Any], arguments: Any
+) -> None:
+    """Call the function in a process group and write what it returns or raises to ``STORE.rankN``."""
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        number, world_size, store_path, function, arguments = task
-        os.environ.update(RANK=str(position), WORLD_SIZE=str(world_size), LOCAL_RANK=str(position))
-        store = dist.FileStore(store_path, world_size)
-        dist.init_process_group("gloo", store=store, rank=position, world_size=world_size, timeout=TIMEOUT)
-        try:
-            outcome: tuple[str, Any] = ("value", function(position, world_size, *arguments))
-        except Exception as error:
-            outcome = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    world_size = int(variables["WORLD_SIZE"])
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    try:
+        outcome: tuple[str, Any] = ("value", function(rank, world_size, *arguments))
+    except Exception as error:
+        outcome = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    torch.save(outcome, f"{store_path}.rank{rank}")
+    if dist.is_initialized():
         dist.destroy_process_group()
-        # Through a file: queues share tensors by descriptors that die with the process.
-        torch.save(outcome, f"{store_path}.rank{position}")
-        results.put((number, position, psutil.Process().num_threads()))
 
 
-def _stop() -> None:
-    global _results
-    for process, _ in _workers:
-        process.kill()
-    _workers.clear()
-    _results = None
-
-
-atexit.register(_stop)
-
-
-def launch(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
+def launch(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    patience: float = PATIENCE,
+    **variables: str,
+) -> list[tuple[str, Any]]:
     """Run ``function(rank, world_size, *arguments)`` in processes; ``("value", result)`` or ``("error",
     text)`` each.
+
+    Args:
+        patience: Seconds after which the processes are killed and the test fails.
+        variables: Added to the environment of the processes.
     """
-    global _results
-    if _results is None:
-        _results = _context.Queue()
-    while len(_workers) < world_size:
-        tasks = _context.Queue()
-        process = _context.Process(target=_serve, args=(len(_workers), tasks, _results), daemon=True)
-        process.start()
-        _workers.append((process, tasks))
-    number = os.urandom(8)
+    # DeepSpeed's shared memory is named by the port.
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
+    variables["WORLD_SIZE"] = str(world_size)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
-        for _, tasks in _workers[:world_size]:
-            tasks.put((number, world_size, path, function, arguments))
-        missing, threads = set(range(world_size)), 0
-        limit = time.monotonic() + _PATIENCE
-        while missing:
-            try:
-                answered, position, has = _results.get(timeout=1.0)
-            except queue.Empty:
-                dead = [rank for rank in missing if not _workers[rank][0].is_alive()]
-                if not dead and time.monotonic() < limit:
-                    continue
-                _stop()
-                raise AssertionError(
-                    f"the processes of ranks {dead} died"
-                    if dead
-                    else f"ranks {sorted(missing)} did not finish within {_PATIENCE:.0f} s"
-                ) from None
-            if answered == number:
-                missing.discard(position)
-                threads = max(threads, has)
-        if threads > _MOST_THREADS:
-            _stop()
-        return [torch.load(f"{path}.rank{r}", weights_only=False) for r in range(world_size)]
+        processes = [
+            _context().Process(target=_run_rank, args=(rank, variables, path, function, arguments))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            _wait(processes, path, patience)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [torch.load(f"{path}.rank{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def _wait(processes: list[Any], path: str, patience: float) -> None:
+    """Wait until all processes end. One that ends without a result fails the test at once."""
+    limit = time.monotonic() + patience
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = connection.wait(list(running), timeout=limit - time.monotonic())
+        assert ended, f"ranks {sorted(running.values())} did not finish within {patience:.0f} s"
+        dead = [rank for rank in map(running.pop, ended) if not Path(f"{path}.rank{rank}").exists()]
+        assert not dead, f"the processes of ranks {dead} died"
+
+
+def run(world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """Like :func:`launch` where every rank must succeed; the results in rank order."""
-    outcomes = launch(world_size, function, *arguments)
+    outcomes = launch(world_size, function, *arguments, **options)
     errors = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(outcomes) if kind == "error"]
     assert not errors, "\n".join(errors)
     return [value for _, value in outcomes]

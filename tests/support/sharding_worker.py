@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +147,8 @@ def counted(stage: int, method: str) -> list[int]:
     return steps
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(path: str) -> None:
+    folder = Path(path)
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     results: dict[str, Any] = {}
@@ -172,8 +171,3 @@ def main() -> None:
         gc.collect()
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
