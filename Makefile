@@ -50,11 +50,14 @@ $(TEST_READY): $(READY) locks/dev.lock
 demo: $(READY) ## Train a recommender on real data, dense and with DCT: table in the terminal, plot in out/
 	@$(BIN)/dct demo --out $(OUT)
 
-test: $(TEST_READY) ## Run the whole test suite
-	@$(BIN)/python -m pytest
+# A file of tests at a time per core: fixtures of a file start processes once. Most tests have two or four processes.
+IN_PARALLEL = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(TEST_READY) ## Run the tests that start no processes, in about a minute
-	@$(BIN)/python -m pytest -m 'not slow'
+test: $(TEST_READY) ## Run the whole test suite
+	@$(BIN)/python -m pytest $(IN_PARALLEL)
+
+test-fast: $(TEST_READY) ## Run the tests that start no processes, in about two minutes
+	@$(BIN)/python -m pytest -m 'not slow' $(IN_PARALLEL)
 
 # The last DeepSpeed that has 1-bit Adam, in a folder of its own that only these tests import.
 ONEBIT := $(VENV)/onebit
