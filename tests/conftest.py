@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where pytest-xdist's workers share the files, those with slow tests come first: short ones fill gaps."""
+    """Where pytest-xdist shares the files out, those with slow tests come first: short ones fill gaps."""
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
