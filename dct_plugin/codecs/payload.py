@@ -82,12 +82,6 @@ class Header(NamedTuple):
         """Size of the whole payload, bytes."""
         return HEADER_NBYTES + self.index_nbytes + self.value_nbytes
 
-    @property
-    def body_checks(self) -> tuple[int, int]:
-        """The share of the body in both checksums."""
-        check1, check2 = _sums(self._pack_checked())
-        return (self.check1 - check1) & 0xFFFFFFFF, (self.check2 - check2) & 0xFFFFFFFF
-
     def pack(self) -> bytes:
         """Return the 40 bytes, with the checksums that this header has."""
         return self._pack_checked() + _CHECKS.pack(self.check1, self.check2)

@@ -241,13 +241,13 @@ class ShardedTables(nn.Module):
         """
         exchange = self.embedding_exchange
         tables = self.placement[self.rank]
-        taus = exchange.tau.cpu() if exchange.tau.numel() else torch.zeros(1)  # one for all, or one each
+        taus = exchange.tau if exchange.tau.numel() else torch.zeros(len(tables))
         own = {
             table: (weight.cpu().clone(), tau, bound_class)
             for table, weight, tau, bound_class in zip(
                 tables,
                 self.shard.tables(),
-                taus.expand(len(tables)).tolist(),
+                taus.tolist(),
                 exchange.bound_class.tolist(),
                 strict=True,
             )
@@ -285,9 +285,8 @@ def load_tables(module: ShardedTables, whole: Mapping[str, Any]) -> None:
         exchange.restart_step()
         if own:
             exchange.bound_class.copy_(whole["bound_class"][own])
-            tau = whole["tau"][own]
             if exchange.tau.numel():
-                exchange.tau.copy_(tau if exchange.tau.numel() == len(own) else tau[:1])
+                exchange.tau.copy_(whole["tau"][own])
 
 
 def _pool(ids: Tensor, lengths: Tensor, weight: Tensor, pooling: Pooling, *, sparse: bool = False) -> Tensor:

@@ -41,9 +41,8 @@ COMPUTED = (
     Transformer(1, 512, 16, 64),
 )
 COMPARED = (Transformer(2, 256, 4, 64), Transformer(2, 512, 4, 64))
-#: What the fit has not seen: shapes, numbers of ranks, rates of the links.
+#: Shapes that the fit has not seen.
 HELD_OUT = (Transformer(3, 384, 6, 96),)
-HELD_OUT_RANKS, HELD_OUT_RATES = (2, 4), (None, "1gbit", "100mbit")
 #: Of activations: rows and hidden size, share of the entries that is sent or rank.
 CODED_AT = tuple(
     (rows, hidden, density, rank)
