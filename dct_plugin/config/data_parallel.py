@@ -157,9 +157,9 @@ class DataParallelConfig(Section):
     weights after steps on their own gradients (local_updates; DDP and ZeRO-0); or the entries are dropped
     (none).
 
-    `step_ahead` with Adam or momentum and high sparsity ([what it costs](deepspeed.md#step-ahead));
+    `step_ahead` with Adam or momentum and high sparsity ([what it costs](methods.md#step-ahead));
     `local_updates` for optimizers whose step `step_ahead` does not know ([how it
-    works](deepspeed.md#local-updates)); `none` saves a residual of 4 bytes per parameter and usually costs
+    works](methods.md#local-updates)); `none` saves a residual of 4 bytes per parameter and usually costs
     quality.
     """
     residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
