@@ -1,4 +1,4 @@
-"""From the ``dct`` section to a hooked engine: check, agree with the other ranks, then patch."""
+"""The way from the ``dct`` section to a hooked engine: check, agree with the other ranks, then patch."""
 
 from __future__ import annotations
 
