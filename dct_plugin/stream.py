@@ -160,7 +160,7 @@ def first_position(step: int, numel: int) -> int:
 
 
 class Compressor(Stream):
-    """Thresholds one tensor stream (a parameter's gradient, step after step) and keeps what it did not send.
+    """Compresses one tensor (a parameter's gradient, step after step) and keeps what it did not send.
 
     Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add
     the residual), compress (select and encode), update (keep what was not sent), all in one pass of the
@@ -212,7 +212,7 @@ class Compressor(Stream):
     # -- the public pair ---
 
     def compress(self, tensor: Tensor) -> Payload:
-        """Encode what of ``tensor + residual`` reaches the threshold; the residual keeps the rest.
+        """Encode the entries of ``tensor + residual`` that reach the threshold; the residual keeps the rest.
 
         Args:
             tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every
@@ -236,7 +236,7 @@ class Compressor(Stream):
         return Payload.from_tensor(writer.message.clone(), verify=False)
 
     def decompress(self, payload: Payload | Tensor) -> Tensor:
-        """The tensor that ``payload`` stands for: fp32, zeros where nothing was sent.
+        """Decode a payload into an fp32 tensor, with zeros where nothing was sent.
 
         Returns:
             The shape of the tensors compressed here when the number of entries agrees, else 1-D.
@@ -332,7 +332,7 @@ class Compressor(Stream):
     # -- optimizer steps ---
 
     def end_step(self, *, skipped: bool = False) -> None:
-        """An optimizer step is over: keep residual and threshold, or, if it was ``skipped``, take back
+        """Close an optimizer step: keep residual and threshold, or, if it was ``skipped``, take back
         bitwise what changed them since the last call.
 
         Raises:
@@ -347,7 +347,7 @@ class Compressor(Stream):
             self.residual.commit()
 
     def rescale(self, factor: float) -> None:
-        """The unit of the gradients changed by ``factor`` (loss scale)."""
+        """Rescale residual and threshold: the unit of the gradients (loss scale) changed by ``factor``."""
         self.threshold.rescale(factor)
         if self.residual is not None:
             self.residual.rescale(factor)

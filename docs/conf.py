@@ -32,6 +32,8 @@ maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
+html_copy_source = False
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 copybutton_prompt_text = "$ "
@@ -72,7 +74,15 @@ def link_files(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"](../{file}", f"](_generated/{page}.md")
 
 
+def skip_tuple_fields(
+    app: Sphinx, kind: str, name: str, what: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out the fields of named tuples, which the class describes."""
+    return True if str(getattr(what, "__doc__", "")).startswith("Alias for field") else None
+
+
 def setup(app: Sphinx) -> None:
-    """Connect both."""
+    """Connect them."""
+    app.connect("autodoc-skip-member", skip_tuple_fields)
     app.connect("builder-inited", write_pages)
     app.connect("source-read", link_files)

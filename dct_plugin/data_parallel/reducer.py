@@ -80,8 +80,8 @@ class GradientReducer(StreamGroup):
         )
         self.config, self.loss_scale = config, loss_scale
         self.deferred = False
-        """Set by a host that calls :meth:`finish` before it uses what was reduced: then devices are waited
-        for there, not in every reduction.
+        """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
+        device there, not in every reduction.
         """
         self.topology = _topology_of(self)
         """Topology of sums that all ranks get."""
@@ -200,7 +200,7 @@ class GradientReducer(StreamGroup):
 
     @property
     def in_parts(self) -> bool:
-        """True if tensors can leave one after the other: nothing takes all of them at once."""
+        """True if tensors can leave one after the other, since nothing takes all of them at once."""
         return not (self.fixed_size or self._dense.active or any(each.exchanges for each in self.add_ons))
 
     def sparsity(self, name: str) -> Sparsity:

@@ -57,11 +57,11 @@ def choose(
 ) -> list[Choice]:
     """Pick all-to-all or DES for every part by the floats a rank sends per global sample and direction.
 
-    Of T tables of width m on N ranks, an all-to-all sends (N-1)/N * T*m/N, DES (N-1)/N * K: the ratio is
+    With T tables of width m on N ranks, an all-to-all sends (N-1)/N * T*m/N and DES (N-1)/N * K: the ratio is
     N*K / (T*m). With column shards the vectors that are shipped to them count too.
 
     Args:
-        parts: Of one model.
+        parts: The parts of one model.
         world_size: N.
         compression: How many times smaller a compressed channel makes the all-to-all.
         force: Take this strategy wherever it exists.

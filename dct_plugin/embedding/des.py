@@ -99,7 +99,8 @@ class Embeddings(nn.Module):
 
     Attributes:
         fields: Numbers of the fields that come out, in their order.
-        num_fields, dim: Number of fields and embedding width of the tables as a whole.
+        num_fields: Number of fields of the tables as a whole.
+        dim: Embedding width of the tables as a whole.
         columns: ``(start, stop)`` of the columns that come out.
     """
 
@@ -108,11 +109,11 @@ class Embeddings(nn.Module):
         self.fields, self.num_fields, self.dim, self.columns = fields, num_fields, dim, columns
 
     def forward(self, categorical: Tensor) -> Tensor:
-        """int [b, F] of the local samples -> [B, fields, columns]; B is b, or N*b in rank order."""
+        """Look up ids, int [b, F], of local samples: [B, fields, columns], B is b or N*b in rank order."""
         raise NotImplementedError
 
     def aggregate(self, partial: Tensor) -> Tensor:
-        """Partial results [B, K] -> results of the local samples [b, K]."""
+        """Sum partial results [B, K] over the shards; return those of the local samples, [b, K]."""
         return partial
 
     def total(self, scalars: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class Embeddings(nn.Module):
         return weight
 
     def columns_of(self, vectors: Tensor) -> Tensor:
-        """Vectors [b, dim] of the local samples -> the columns that come out here, of all samples."""
+        """Return, for vectors [b, dim] of the local samples, the columns here, of all samples."""
         return vectors
 
 
@@ -159,7 +160,8 @@ class _Shards(Embeddings):
         group: The ranks, and the metrics.
         fields, columns: Those that come out here.
         tables: One per field of ``fields``, of the columns that come out here.
-        num_fields, dim: Number of fields and embedding width of the tables as a whole.
+        num_fields: Number of fields of the tables as a whole.
+        dim: Embedding width of the tables as a whole.
         average_gradients: Divide the gradients of what only this rank has by the number of ranks.
     """
 
@@ -187,7 +189,7 @@ class _Shards(Embeddings):
 
     @property
     def metrics(self) -> Metrics | None:
-        """Takes the records; None: nothing is recorded."""
+        """The metrics that record what crosses; None records nothing."""
         return self._group.metrics
 
     @metrics.setter

@@ -46,7 +46,8 @@ class Route(NamedTuple):
     """The vectors that cross between this rank and every rank of the group, in the order of the messages.
 
     Attributes:
-        sent_tables, sent_rows: Per destination: the own tables (local numbers), and rows of each of them.
+        sent_tables: The own tables (local numbers) of each destination.
+        sent_rows: Rows of each of these tables.
         received_rows: Per source: rows of each of its segments.
         samples: Samples of each rank.
         own_tables: Tables of each rank.

@@ -134,7 +134,7 @@ class ShardedTables(nn.Module):
 
     @property
     def metrics(self) -> Metrics | None:
-        """Takes the records; None: nothing is recorded."""
+        """The metrics that record what crosses; None records nothing."""
         return self.embedding_exchange.metrics
 
     @metrics.setter

@@ -64,7 +64,7 @@ class ActivationStream:
 
     @property
     def training(self) -> bool:
-        """False in forward-only passes: what compressors remember is used and left as it is."""
+        """False in forward-only passes, which use what compressors remember and leave it as it is."""
         return self.site.training
 
     @training.setter
@@ -78,7 +78,7 @@ class ActivationStream:
 
     @property
     def activations(self) -> ActivationCompressor[Any]:
-        """The compressor of activations in this step: in dense steps everything crosses."""
+        """The compressor of activations in this step; in dense steps everything crosses."""
         return self._whole if self._is_dense else self._forward
 
     @property
