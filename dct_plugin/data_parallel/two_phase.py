@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
@@ -74,7 +75,10 @@ class _Answers(Phase):
         density = min(1.0, self.group.sparsity(tensor.name).density * self.group.settings.server_density)
         stream = None
         if tensor.small:
-            encoded = encode_all(self.group.backend, total, writer, ValueDtype.FP32, clear=True)
+            # A sum of bf16 is rounded to bf16 on arrival. One of fp16 may not be an fp16 before it is scaled.
+            bf16 = tensor.tensor.dtype == torch.bfloat16
+            values = ValueDtype.BF16 if bf16 else ValueDtype.FP32
+            encoded = encode_all(self.group.backend, total, writer, values, clear=True)
         else:
             stream = self.group.stream(_stream_of(tensor.name, shard))
             encoded = stream.encode(total, [(0, total.numel(), writer)], density, clear=True)
