@@ -86,7 +86,7 @@ class GradientReducer(StreamGroup):
         self.topology = _topology_of(self)
         """Topology of sums that all ranks get."""
         direct = isinstance(self.topology, Direct)
-        self._small_topology = TwoPhase(self) if direct and self.world_size > 2 else None
+        self.small_topology = TwoPhase(self) if direct and self.world_size > 2 else None
         """Topology of tensors below ``min_numel``, where it is another one."""
         self._scatter = Scatter(self)
         self._dense = DenseSums(self, config.warmup_steps)
@@ -230,20 +230,6 @@ class GradientReducer(StreamGroup):
                 topology.name, tensors, scale, compared, topology.sums_everywhere, self.fixed_size
             )
 
-    def by_topology(self, entries: _Entries) -> list[tuple[Topology, _Entries]]:
-        """Divide the entries of an :meth:`all_reduce`, in order, into those that are exchanged together.
-
-        The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two
-        ranks fewer bytes cross when an owner sums it: those of a ring.
-        """
-        small = [each for each in entries if each[1].numel() < self.config.min_numel]
-        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
-        if self._small_topology is None or nbytes < SMALL_APART:
-            return [(self.topology, entries)]
-        large = [each for each in entries if each[1].numel() >= self.config.min_numel]
-        parts: list[tuple[Topology, _Entries]] = [(self.topology, large), (self._small_topology, small)]
-        return parts if large else parts[1:]
-
     def pipelined(self, topology: Topology, plan: ReductionPlan, whole: Record) -> PipelinedExchange:
         """Return an exchange of the plan in chunks."""
         with self.exchange.preparing():
@@ -354,6 +340,22 @@ def _topology_of(group: GradientReducer) -> Topology:
     return Direct(group) if exchange == "direct" else TwoPhase(group)
 
 
+def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topology, _Entries]]:
+    """Divide the entries of an all-reduce, in order, into those that are exchanged together.
+
+    The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two ranks
+    fewer bytes cross when an owner sums it: those of a ring.
+    """
+    least = reducer.config.min_numel
+    small = [each for each in entries if each[1].numel() < least]
+    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
+    if reducer.small_topology is None or nbytes < SMALL_APART:
+        return [(reducer.topology, entries)]
+    large = [each for each in entries if each[1].numel() >= least]
+    parts: list[tuple[Topology, _Entries]] = [(reducer.topology, large), (reducer.small_topology, small)]
+    return parts if large else parts[1:]
+
+
 class Reduction:
     """An :meth:`~GradientReducer.all_reduce` of tensors that get their gradients one after the other.
 
@@ -368,7 +370,7 @@ class Reduction:
     def __init__(self, reducer: GradientReducer, entries: Sequence[tuple[str, Tensor]], scale: float) -> None:
         self._reducer, self._entries, self._scale = reducer, entries, scale
         self._whole = Record("gradient", tensors=0)
-        self._parts = reducer.by_topology(entries)
+        self._parts = _by_topology(reducer, entries)
         self._plan: ReductionPlan | None = None
         self._exchange: PipelinedExchange | None = None
         self._observed = 0
