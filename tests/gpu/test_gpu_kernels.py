@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -356,11 +355,7 @@ def test_residuals_in_fewer_bytes(dtype: torch.dtype) -> None:
     assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_the_self_check_passes_and_takes_less_than_two_seconds() -> None:
-    where = torch.device("cuda")
-    assert self_check.first_difference(TRITON, where) is None  # compiles
-    began = time.perf_counter()
-    assert self_check.first_difference(TRITON, where) is None
-    assert time.perf_counter() - began < 2
+def test_the_self_check_passes() -> None:
+    assert self_check.first_difference(TRITON, torch.device("cuda")) is None
     assert get_backend("cuda").name == "triton"
     assert problem_with("triton", "cuda") is None

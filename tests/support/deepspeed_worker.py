@@ -18,7 +18,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +264,6 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     logger = logging.getLogger("dct_plugin")
     logger.addHandler(recorder)
     result: dict[str, Any] = {}
-    start = time.perf_counter()
     try:
         if run.get("mean_backend"):
             onebit_mean.install()
@@ -337,7 +335,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
             raise
     finally:
         logger.removeHandler(recorder)
-    result["log"], result["seconds"] = recorder.lines, time.perf_counter() - start
+    result["log"] = recorder.lines
     return result
 
 

@@ -11,8 +11,10 @@ import sys
 import warnings
 from pathlib import Path
 
+PREFIXES = ("dct_plugin", "torch.distributed.")
 #: Frameworks, and the modules that a first training step with them imports.
 FRAMEWORKS = {
+    "torch": ("torch._dynamo",),
     "hypothesis": (),
     "deepspeed": ("deepspeed.pipe", "deepspeed.moe.layer", "deepspeed.runtime.zero.muon.muon_optimizer"),
     "megatron": (

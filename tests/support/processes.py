@@ -39,7 +39,7 @@ def _context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["support.preload"])
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "DCT_TEST_PRELOAD")}
-    names = [n for n in sys.modules if n.partition(".")[0] == "dct_plugin" or n in preload.FRAMEWORKS]
+    names = [n for n in sys.modules if n.startswith(preload.PREFIXES) or n in preload.FRAMEWORKS]
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), DCT_TEST_PRELOAD=" ".join(names))
     try:
         forkserver.ensure_running()
