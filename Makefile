@@ -83,7 +83,7 @@ $(OLDEST)/.ready: pyproject.toml
 
 test-oldest: $(OLDEST)/.ready ## Run tests with the oldest torch, pydantic, DeepSpeed, Megatron allowed (6 GB on disk)
 	@$(OLDEST_TEST) -m 'not slow'
-	@$(OLDEST_TEST) tests/host/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py
+	@$(OLDEST_TEST) tests/ddp/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py
 
 # The newest version of everything that pyproject.toml allows, in an environment of its own. Where there are several
 # Pythons, PYTHON=python3.12: new releases of megatron-core need it.
@@ -99,7 +99,7 @@ $(NEWEST)/.ready: pyproject.toml
 
 test-newest: $(NEWEST)/.ready ## Run tests with the newest torch, DeepSpeed, Megatron, transformers (6 GB on disk)
 	@$(NEWEST_TEST) -m 'not slow'
-	@$(NEWEST_TEST) tests/host/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py tests/huggingface
+	@$(NEWEST_TEST) tests/ddp/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py tests/huggingface
 
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
 test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)
