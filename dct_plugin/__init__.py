@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .codecs.payload import Payload
     from .config import DCTConfig
     from .errors import ConfigError, DCTError, DesyncError, PayloadError, VersionError
-    from .integrations.ddp import DCTState, dct_hook
+    from .integrations.attach import attach
+    from .integrations.ddp import DCTState, dct_hook, detach
     from .stream import Compressor
 
 __all__ = [
@@ -27,7 +28,9 @@ __all__ = [
     "PayloadError",
     "VersionError",
     "__version__",
+    "attach",
     "dct_hook",
+    "detach",
 ]
 
 
@@ -38,7 +41,11 @@ def __getattr__(name: str) -> Any:
         from . import _version
 
         return _version.__version__
-    if name in ("DCTState", "dct_hook"):
+    if name == "attach":
+        from .integrations import attach
+
+        return attach.attach
+    if name in ("DCTState", "dct_hook", "detach"):
         from .integrations import ddp
 
         return getattr(ddp, name)

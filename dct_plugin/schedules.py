@@ -29,7 +29,7 @@ class SparsitySchedule:
     @classmethod
     def of(cls, config: DataParallelConfig) -> SparsitySchedule:
         """The schedule of a section."""
-        return cls(config.sparsity, config.warmup_steps, config.sparsity_warmup_steps)
+        return cls(config.sparsity, config.dense_steps, config.ramp_steps)
 
     def starting(self, step: int) -> bool:
         """True while steps are dense or sparsity rises."""

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/hf_accelerate.py
     torchrun --nproc-per-node 2 examples/hf_accelerate.py --deepspeed configs/deepspeed_zero1_dct.json
 
-Without DeepSpeed ``prepare`` wraps the model in torch's DistributedDataParallel, which takes the
-communication hook. With DeepSpeed the ``dct`` section of the JSON is all there is to it.
+Without DeepSpeed ``prepare`` wraps the model in torch's DistributedDataParallel, and one call attaches to it.
+With DeepSpeed the ``dct`` section of the JSON is all there is to it.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
 from torch import nn
 
-from dct_plugin import DCTState
+from dct_plugin.accelerate import attach
 
 
 def batches(steps, size=32):
@@ -28,8 +28,10 @@ def batches(steps, size=32):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed", help="DeepSpeed's JSON, with a dct section")
-    parser.add_argument("--sparsity", type=float, default=0.9, help="without DeepSpeed")
+    parser.add_argument("--sparsity", type=float, default=0.99, help="without DeepSpeed")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
+    parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
     options = parser.parse_args(arguments)
 
     deepspeed = None if options.deepspeed is None else DeepSpeedPlugin(hf_ds_config=options.deepspeed)
@@ -41,16 +43,22 @@ def main(arguments=None):
     model, optimizer, loader = accelerator.prepare(
         model, make(model.parameters(), lr=2e-3), batches(options.steps)
     )
-    if deepspeed is None and accelerator.num_processes > 1:
-        DCTState({"data_parallel": {"sparsity": options.sparsity}}).register(model)
+    if deepspeed is None:
+        section = {"data_parallel": {"sparsity": options.sparsity}}
+        attach(accelerator, model, optimizer, section, total_steps=options.steps)
 
-    losses = []
+    losses, half = [], options.steps // 2
+    if options.resume:
+        accelerator.load_state(options.folder)
+        loader = accelerator.skip_first_batches(loader, half)
     for points, wanted in loader:
         loss = nn.functional.mse_loss(model(points), wanted)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if options.folder and not options.resume and len(losses) == half:
+            accelerator.save_state(options.folder)
     accelerator.print(
         f"loss {sum(losses[:5]) / 5:.4f} in the first steps, {sum(losses[-5:]) / 5:.4f} in the last"
     )

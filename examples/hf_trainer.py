@@ -3,17 +3,17 @@
     torchrun --nproc-per-node 2 examples/hf_trainer.py --deepspeed configs/huggingface_zero1.json
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-With DeepSpeed the ``dct`` section of the JSON is all there is to it; the Trainer passes it on. Without, the
-model is torch's DistributedDataParallel, which takes the communication hook when training begins.
+With DeepSpeed the ``dct`` section of the JSON is all there is to it; the Trainer passes it on. Without, a
+callback attaches to the model when training begins, and keeps residuals in the Trainer's checkpoints.
 """
 
 import argparse
 import tempfile
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from dct_plugin import DCTState
+from dct_plugin.transformers import DCTCallback
 
 SYMBOLS, LENGTH = 64, 32
 
@@ -29,21 +29,13 @@ def sequences(count, seed):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-class Compressed(TrainerCallback):
-    """Gradients of a Trainer without DeepSpeed."""
-
-    def __init__(self, trainer, section):
-        self.trainer, self.section = trainer, section
-
-    def on_train_begin(self, args, state, control, **_):
-        DCTState(self.section).register(self.trainer.model_wrapped)
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed", help="DeepSpeed's JSON, with a dct section")
-    parser.add_argument("--sparsity", type=float, default=0.9, help="without DeepSpeed")
+    parser.add_argument("--sparsity", type=float, default=0.99, help="without DeepSpeed")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
+    parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
@@ -61,22 +53,24 @@ def main(arguments=None):
     trainer = Trainer(
         model,
         TrainingArguments(
-            tempfile.mkdtemp(),
+            options.folder or tempfile.mkdtemp(),
             deepspeed=options.deepspeed,
             max_steps=options.steps,
             per_device_train_batch_size=16,
             learning_rate=2e-3,
             logging_steps=max(1, options.steps // 6),
-            save_strategy="no",
+            save_strategy="no" if options.folder is None else "steps",
+            save_steps=options.steps // 2,
             report_to="none",
             ddp_find_unused_parameters=False,
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=sequences(4096, seed=1),
     )
-    if options.deepspeed is None:
-        trainer.add_callback(Compressed(trainer, {"data_parallel": {"sparsity": options.sparsity}}))
-    trainer.train()
+    trainer.add_callback(DCTCallback(trainer, {"data_parallel": {"sparsity": options.sparsity}}))
+    trainer.train(
+        resume_from_checkpoint=f"{options.folder}/checkpoint-{options.steps // 2}" if options.resume else None
+    )
     return trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -29,7 +29,7 @@ def settings() -> dict[str, dict[str, Any]]:
         return {"dim": dim, "dct": {"embedding": options, "data_parallel": OFF}}
 
     def data_parallel(sparsity: float, options: dict[str, Any] = PLAIN, **feedback: Any) -> dict[str, Any]:
-        section = {"sparsity": sparsity, **feedback}
+        section = {"sparsity": sparsity, "feedback": "local", **feedback}
         return {"dim": 16, "dct": {"embedding": options, "data_parallel": section}}
 
     ahead = {"feedback": "step_ahead"}

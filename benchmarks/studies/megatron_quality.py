@@ -63,12 +63,12 @@ def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | 
         result[f"PP 2, sparsity {text}"] = (dct, {"pp": 2})
     result["DP 2, dense"] = (None, {"pp": 1})
     for sparsity in arguments.data:
-        dct = {"data_parallel": {"sparsity": sparsity, "warmup_steps": arguments.warmup}}
+        dct = {"data_parallel": {"sparsity": sparsity, "feedback": "local", "warmup_steps": arguments.warmup}}
         result[f"DP 2, sparsity {sparsity:g}"] = (dct, {"pp": 1})
     for sparsity in arguments.data_ramp:
         tenth = arguments.steps // 10
         ramp = {"warmup_steps": tenth, "sparsity_warmup_steps": tenth}
-        dct = {"data_parallel": {"sparsity": sparsity, **ramp}}
+        dct = {"data_parallel": {"sparsity": sparsity, "feedback": "local", **ramp}}
         result[f"DP 2, sparsity {sparsity:g}, 10 % dense + 10 % ramp"] = (dct, {"pp": 1})
     sharded: dict[str, Any] = {"distributed_optimizer": True}
     if arguments.data_ahead:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig, VerifyConfig
 from .dct import DCTConfig, KernelConfig, MetricsConfig
 from .embedding import EmbeddingChannelConfig
-from .feedback import FeedbackConfig, LocalFeedback, LocalUpdatesFeedback, NoFeedback, StepAheadFeedback
+from .feedback import (
+    AutoFeedback,
+    FeedbackConfig,
+    LocalFeedback,
+    LocalUpdatesFeedback,
+    NoFeedback,
+    StepAheadFeedback,
+)
 from .model_parallel import (
     ActivationConfig,
     ExpertsConfig,
@@ -23,6 +30,7 @@ from .section import Section
 __all__ = [
     "AccordionConfig",
     "ActivationConfig",
+    "AutoFeedback",
     "DCTConfig",
     "DataParallelConfig",
     "EmbeddingChannelConfig",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
-from .feedback import Feedback, LocalFeedback
+from .feedback import AutoFeedback, Feedback
 from .section import OR_FALSE, Section, Variant, conflict, written_short
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ class DataParallelConfig(Section):
     sparsity: float = Field(default=0.99, ge=0, lt=1)
     """Share of the gradient entries that are not sent in one step; 0 sends all.
 
-    0.9 where quality matters most, 0.99 on slow links (Adam and momentum: with `step_ahead`), 0 to measure
-    the plugin's own cost.
+    0.9 where quality matters most, 0.99 on slow links, 0 to measure the plugin's own cost.
     """
     value_dtype: GradientType = "bf16"
     """Type of the kept values on the wire; the rounding error stays in the residual. int8 has one scale per
@@ -151,16 +150,16 @@ class DataParallelConfig(Section):
 
     Lower it if `gradient_small` dominates the bytes, raise it to leave more layers exact.
     """
-    feedback: Feedback = LocalFeedback()
+    feedback: Feedback = AutoFeedback()
     """What becomes of entries that are not sent: they are added to the next gradient (local); besides, that
     gradient is taken where the weights will be once they arrived (step_ahead); ranks exchange changes of
     weights after steps on their own gradients (local_updates; DDP and ZeRO-0); or the entries are dropped
-    (none).
+    (none). auto follows the optimizer: step_ahead with Adam, RMSprop and momentum, after a start of dense
+    steps; local with Adagrad and plain SGD; else local at a sparsity of 0.9 at most.
 
-    `step_ahead` with Adam or momentum and high sparsity ([what it costs](methods.md#step-ahead));
-    `local_updates` for optimizers whose step `step_ahead` does not know ([how it
-    works](methods.md#local-updates)); `none` saves a residual of 4 bytes per parameter and usually costs
-    quality.
+    Leave it out: the log says what was chosen. `local_updates` for optimizers whose step `step_ahead` does
+    not know ([how it works](methods.md#local-updates)); `none` saves a residual of 4 bytes per parameter
+    and usually costs quality.
     """
     residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank. bf16 and int8 (64 entries share an
@@ -174,13 +173,15 @@ class DataParallelConfig(Section):
 
     To compare the two; no effect under ZeRO 1 and 2, where owners keep their part.
     """
-    warmup_steps: int = Field(default=0, ge=0)
-    """First optimizer steps that are sent dense.
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """First optimizer steps that are sent dense; null is 0, with feedback auto 60 where the optimizer needs
+    a start, or a tenth of a run whose length is known.
 
-    While losses still fall fast; with Adam at 0.99 60, in runs of some hundred steps 10 (measured).
+    While losses still fall fast; with Adam at 0.99 60, in runs of some hundred steps a tenth (measured).
     """
-    sparsity_warmup_steps: int = Field(default=0, ge=0)
-    """Steps after these in which the density falls exponentially to its target, as in DGC.
+    sparsity_warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps after these in which the density falls exponentially to its target, as in DGC; null is 0, with
+    feedback auto 180, or three tenths of the run.
 
     Instead of, or after, dense steps: smoother than one jump to the target.
     """
@@ -231,6 +232,21 @@ class DataParallelConfig(Section):
                 yield f"nonfinite_action = 'skip' does not go with {feedback}: others would wait for the rank"
             if self.adaptive is not None:
                 yield f"adaptive does not go with {feedback}: no rank has the mean gradient that it follows"
+
+    @property
+    def summary(self) -> str:
+        """What is sent, and what becomes of the rest, in words."""
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}"
+
+    @property
+    def dense_steps(self) -> int:
+        """First optimizer steps that are sent dense."""
+        return self.warmup_steps or 0
+
+    @property
+    def ramp_steps(self) -> int:
+        """Steps after these in which the density falls."""
+        return self.sparsity_warmup_steps or 0
 
     @property
     def density(self) -> float:

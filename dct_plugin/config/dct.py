@@ -88,7 +88,8 @@ class DCTConfig(Section):
         """Validate a ``dct`` section.
 
         Args:
-            section: The section as read from JSON, or an already validated one (returned as it is).
+            section: The section as read from JSON, or an object that has it as its key ``dct``, or an
+                already validated one (returned as it is).
                 ``None`` (there is no section) gives a disabled configuration.
             rank: Named in the error when given.
             source: Path of the section, the first part of every key named in an error.
@@ -101,6 +102,8 @@ class DCTConfig(Section):
             return section
         if section is None:
             return cls(enabled=False)
+        if isinstance(section, Mapping) and isinstance(inner := section.get(SECTION), Mapping):
+            section = inner  # the whole DeepSpeed JSON
         return validated(cls, section, source, rank=rank)
 
     @classmethod

@@ -10,7 +10,7 @@ from .section import Variant, written_short
 
 
 class FeedbackConfig(Variant):
-    """Base class of the four kinds of feedback."""
+    """Base class of the kinds of feedback."""
 
     section_path = "dct.data_parallel.feedback"
 
@@ -22,6 +22,14 @@ class FeedbackConfig(Variant):
     steps_locally: ClassVar[bool] = False
     #: Density of what owners send back, as a multiple of the density of what they receive.
     server_density: ClassVar[float] = 1.0
+
+
+class AutoFeedback(FeedbackConfig):
+    """The feedback that suits the optimizer: the host replaces it once it knows the optimizer, and takes it
+    for ``local`` until then.
+    """
+
+    kind: Literal["auto"] = "auto"
 
 
 class NoFeedback(FeedbackConfig):
@@ -65,7 +73,7 @@ class LocalUpdatesFeedback(FeedbackConfig):
 
 #: Any kind of feedback; its name alone stands for the kind with default settings.
 Feedback = Annotated[
-    LocalFeedback | StepAheadFeedback | LocalUpdatesFeedback | NoFeedback,
+    AutoFeedback | LocalFeedback | StepAheadFeedback | LocalUpdatesFeedback | NoFeedback,
     Field(discriminator="kind"),
     written_short("kind"),
 ]

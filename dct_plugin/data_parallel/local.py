@@ -289,7 +289,7 @@ class LocalUpdatesAddOn(AddOn):
             optimizer,
             self._context.average,
             lambda: group.step,
-            first=config.warmup_steps,
+            first=config.dense_steps,
             every=self._every,
             alone=group.world_size == 1,
         )

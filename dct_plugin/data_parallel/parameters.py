@@ -13,7 +13,6 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,8 +32,6 @@ from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Destination, Phase
-
-logger = logging.getLogger("dct_plugin")
 
 
 class ParameterUpdates(StreamGroup):
@@ -70,13 +67,6 @@ class ParameterUpdates(StreamGroup):
         super().__init__(
             settings, group, metrics=metrics, device=device, kernels=kernels, transactional=False, step=step
         )
-        if self.rank == 0 and self.config.sparsity and not config.feedback.looks_ahead:
-            logger.warning(
-                "dct: %s with feedback = '%s': passes run at weights that lag behind, which "
-                "cost quality under Adam; 'step_ahead' makes up for it",
-                ParametersConfig.section_path,
-                config.feedback.label(),
-            )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._fixed_size = FixedSizeReductions(self, "parameter") if self.fixed_size else None
         self._phase = _MastersToAll(self)

@@ -89,7 +89,7 @@ class GradientReducer(StreamGroup):
         self.small_topology = TwoPhase(self) if direct and self.world_size > 2 else None
         """Topology of tensors below ``min_numel``, where it is another one."""
         self._scatter = Scatter(self)
-        self._dense = DenseSums(self, config.warmup_steps)
+        self._dense = DenseSums(self, config.dense_steps)
         self._fixed_size = (
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..config.optimizers import OptimizerFamily, family_of, known_names
 from ..errors import ConfigError
 
 
@@ -38,12 +39,12 @@ class StepUnit:
         if hasattr(optimizer, "step_unit"):  # it says so itself
             own: StepUnit = optimizer.step_unit(group)
             return own
-        name = type(optimizer).__name__
-        rule = _RULES.get(name.lower())
+        rule = _RULES.get(family_of(cls.__name__ for cls in type(optimizer).__mro__))
         if rule is None:
             raise ConfigError(
-                f"dct.data_parallel.feedback = 'step_ahead': the step of {name} is not known; known "
-                f"are {', '.join(KNOWN)}; give it a method step_unit(group), or set feedback to 'local'"
+                f"dct.data_parallel.feedback = 'step_ahead': the step of {type(optimizer).__name__} is not "
+                f"known; known are {', '.join(known_names())}; give it a method step_unit(group), or leave "
+                "feedback out"
             )
         unit = rule(group)
         return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
@@ -70,15 +71,25 @@ def _sgd(group: Mapping[str, Any]) -> StepUnit:
     return StepUnit(float(group["lr"]) * damped / (1.0 - momentum))
 
 
-_BY_NAME: dict[str, Callable[[Mapping[str, Any]], StepUnit]] = {
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam"), _adam),
-    "RMSprop": _rmsprop,
-    "Adagrad": _adagrad,
-    "SGD": _sgd,
+_RULES: dict[OptimizerFamily, Callable[[Mapping[str, Any]], StepUnit]] = {
+    OptimizerFamily.ADAM: _adam,
+    OptimizerFamily.RMSPROP: _rmsprop,
+    OptimizerFamily.ADAGRAD: _adagrad,
+    OptimizerFamily.SGD: _sgd,
 }
-#: Optimizers whose step in units of a gradient is known, by class name.
-KNOWN = tuple(_BY_NAME)
-_RULES = {name.lower(): rule for name, rule in _BY_NAME.items()}
+
+
+#: Attributes in which wrappers keep the optimizer: most of them, Lightning, ZeroRedundancyOptimizer.
+_INNER = ("optimizer", "_optimizer", "optim")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside wrappers such as Accelerate's, Lightning's, DeepSpeed's and apex's."""
+    while True:
+        inner = next((getattr(optimizer, n, None) for n in _INNER if hasattr(optimizer, n)), None)
+        if not hasattr(inner, "param_groups"):
+            return optimizer
+        optimizer = inner
 
 
 def units_of(
@@ -87,13 +98,13 @@ def units_of(
     """Return a look-up of a parameter's unit, which reads the settings of its group at every call.
 
     Args:
-        optimizer: With ``param_groups`` as in torch; a wrapper has the optimizer proper as its ``optimizer``.
+        optimizer: With ``param_groups`` as in torch; may be a wrapper, see :func:`unwrapped`.
         parameters: Parameters of each group, where the groups hold others (flat or sharded master weights).
 
     Raises:
         ConfigError: The unit of this optimizer's steps is not known.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = unwrapped(optimizer)
     for group in optimizer.param_groups:  # refused now rather than in a forward pass
         StepUnit.of(inner, group)
     if parameters is None:

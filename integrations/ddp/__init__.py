@@ -7,5 +7,6 @@ before their bucket is full, local updates, the loss scale, names of parameters,
 
 from .averaged_residuals import AveragedResiduals
 from .state import DCTState, dct_hook
+from .switched_off import detach
 
-__all__ = ["AveragedResiduals", "DCTState", "dct_hook"]
+__all__ = ["AveragedResiduals", "DCTState", "dct_hook", "detach"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.config import DataParallelConfig, DCTConfig, FeedbackConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
@@ -20,11 +21,12 @@ from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
-from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.data_parallel.step_units import units_of, unwrapped
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics
 
 from ..host import lost_peers, reducer_files, startup
+from ..host.automatic import settled
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
@@ -36,6 +38,8 @@ from .join import refuse_join
 from .loss_scale import LossScale
 from .parameter_names import ParameterNames
 
+logger = logging.getLogger("dct_plugin")
+
 
 class DCTState:
     """State of :func:`dct_hook`: the reducer, and the stream of each parameter.
@@ -45,23 +49,26 @@ class DCTState:
     Args:
         config: The configuration, its ``data_parallel`` settings, or a mapping with the keys of the ``dct``
             section.
-        process_group: The group that DDP averages over; None for the default one.
+        process_group: The group that DDP averages over; None for that of the model that is registered.
         named_parameters: ``model.named_parameters()``, to name streams in messages and saved states. Without
             it :meth:`register` takes the names of its model.
         metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
             summary when the process ends.
         scaler: The gradient scaler of mixed precision. Residuals follow its scale, and a step that it skips
             is taken back. A step ends when the gradients of the next one come.
-        optimizer: The model's optimizer, whose learning rate ``adaptive: "accordion"`` follows. With
-            ``nonfinite_action: "skip"`` its steps on gradients that are not finite change nothing; a
-            ``scaler`` skips them itself.
+        optimizer: The model's optimizer, or a wrapper of it, which ``feedback`` and ``adaptive:
+            "accordion"`` follow. With ``nonfinite_action: "skip"`` its steps on gradients that are not finite
+            change nothing; a ``scaler`` skips them itself.
+        total_steps: Optimizer steps of the run, to which the start adapts; None if not known.
         time_limit: Seconds in which the other ranks must reach their first bucket.
 
     Raises:
         ConfigError: The configuration is wrong, or needs an ``optimizer``.
 
+    The process group may be made later, but before :meth:`register`.
+
     Example:
-        >>> DCTState({"data_parallel": {"sparsity": 0.99}}).register(ddp_model)
+        >>> DCTState({"data_parallel": {"sparsity": 0.99}}, optimizer=optimizer).register(ddp_model)
     """
 
     def __init__(
@@ -73,29 +80,33 @@ class DCTState:
         metrics: Metrics | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        total_steps: int | None = None,
         time_limit: float = startup.TIME_LIMIT,
     ) -> None:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
-        self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
+        self.config = DCTConfig.parse(
+            {} if config is None else config, rank=dist.get_rank() if dist.is_initialized() else None
+        )
         if self.config.data_parallel.parameters is not None:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.time_limit = process_group, time_limit
         self.parameters = ParameterNames(named_parameters)
         self._scale = LossScale(scaler)
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+        self.successor: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
+        """Reduces buckets in place of this state, which was switched off."""
+        self._total_steps, self._is_settled, self._note = total_steps, False, ""
         self._nonfinite = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
         if self._nonfinite.skips and scaler is None:
-            if optimizer is None:
+            if self._optimizer is None:
                 raise ConfigError(
                     "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
                 )
-            optimizer.register_step_pre_hook(self._before_step)
-        if metrics is None:
-            rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-            metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
-            Reporting(metrics)
-        self.metrics, self.steps = metrics, StepHooks([], metrics)
+            self._optimizer.register_step_pre_hook(self._before_step)
+        if metrics is not None:
+            self.metrics = metrics
+        self.steps = StepHooks([])
         self._loaded = reducer_files.FRESH
         self._reducer: GradientReducer | None = None
         self._overlap: Overlap | None = None
@@ -109,16 +120,38 @@ class DCTState:
         self._step_open = False
         """Whether all gradients of a step were reduced, and the step has not ended."""
 
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        """Bytes, densities and times so far; made at first use, when the process group exists."""
+        rank, world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
+        Reporting(metrics)
+        return metrics
+
     # -- the model ---
 
     def register(self, model: DistributedDataParallel) -> DCTState:
         """Reduce the gradients of ``model`` through this state, and begin before their buckets are full.
 
-        ``model.register_comm_hook(state, dct_hook)`` does the same, but waits for full buckets.
+        With an ``optimizer`` this is all there is to do. ``model.register_comm_hook(state, dct_hook)``
+        reduces buckets when they are full, and knows neither the model nor names.
+
+        Raises:
+            ConfigError: The configuration does not work with this model and optimizer.
         """
+        if not isinstance(model, DistributedDataParallel):
+            raise ConfigError(f"DCTState.register: {type(model).__name__} is no DistributedDataParallel")
+        if self.process_group is None and model.process_group is not dist.group.WORLD:
+            self.process_group = model.process_group
         self.parameters.add(model.module.named_parameters())
+        _settle(self)
         model.register_comm_hook(self, dct_hook)
         self.watch(model)
+        feedback, optimizer = self.config.data_parallel.feedback, self._optimizer
+        if optimizer is not None and feedback.looks_ahead and self._ahead is None:
+            self.step_ahead(model, optimizer)
+        if optimizer is not None and feedback.steps_locally and self._local is None:
+            self.local(model, optimizer)
         return self
 
     def watch(self, model: DistributedDataParallel) -> None:
@@ -127,16 +160,23 @@ class DCTState:
         """
         self._early.watch(model)
 
-    def unwatch(self) -> None:
-        """Undo :meth:`watch`."""
+    def close(self) -> None:
+        """Take off what :meth:`watch` and :meth:`step_ahead` put on the model."""
         self._early.unwatch()
+        if self._ahead is not None:
+            self._ahead.detach()
 
     def step_ahead(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Train ``model`` (which DDP wraps) at displaced weights, as ``"feedback": "step_ahead"`` needs.
 
+        :meth:`register` does it by itself where the state was given the optimizer.
+
         Raises:
-            ConfigError: The step of this ``optimizer`` is not known.
+            ConfigError: The step of this ``optimizer`` is not known, or ``feedback`` is another one.
         """
+        model, optimizer = getattr(model, "module", model), unwrapped(optimizer)
+        self._optimizer = self._optimizer or optimizer
+        _settle(self)
         units, named = units_of(optimizer), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
         self._ahead = self.reducer(device).add_on(StepAheadAddOn).prepare(named.items(), units)
@@ -154,6 +194,7 @@ class DCTState:
             ConfigError: The configuration does not ask for it, there is a gradient scaler, or ``optimizer``
                 does not hold all of the model's weights on this rank.
         """
+        model, optimizer = getattr(model, "module", model), unwrapped(optimizer)
         named = self.parameters.add(model.named_parameters())
         local_updates.check(named, optimizer, has_scaler=self._scale.scaler is not None)
         for parameter in named.values():
@@ -176,7 +217,7 @@ class DCTState:
             accordion = self._reducer.find(Accordion)
             if accordion is not None and self._optimizer is not None:
                 accordion.follow(self._optimizer)
-            self.steps.members = [self._reducer]
+            self.steps.members, self.steps.metrics = [self._reducer], self.metrics
 
             def weights() -> list[tuple[str, Tensor]]:
                 ahead, named = self._ahead, self.parameters.reduced()
@@ -205,7 +246,7 @@ class DCTState:
         if not joined:
             found.note_gradients()
             self._reduced.append(found)
-        reduction = self._begun.pop(found, None) or self._reduction(overlap, found)
+        reduction = self._begun.pop(found, None) or _reduction(overlap, found, self.parameters)
         if self._begun:
             raise DesyncError(f"rank {dist.get_rank()}: DDP made its buckets anew during a backward pass")
         overlap.finish(reduction, done, last=bucket.is_last())
@@ -226,6 +267,9 @@ class DCTState:
         hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
         agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=hint)
         with startup.reported(agreement):
+            _settle(self, "register_comm_hook does not tell the model, DCTState.register does")
+            feedback = self.config.data_parallel.feedback
+            _check_calls(feedback, ahead=self._ahead is not None, local=self._local is not None)
             reducer = self.reducer(device)
         facts = {
             "optimizer steps so far": reducer.step,
@@ -234,6 +278,13 @@ class DCTState:
         }
         agreement.confirm(startup.facts_of(self.config, facts))
         lost_peers.watch(self, lambda state: state.steps.step)
+        if reducer.rank == 0:
+            logger.warning(
+                "dct: active on torch DDP, %d ranks, %s, config %s",
+                reducer.world_size, self.config.data_parallel.summary, self.config.fingerprint(),
+            )  # fmt: skip
+            if self._note:
+                logger.warning("dct: %s", self._note)
         return overlap_of(reducer, inline=True)
 
     def _reduce_early(self, bucket: Bucket) -> None:
@@ -242,13 +293,8 @@ class DCTState:
             return
         overlap = self._begin_step(bucket.buffer.device)
         if bucket not in self._begun:
-            self._begun[bucket] = self._reduction(overlap, bucket)
+            self._begun[bucket] = _reduction(overlap, bucket, self.parameters)
         overlap.advance(self._begun[bucket], bucket.available)
-
-    def _reduction(self, overlap: Overlap, bucket: Bucket) -> Reduction:
-        names = map(self.parameters.name_of, bucket.parameters)
-        entries = list(zip(names, bucket.views, strict=True))
-        return overlap.reducer.begin(entries, scale=1.0 / overlap.reducer.world_size)
 
     def _end_backward(self) -> None:
         assert self._overlap is not None
@@ -259,7 +305,9 @@ class DCTState:
         if self._scale.scaler is None and not self._nonfinite.skips:
             self._end_step()
         if reduced:  # after DDP's own callback, which has been queued since
-            _after_backward(partial(_take_back_unused, self._overlap.reducer, self.parameters, reduced))
+            _after_backward(
+                functools.partial(_take_back_unused, self._overlap.reducer, self.parameters, reduced)
+            )
 
     # -- a step ---
 
@@ -327,6 +375,44 @@ class DCTState:
         return DCTConfig.parse, (self.config,)
 
 
+def _settle(state: DCTState, obstacle: str = "") -> None:
+    """Let the feedback follow the optimizer, once; ``obstacle``: why step-ahead cannot be had."""
+    if not state._is_settled:
+        ranks = dist.get_world_size(state.process_group)
+        state._is_settled = True
+        state.config, state._note = settled(
+            state.config,
+            state._optimizer,
+            ranks=ranks,
+            steps=state._total_steps,
+            obstacle=obstacle,
+            untold="dct_plugin.attach(model, optimizer, section) takes what suits the optimizer",
+        )
+
+
+def _check_calls(feedback: FeedbackConfig, *, ahead: bool, local: bool) -> None:
+    """Refuse feedback whose host was not told the model and the optimizer.
+
+    Raises:
+        ConfigError: Names the call.
+    """
+    for needed, called, name in (
+        (feedback.looks_ahead, ahead, "step_ahead"),
+        (feedback.steps_locally, local, "local"),
+    ):
+        if needed and not called:
+            raise ConfigError(
+                f"dct.data_parallel.feedback = '{feedback.label()}' needs the model and its optimizer: call "
+                "dct_plugin.attach(model, optimizer, section) in place of DCTState, or "
+                f"state.{name}(model, optimizer) before the first step"
+            )
+
+
+def _reduction(overlap: Overlap, bucket: Bucket, names: ParameterNames) -> Reduction:
+    entries = list(zip(map(names.name_of, bucket.parameters), bucket.views, strict=True))
+    return overlap.reducer.begin(entries, scale=1.0 / overlap.reducer.world_size)
+
+
 def _take_back_unused(reducer: GradientReducer, names: ParameterNames, buckets: Sequence[Bucket]) -> None:
     """Add the gradients that no rank used back to the residuals."""
     unused = [(names.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
@@ -356,12 +442,16 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     """
     if not isinstance(bucket, dist.GradBucket):
         raise ConfigError(
-            "torch._dynamo.config.optimize_ddp = 'python_reducer' hands single gradients to a communication "
-            "hook, and dct_hook reduces buckets; set it to 'ddp_optimizer' before the model is wrapped"
+            "dct_hook reduces buckets of DistributedDataParallel, and was handed a single gradient. For a "
+            "model under FSDP, dct_plugin.attach(model, optimizer, section) says what there is. Under "
+            "DistributedDataParallel, torch._dynamo.config.optimize_ddp = 'python_reducer' does so: set it "
+            "to 'ddp_optimizer' before the model is wrapped"
         )
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
         raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
+    if state.successor is not None:
+        return state.successor(bucket)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     state.reduce(bucket, lambda: future.set_result(buffer))
     return future

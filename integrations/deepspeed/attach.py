@@ -11,9 +11,11 @@ import torch.distributed as dist
 from dct_plugin.config import DCTConfig
 
 from ..host import lost_peers, startup
+from ..host.automatic import settled, steps_of
 from .attachment import Attachment
+from .checkpointing import tell_what_is_dropped
 from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of, job_of
-from .rules import advice, applied, require, unread_keys
+from .rules import advice, applied, obstacle, require, unread_keys
 from .section import TOPIC, configuration_of, gradient_path_of_optimizer
 from .support import check_version, facts_of, has_optimizer
 
@@ -46,8 +48,9 @@ def attach(engine: Any, section: Any) -> Attachment | None:
         config = DCTConfig.parse(section, rank=dist.get_rank())
         if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()
+            tell_what_is_dropped(engine)
             return None
-        attachment = _prepared(engine, config)
+        attachment, note = _prepared(engine, config)
     path, applied = ("none", config) if attachment is None else (attachment.description, attachment.config)
     agreement.confirm(
         startup.facts_of(applied, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
@@ -57,24 +60,35 @@ def attach(engine: Any, section: Any) -> Attachment | None:
             trains = has_optimizer(engine)
             why = "dct.data_parallel.enabled is false" if trains else "the engine has no optimizer"
             logger.warning("dct: nothing to do: %s", why)
+        tell_what_is_dropped(engine)
         return None
     attachment.install()
     lost_peers.watch(attachment, lambda attachment: attachment.steps.step)
     engine.__dict__[ATTRIBUTE] = attachment
     if dist.get_rank() == 0:
-        _report(engine, attachment)
+        _report(engine, attachment, note)
     return attachment
 
 
-def _prepared(engine: Any, config: DCTConfig) -> Attachment | None:
-    """Return what is to be added to the engine, which is not patched yet; None if there is nothing to do.
+def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
+    """Return what is to be added to the engine, which is not patched yet, and a note about its feedback;
+    None if there is nothing to do.
 
     Raises:
         ConfigError, VersionError: See :func:`attach`.
     """
     check_version(deepspeed.__version__)
-    path = gradient_path_of(engine, config)
+    path, note = gradient_path_of(engine, config), ""
     job = job_of(engine, path)
+    if path is not None and not job.exchanges_momentum:
+        config, note = settled(
+            config,
+            engine.optimizer,
+            ranks=dist.get_world_size(engine.seq_data_parallel_group),
+            stage=job.stage,
+            steps=steps_of(engine.lr_scheduler),
+            obstacle=obstacle(job, config),
+        )
     require(job, config, rank=engine.global_rank)
     config = applied(job, config)
     if path is not None:
@@ -82,21 +96,22 @@ def _prepared(engine: Any, config: DCTConfig) -> Attachment | None:
     for activation in ACTIVATION_PATHS:
         activation.check(engine, config)
     if path is None or not (config.data_parallel.enabled or activation_paths_of(engine, config)):
-        return None
-    return Attachment(engine, config, path)
+        return None, ""
+    return Attachment(engine, config, path), note
 
 
-def _report(engine: Any, attachment: Attachment) -> None:
-    """Log what is active, and what is strange about the configuration."""
+def _report(engine: Any, attachment: Attachment, note: str) -> None:
+    """Log what is active, and what is strange about the configuration; ``note`` is about its feedback."""
     settings = attachment.config.data_parallel
-    gradients = f"sparsity {settings.sparsity:g}, {settings.value_dtype} values"
     logger.warning(
         "dct: active on %s, %d ranks, %s, config %s",
         attachment.description,
         dist.get_world_size(),
-        gradients if settings.enabled else "dense gradients",
+        settings.summary if settings.enabled else "dense gradients",
         attachment.config.fingerprint(),
     )
+    if note:
+        logger.warning("dct: %s", note)
     if unknown := unread_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
     for sentence in advice(facts_of(engine)):

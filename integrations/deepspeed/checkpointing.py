@@ -7,6 +7,7 @@ were left by another run, or by a save that was interrupted, are found.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from .part import EngineContext, EnginePart
 from .path import ActivationPath, GradientPath
 from .support import is_pipeline
 from .weight_updates import ThresholdedGather
+
+logger = logging.getLogger("dct_plugin")
 
 #: The key of the client state that holds the identity of the save.
 CLIENT_KEY = "dct_plugin"
@@ -173,6 +176,29 @@ class CheckpointFiles(EnginePart):
         if not self._in_parts:
             return Path(tag_folder)
         return Path(tag_folder, f"dct_stage_{self._engine.stage_id:02d}_of_{self._engine.num_stages:02d}")
+
+
+def tell_what_is_dropped(engine: Any) -> None:
+    """Let an engine whose section is switched off warn when it loads a checkpoint with residuals."""
+
+    def load(original: Function, *args: Any, **keywords: Any) -> Any:
+        loaded = original(*args, **keywords)
+        given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **keywords)
+        given.apply_defaults()
+        if loaded[0] is not None and dist.get_rank() == 0:
+            folder = Path(_tag_folder(engine, given.arguments["load_dir"], given.arguments["tag"]))
+            if (file := next(folder.glob("**/dct_rank_*.pt"), None)) is not None:
+                streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
+                norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
+                logger.warning(
+                    "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
+                    "what rank 0 owes to the model, a gradient of norm %.3g, is dropped. To pay it first, "
+                    "load it with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
+                    norm,
+                )  # fmt: skip
+        return loaded
+
+    Patches().intercept(engine, "load_checkpoint", load)
 
 
 def _name_latest(folder: Path, tag: str) -> None:

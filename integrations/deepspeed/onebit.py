@@ -96,7 +96,7 @@ def explain(config: Any) -> VersionError | None:
         f"optimizer.params.comm_backend_name = {BACKEND_NAME!r}: the last version that has them is "
         f"0.19.6. The {SECTION!r} section does the same job for every optimizer: take "
         '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
-        '"feedback": "step_ahead", "warmup_steps": N}}, where N was freeze_step'
+        '"warmup_steps": N}}, where N was freeze_step'
     )
 
 

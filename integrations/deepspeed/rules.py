@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from dct_plugin.config import DataParallelConfig, DCTConfig, LocalFeedback
+from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
@@ -57,6 +57,15 @@ def applied(job: Job, config: DCTConfig) -> DCTConfig:
         return config
     changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
     return config.model_copy(update={"data_parallel": changed})
+
+
+def obstacle(job: Job, config: DCTConfig) -> str:
+    """Return why a job cannot have step-ahead feedback; empty if it can."""
+    if job.stage == 3:
+        return "under ZeRO stage 3 no rank has the whole weights that step-ahead displaces"
+    if config.model_parallel.expert_gradients and job.experts:
+        return "expert_gradients: step-ahead displaces the weights of all ranks alike, and experts differ"
+    return ""
 
 
 def advice(job: Job) -> Iterator[str]:
@@ -145,7 +154,10 @@ def _of_momentum(config: DCTConfig) -> Iterator[str]:
     given_and_allowed = {
         "enabled": (config.enabled, True),
         "data_parallel.enabled": (settings.enabled, True),
-        "data_parallel.feedback": (settings.feedback, LocalFeedback()),
+        "data_parallel.feedback": (
+            LocalFeedback() if isinstance(settings.feedback, AutoFeedback) else settings.feedback,
+            LocalFeedback(),
+        ),
         "data_parallel.adaptive": (settings.adaptive, None),
         "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
     }
@@ -193,7 +205,7 @@ def _under_zero3(settings: DataParallelConfig, *, fp16: bool) -> Iterator[tuple[
         yield (
             "feedback",
             "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
-            "set it to 'local'",
+            "leave it out",
         )
     if settings.parameters is not None:
         yield (

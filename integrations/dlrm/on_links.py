@@ -68,4 +68,4 @@ def _warmup(config: Mapping[str, Any]) -> int:
     if "dct" not in config:
         return 3
     gradients = DCTConfig.parse(config["dct"]).data_parallel
-    return 10 + gradients.warmup_steps + gradients.sparsity_warmup_steps
+    return 10 + gradients.dense_steps + gradients.ramp_steps

@@ -25,6 +25,7 @@ from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import ConfigError, DCTError
 
+from ..host.automatic import settled
 from ..host.nonfinite import PoisonedSteps
 from ..host.replicas import Replicas
 from . import step_ahead
@@ -54,13 +55,10 @@ class DataParallelHook(Hook):
                 "each); set it to 'local'"
             )
         self.experts = session.config.model_parallel.expert_gradients
-        ahead, adaptive = self.config.feedback.looks_ahead, self.config.adaptive is not None
-        noted = step_ahead.Optimizers(session.patches) if ahead or adaptive else None
-        self._ahead = ahead
+        self._optimizers = step_ahead.Optimizers(session.patches)
+        self._is_settled = False
         self.models = Models()
-        self.reductions = Reductions(
-            session, self.models, noted if ahead else None, noted if adaptive else None
-        )
+        self.reductions = Reductions(session, self.models, self._optimizers)
         self._steps = _OptimizerSteps(self.config, self.models)
         self._verified = 0
         self._patch()
@@ -94,16 +92,45 @@ class DataParallelHook(Hook):
         if wrapper := getattr(module, name, None):
             self.session.patches.wrap(wrapper, "__init__", make)
 
+    def settle(self) -> None:
+        """Let the feedback follow the optimizers, which Megatron has made by now; once."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self.session.config, line = settled(
+            self.session.config,
+            self._optimizers.least_known,
+            ranks=max((ranks_of(group).size() for group in self.models.groups()), default=1),
+            steps=getattr(self.session.megatron_args, "train_iters", None),
+            obstacle=next(self._obstacles_to_step_ahead(), ""),
+            untold="make the optimizer after the hooks were installed",
+        )
+        self.config = self.session.config.data_parallel
+        if line and dist.get_rank() == 0:
+            logger.warning("dct: %s", line)
+
+    def _obstacles_to_step_ahead(self) -> Iterator[str]:
+        for model in self.models:
+            yield from step_ahead.obstacles(model)
+            per_token = getattr(model.config, "calculate_per_token_loss", False)
+            if per_token and not all("betas" in group for group in self._optimizers.param_groups):
+                yield "with calculate_per_token_loss the unit of gradients is known after the step only"
+
+    @property
+    def _ahead(self) -> bool:
+        return self.config.feedback.looks_ahead
+
     # -- iterations -----------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
         if not training:
             return
+        self.settle()
         self._verify(self.session.step)
         if not self._ahead:
             return
         for model in self.models:
-            if self.session.step >= self.config.warmup_steps:
+            if self.session.step >= self.config.dense_steps:
                 finish_gathers(model)
         for group in self.models.groups():
             if not self.is_left_alone(group):
@@ -189,7 +216,7 @@ class DataParallelHook(Hook):
             if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
                 return  # already done: Megatron calls again at the end of the first batch
             self.models.name_rest(group)
-            if self.session.step < self.config.warmup_steps:
+            if self.session.step < self.config.dense_steps:
                 if self._ahead:
                     self.reductions.show(group)
                 original(group, *arguments, **keywords)

@@ -49,7 +49,7 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
     """
     global _session
     if _session is not None:
-        if _session.config != config:
+        if _session.written != config:
             raise DCTError("Megatron hooks are already installed with another configuration")
         return list(_session.active)
     if not config.enabled:
@@ -144,12 +144,13 @@ def _add_hooks(session: Session) -> None:
     if not off["data_parallel"]:
         from .data import DataParallelHook
 
-        session.add(DataParallelHook(session), Active("data_parallel", f"sparsity {data.sparsity:g}"))
+        hook = DataParallelHook(session)
+        session.add(hook, Active("data_parallel", f"sparsity {data.sparsity:g}"))
         if data.parameters is not None:
             from .parameters import ParameterHook
 
             detail = f"sparsity {data.parameters.sparsity:g}"
-            session.add(ParameterHook(session), Active("parameters", detail))
+            session.add(ParameterHook(session, hook.settle), Active("parameters", detail))
     if session.hooks:
         from .checkpoint import CheckpointHook
 

@@ -62,13 +62,18 @@ class _Owner:
 
 
 class ParameterHook(Hook):
-    """Replaces the parameter gathers of distributed optimizers; those of expert layers stay Megatron's."""
+    """Replaces the parameter gathers of distributed optimizers; those of expert layers stay Megatron's.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: What the hooks share.
+        settle: Completes the session's configuration, once there is an optimizer.
+    """
+
+    def __init__(self, session: Session, settle: Callable[[], None]) -> None:
         from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        self.session = session
+        self.session, self._settle = session, settle
         self._owners: list[_Owner] = []
         self._loaded: dict[str, Any] = {}
         patches = session.patches
@@ -176,6 +181,7 @@ class ParameterHook(Hook):
             for model, shard in zip(models, shards, strict=True)
             for pair in zip(model, shard, strict=True)
         ]
+        self._settle()
         updates = ParameterUpdates(
             self.session.config.data_parallel,
             optimizer.data_parallel_group,

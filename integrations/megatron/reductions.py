@@ -62,19 +62,17 @@ class Reductions:
     Args:
         session: What the hooks share.
         models: The models whose gradients are reduced.
-        optimizers: With step-ahead, the optimizers of these models.
-        followed: With Accordion, the same.
+        optimizers: The optimizers of these models.
     """
 
     def __init__(
         self,
         session: Session,
         models: Models,
-        optimizers: step_ahead.Optimizers | None,
-        followed: step_ahead.Optimizers | None,
+        optimizers: step_ahead.Optimizers,
     ) -> None:
         self.session, self.models = session, models
-        self._optimizers, self._followed = optimizers, followed
+        self._optimizers = optimizers
         # By the groups themselves: the id of one that was destroyed may be given to another.
         self._by_ranks: dict[dist.ProcessGroup, Reduction] = {}
         self._loaded: dict[str, Any] = {}
@@ -158,21 +156,19 @@ class Reductions:
         wanted = group.ddp_config.overlap_grad_reduce
         overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")
         accordion = reducer.find(Accordion)
-        if accordion is not None and self._followed is not None:
-            accordion.follow(self._followed)
+        if accordion is not None:
+            accordion.follow(self._optimizers)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
         made = Reduction(name, unit, reducer, overlap, scale_known=saved is not None)
-        if self._optimizers is not None:
-            made.ahead = self._step_ahead(reducer, group, self._optimizers)
+        if self.session.config.data_parallel.feedback.looks_ahead:
+            made.ahead = self._step_ahead(reducer, group)
         return made
 
-    def _step_ahead(
-        self, reducer: GradientReducer, group: Any, optimizers: step_ahead.Optimizers
-    ) -> StepAhead:
+    def _step_ahead(self, reducer: GradientReducer, group: Any) -> StepAhead:
         """Return step-ahead for all parameters whose gradients the group's ranks reduce."""
-        ranks = ranks_of(group)
+        ranks, optimizers = ranks_of(group), self._optimizers
         per_token, parameters = False, []
         for model in self.models:
             same = [other for other in groups_of(model) if ranks_of(other) == ranks]

@@ -72,7 +72,8 @@ class Session:
     """State that the hooks share, from their installation until they are taken out.
 
     Attributes:
-        config: The whole configuration.
+        config: The whole configuration, once the optimizers are known with the feedback that suits them.
+        written: The configuration as it was written.
         pass_through: Whether what has sparsity 0 is left to Megatron.
         training: Whether the current iteration has a backward pass.
         step: Completed training iterations.
@@ -80,7 +81,7 @@ class Session:
     """
 
     def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
-        self.config = config
+        self.config = self.written = config
         self.pass_through = pass_through
         self.training = True
         self.step = 0

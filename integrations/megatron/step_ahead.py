@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dct_plugin.data_parallel.step_units import StepUnit, units_of
+from dct_plugin.config.optimizers import OptimizerFamily, family_of
+from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
 from dct_plugin.errors import ConfigError
 
 from ..host.patches import Patches
@@ -48,6 +49,14 @@ class Optimizers:
         return None
 
     @property
+    def least_known(self) -> Any:
+        """The optimizer whose step is known least; None if there is none."""
+        optimizers = [unwrapped(each) for each in self._alive()]
+        known = {id(each): family_of(cls.__name__ for cls in type(each).__mro__) for each in optimizers}
+        others = (each for each in optimizers if known[id(each)] is OptimizerFamily.OTHER)
+        return next(others, optimizers[0] if optimizers else None)
+
+    @property
     def param_groups(self) -> list[Any]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self._alive() for group in optimizer.param_groups]
@@ -73,17 +82,20 @@ def refuse(model: Any) -> None:
     Raises:
         ConfigError: Names Megatron's setting.
     """
+    for found in obstacles(model):
+        raise ConfigError(f"{_KEY}: {found}; leave feedback out")
+
+
+def obstacles(model: Any) -> Iterator[str]:
+    """Yield why the weights of a model cannot be displaced."""
     if model.config.cuda_graph_impl not in (None, "none"):
-        raise ConfigError(
-            f"{_KEY}: does not work with CUDA graphs (Megatron's cuda_graph_impl), which keep the addresses "
-            "of weights; set feedback to 'local'"
-        )
+        yield "CUDA graphs (Megatron's cuda_graph_impl) keep the addresses of weights"
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and (
             parameter.dtype not in kinds or type(parameter.data) is not torch.Tensor
         ):
-            raise ConfigError(
-                f"{_KEY}: {name} is a {type(parameter.data).__name__} of {parameter.dtype}; weights must be "
-                "fp32, bf16 or fp16 (no fp8_param_gather); set feedback to 'local'"
+            yield (
+                f"{name} is a {type(parameter.data).__name__} of {parameter.dtype}; weights must be fp32, "
+                "bf16 or fp16 (no fp8_param_gather)"
             )

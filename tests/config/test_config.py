@@ -17,11 +17,11 @@ from support import CONFIGS, ROOT
 from dct_plugin import ConfigError, DCTConfig
 from dct_plugin.config import (
     AccordionConfig,
+    AutoFeedback,
     DataParallelConfig,
     EmbeddingChannelConfig,
     ExpertSettings,
     KernelConfig,
-    LocalFeedback,
     LocalUpdatesFeedback,
     MetricsConfig,
     TensorConfig,
@@ -30,7 +30,9 @@ from dct_plugin.config import (
 from dct_plugin.config.options import documentation, models
 from dct_plugin.tools.reference_page import updated
 
-FEEDBACK = 'one of "local", "step_ahead", "local_updates", "none", or an object with "kind" and settings'
+FEEDBACK = (
+    'one of "auto", "local", "step_ahead", "local_updates", "none", or an object with "kind" and settings'
+)
 READY_MADE = sorted(CONFIGS.glob("*.json"))
 
 slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,7 +40,7 @@ slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 DATA_PARALLEL = {
     "enabled": st.booleans(),
     "sparsity": st.floats(0, 1, exclude_max=True) | st.just(0),
-    "feedback": st.sampled_from(["none", "local", "step_ahead", "local_updates"])
+    "feedback": st.sampled_from(["auto", "none", "local", "step_ahead", "local_updates"])
     | st.fixed_dictionaries({"kind": st.just("local_updates"), "every": st.integers(1, 10**9)}),
     "parameters": st.none() | st.just(False) | st.fixed_dictionaries({}, optional={"sparsity": st.just(0.5)}),
     "verify": st.none() | st.fixed_dictionaries({"every": st.integers(1, 10**9)}),
@@ -106,7 +108,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert config.enabled
     assert config.data_parallel.sparsity == 0.99
     assert config.data_parallel.density == pytest.approx(0.01)
-    assert config.data_parallel.feedback == LocalFeedback()
+    assert config.data_parallel.feedback == AutoFeedback()
+    assert config.data_parallel.dense_steps == config.data_parallel.ramp_steps == 0
     assert config.data_parallel.expert == ExpertSettings(threshold="sample", threshold_lifespan=1000)
     assert (
         config.data_parallel.parameters
@@ -201,7 +204,7 @@ def test_any_json_as_section(section: Any) -> None:
         ("verify", 5, "a JSON object or null"),
         ("expert", None, "a JSON object"),
         ("exchange", "ring", 'one of "auto", "direct", "two_phase"'),
-        ("warmup_steps", "5", "an integer >= 0"),
+        ("warmup_steps", "5", "an integer >= 0 or null"),
     ],
 )
 def test_fault_names_path_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
@@ -434,14 +437,14 @@ def test_updated_merges_and_validates() -> None:
 
 def test_fingerprint_and_differences() -> None:
     config = DCTConfig()
-    same = DCTConfig.parse({"data_parallel": {"sparsity": 0.99, "feedback": {"kind": "local"}}})
+    same = DCTConfig.parse({"data_parallel": {"sparsity": 0.99, "feedback": {"kind": "auto"}}})
     assert same.fingerprint() == config.fingerprint()
     assert re.fullmatch(r"[0-9a-f]{12}", config.fingerprint())
     other = config.updated({"data_parallel": {"sparsity": 0.9}, "kernels": {"backend": "cpu"}})
     assert other.fingerprint() != config.fingerprint()
     verified = config.updated({"data_parallel": {"verify": {"every": 5}, "feedback": "none"}})
     assert config.differences(verified) == [
-        'dct.data_parallel.feedback: "local" != "none"',
+        'dct.data_parallel.feedback: "auto" != "none"',
         "dct.data_parallel.verify.every: null != 5",
         'dct.data_parallel.verify.action: null != "stop"',
     ]

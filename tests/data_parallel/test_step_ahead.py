@@ -108,8 +108,23 @@ def test_moments_skip_rescale_restore_and_non_finite() -> None:
 # -- units ---
 
 
-class Lion(torch.optim.Adam):
+class Lion(torch.optim.Optimizer):
     """Of unknown steps."""
+
+    def __init__(self, parameters: Any, lr: float = 1.0) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
+class Subclass(torch.optim.AdamW):
+    """Of known steps."""
+
+
+class Wrapper:
+    """As Accelerate's and DeepSpeed's."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        self.optimizer = Subclass(parameters, **settings)
+        self.param_groups = self.optimizer.param_groups
 
 
 class Own(Lion):
@@ -127,6 +142,7 @@ def unit_of(make: Callable[..., Any], **settings: Any) -> StepUnit:
 def test_units_of_optimizers() -> None:
     optim = torch.optim
     assert unit_of(optim.AdamW, lr=0.1, betas=(0.9, 0.98), eps=1e-6) == StepUnit(0.1, True, 0.98, 1e-6)
+    assert unit_of(Wrapper, lr=0.1, eps=1e-6) == StepUnit(0.1, True, 0.999, 1e-6)
     assert unit_of(optim.SGD, lr=0.1) == StepUnit(0.1)
     assert unit_of(optim.SGD, lr=0.1, momentum=0.75, dampening=0.5).lr == pytest.approx(0.2)
     assert unit_of(optim.SGD, lr=0.1, maximize=True) == StepUnit(-0.1)

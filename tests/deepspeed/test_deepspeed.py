@@ -180,6 +180,8 @@ def two(folder: Path) -> Results:
         run("zero0-fp32", {"data_parallel": {**SPARSE["data_parallel"], "warmup_steps": 9}}, 3, "warmup/"),
         run("zero0-fp32", {"enabled": False}, 3, "disabled/"),
         run("zero0-fp32", {"data_parallel": {"enabled": False}}, 3, "no-gradients/"),
+        run("zero0-fp32", SPARSE, 3, "before-the-end/", save=str(folder / "owed")),
+        run("zero0-fp32", {"enabled": False}, 3, "off-in-mid-run/", load=str(folder / "owed")),
         run("zero2-fp32-scatter-contiguous", SPARSE, 6, "poison/", poison=[2]),
         run("zero0-bf16", SPARSE, 6, "poison/", poison=[2]),
         *(run(name, SKIPPING, 6, "skip/", poison=[2, 4]) for name in SKIPPED),
@@ -340,6 +342,13 @@ def test_disabled_changes_nothing(two: Results) -> None:
         assert not two[0][key]["attached"]
         same(two[0]["plain/zero0-fp32"], two[0][key])
     assert "nothing to do" in two[0]["no-gradients/zero0-fp32"]["log"][0]
+
+
+def test_residuals_that_are_dropped_are_told(two: Results) -> None:
+    (line,) = two[0]["off-in-mid-run/zero0-fp32"]["log"]
+    assert "the checkpoint holds residuals: what rank 0 owes to the model, a gradient of norm" in line
+    assert "'sparsity': 0" in line
+    assert not two[1]["off-in-mid-run/zero0-fp32"]["log"]
 
 
 def test_gradients_that_never_arrive_are_warned_about(two: Results) -> None:

@@ -42,6 +42,19 @@ SUMS: dict[str, Any] = {
     "zero1-allreduce": config(1, zero={"reduce_scatter": False}),
     "zero2-separate": config(2, zero={"contiguous_gradients": False}),
 }
+#: A run of 40 steps, as its scheduler says.
+DECAY: dict[str, Any] = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 40}}}
+FOLLOWS = {"feedback": "auto", "sparsity": 0.99, "min_numel": 100}
+AUTO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("adam", config(1, optimizer="AdamW", **DECAY), FOLLOWS),
+    (
+        "by hand",
+        config(1, optimizer="AdamW", **DECAY),
+        {**FOLLOWS, **AHEAD, "warmup_steps": 4, "sparsity_warmup_steps": 12},
+    ),
+    ("momentum", config(0), FOLLOWS),
+    ("zero3", config(3, optimizer="AdamW"), FOLLOWS),
+]
 RESUMED = ["zero0-fp32", "zero2-fp32-accumulate", "zero1-bf16-fp32accumulation", "zero1-fp16"]
 
 
@@ -81,7 +94,20 @@ def two(folder: Path) -> Results:
         {"id": f"sums/{name}", "config": {**settings, "dct": {"data_parallel": fixed}}, "steps": 3}
         for name, settings in SUMS.items()
     ]
+    plan += [
+        {"id": f"auto/{name}", "config": {**settings, "dct": {"data_parallel": dct}}, "steps": 10}
+        for name, settings, dct in AUTO
+    ]
     client = {key: value for key, value in config(0).items() if key != "optimizer"}
+    plan += [
+        {
+            "id": f"auto/{name}",
+            "config": {**client, "dct": {"data_parallel": FOLLOWS}},
+            "steps": 10,
+            "client_optimizer": name,
+        }
+        for name in ("Adagrad", "Rprop")
+    ]
     plan += [
         {
             "id": f"{kind}-optimizer",
@@ -165,6 +191,24 @@ def test_units_do_not_depend_on_how_gradients_are_summed(two: Results) -> None:
         assert expected > 0
         for name in SUMS:
             assert rank[f"sums/{name}"]["displacement"] == pytest.approx(expected, rel=0.15), name
+
+
+def test_feedback_follows_the_optimizer(two: Results) -> None:
+    names = [*(name for name, *_ in AUTO), "Adagrad", "Rprop"]
+    first, second = ({name: rank[f"auto/{name}"] for name in names} for rank in two)
+    for name in first:
+        assert first[name]["hash"] == second[name]["hash"]
+        assert not second[name]["log"]
+    assert first["adam"]["hash"] == first["by hand"]["hash"]
+    logs = {name: found["log"] for name, found in first.items()}
+    assert "feedback step_ahead, config" in logs["adam"][0]
+    assert logs["adam"][1] == "dct: step-ahead for AdamW, after 4 dense steps and a ramp of 12 (of 40 steps)"
+    assert logs["momentum"][1] == "dct: step-ahead for SGD, after 60 dense steps and a ramp of 180"
+    assert "feedback local, config" in logs["Adagrad"][0]
+    assert not logs["Adagrad"][1:]
+    assert "the step of Rprop is not known: local error feedback at sparsity 0.9 instead" in logs["Rprop"][1]
+    assert "under ZeRO stage 3 no rank has the whole weights" in logs["zero3"][1]
+    assert "(known to lose 0.05 nats" in logs["zero3"][1]
 
 
 def test_unknown_optimizers_are_refused_on_every_rank(two: Results) -> None:

@@ -1,4 +1,4 @@
-"""The examples for Hugging Face's Trainer and Accelerate, with DeepSpeed and with torch's DDP."""
+"""The examples for Trainer, Accelerate and Lightning, with DeepSpeed and with torch's DDP."""
 
 from __future__ import annotations
 
@@ -64,14 +64,45 @@ def test_deepspeed_gets_the_section_of_the_json(tmp_path: Path) -> None:
         assert "active on ZeRO stage 1" in results[0][name]["log"][0]
 
 
-def test_torch_ddp_takes_the_hook(tmp_path: Path) -> None:
+def resumed(example: str, steps: int, folder: Path) -> list[dict[str, Any]]:
+    arguments = ["--steps", str(steps), "--folder", str(folder / example)]
+    return [
+        {"id": f"{example} whole", "example": example, "arguments": arguments},
+        {"id": f"{example} resumed", "example": example, "arguments": [*arguments, "--resume"]},
+    ]
+
+
+def test_one_call_for_torch_ddp(tmp_path: Path) -> None:
+    """The optimizer is found inside its wrappers, and checkpoints carry on bitwise."""
+    plan = [*resumed("hf_accelerate", 30, tmp_path), *resumed("hf_trainer", 18, tmp_path)]
+    results, printed = run(plan, tmp_path)
+    for name, steps in ("hf_trainer", 18), ("hf_accelerate", 30):
+        whole, again = results[0][f"{name} whole"], results[0][f"{name} resumed"]
+        assert whole["hash"] == results[1][f"{name} whole"]["hash"] == again["hash"]
+        assert whole["losses"][-1] < whole["losses"][0]
+        assert (
+            "active on torch DDP, 2 ranks, sparsity 0.99, bf16 values, feedback step_ahead" in whole["log"][0]
+        )
+        assert f"step-ahead for AdamW, after {steps // 10} dense steps" in whole["log"][1]
+        assert f"(of {steps} steps)" in whole["log"][1]
+        assert f"dct: {steps} steps, rank 0 sent" in printed
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    arguments = ["--steps", "20", "--folder", str(tmp_path)]
     plan = [
-        {"id": "trainer", "example": "hf_trainer", "arguments": ["--steps", "18"]},
-        {"id": "accelerate", "example": "hf_accelerate", "arguments": ["--steps", "30"]},
+        {"id": "first", "example": "lightning_ddp", "arguments": arguments},
+        {
+            "id": "rest",
+            "example": "lightning_ddp",
+            "arguments": ["--steps", "30", *arguments[2:], "--resume"],
+        },
     ]
     results, printed = run(plan, tmp_path)
-    for name in ("trainer", "accelerate"):
+    for name in ("first", "rest"):
         assert results[0][name]["hash"] == results[1][name]["hash"]
-        assert results[0][name]["losses"][-1] < results[0][name]["losses"][0]
-    assert "dct: 18 steps, rank 0 sent" in printed
-    assert "dct: 30 steps, rank 0 sent" in printed
+        assert "step-ahead for AdamW" in results[0][name]["log"][1]
+    assert results[0]["first"]["losses"][-1] < results[0]["first"]["losses"][0]
+    assert len(results[0]["rest"]["losses"]) == 10
+    assert "dct: 20 steps, rank 0 sent" in printed

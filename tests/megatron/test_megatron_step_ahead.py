@@ -53,16 +53,18 @@ def test_two_data_parallel_ranks(sharded: bool) -> None:
     # The evaluation lets parameters arrive that overlap_param_gather would gather in the next iteration.
     job = Job(distributed_optimizer=sharded, steps=6, evaluate=True)
     ahead = section()
-    plain, same, sparse, between, overlapped, local = run(
+    plain, same, sparse, chosen, between, overlapped, local = run(
         2,
         job,
         job.with_dct(section(0.0), through_codec=True),
         job.with_dct(ahead),
+        job.with_dct(section(feedback="auto", warmup_steps=0, sparsity_warmup_steps=0)),
         job.with_dct(ahead, evaluate_between=True),
         job.with_dct(ahead, overlap_grad_reduce=True),  # and overlap_param_gather
         job.with_dct(section(feedback="local")),
     )
     assert_same(plain, same)
+    assert parameters(sparse) == parameters(chosen)
     assert parameters(sparse) != parameters(local)
     assert losses(sparse)[0] == losses(local)[0]  # nothing is owed yet
     assert losses(sparse)[1] != losses(local)[1]

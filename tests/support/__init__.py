@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -10,3 +11,14 @@ CONFIGS = ROOT / "configs"
 DATA = ROOT.parent / "shared" / "data"
 #: Scripts that tests start as processes of their own.
 SUPPORT = Path(__file__).resolve().parent
+
+
+def with_local_feedback(section: Any) -> Any:
+    """Return a ``dct`` section whose feedback does not follow the optimizer, unless it names one itself.
+
+    Most tests compare what holds for any feedback, and run too few steps for a start.
+    """
+    data = section.get("data_parallel", {}) if isinstance(section, dict) else None
+    if not isinstance(data, dict):
+        return section
+    return {**section, "data_parallel": {"feedback": "local", **data}}

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support import processes
+from support import processes, with_local_feedback
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 Run = dict[str, Any]
@@ -89,7 +89,7 @@ def launch(
     :func:`launch_with_torchrun`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "plan.json").write_text(json.dumps(list(map(_with_local_feedback, plan))))
     run_script(world_size, worker, folder, str(folder / "plan.json"), str(folder), **variables)
     return _results(world_size, folder)
 
@@ -97,7 +97,7 @@ def launch(
 def launch_with_torchrun(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
     """Like :func:`launch`, in processes with an environment of their own from the start."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "plan.json").write_text(json.dumps(list(map(_with_local_feedback, plan))))
     command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
     done = execute(command, folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
@@ -138,6 +138,11 @@ def _call_main(rank: int, world_size: int, script: str, log: str, arguments: tup
     runpy.run_path(script)["main"](*arguments)
     atexit._run_exitfuncs()  # as at the end of a script
     sys.stdout.flush()
+def _with_local_feedback(run: Run) -> Run:
+    config = run.get("config")
+    if not isinstance(config, dict) or "dct" not in config:
+        return run
+    return {**run, "config": {**config, "dct": with_local_feedback(config["dct"])}}
 
 
 def config(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dct_plugin.tools.bench import megatron_cpu
+from support import with_local_feedback
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class Job:
     dct: dict[str, Any] | None = field(default=None)
 
     def with_dct(self, dct: dict[str, Any] | None, **changes: Any) -> Job:
-        """The same run with other settings of the plugin."""
-        return replace(self, dct=dct, **changes)
+        """The same run with other settings of the plugin; local feedback unless they name another."""
+        return replace(self, dct=with_local_feedback(dct), **changes)
 
 
 @dataclass

@@ -113,7 +113,7 @@ class Trained:
         state.watch(self.ddp)
         with self.using(partial(dct_hook, state)):
             yield
-        state.unwatch()
+        state.close()
 
     @contextmanager
     def apart(self, hook: Hook) -> Iterator[None]:

@@ -29,9 +29,13 @@ VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
             "model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0.75}}},
         },
     ),
-    "DP 2": (1, 1, {"data_parallel": {"sparsity": 0.9}}),
-    "DP 2, distributed optimizer": (1, 1, {"data_parallel": {"sparsity": 0.9}}),
-    "DP 2, distributed optimizer, updates": (1, 1, {"data_parallel": {"sparsity": 0.9, "parameters": {}}}),
+    "DP 2": (1, 1, {"data_parallel": {"sparsity": 0.9, "feedback": "local"}}),
+    "DP 2, distributed optimizer": (1, 1, {"data_parallel": {"sparsity": 0.9, "feedback": "local"}}),
+    "DP 2, distributed optimizer, updates": (
+        1,
+        1,
+        {"data_parallel": {"sparsity": 0.9, "feedback": "local", "parameters": {}}},
+    ),
 }
 
 

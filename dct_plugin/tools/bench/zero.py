@@ -13,8 +13,10 @@ from dct_plugin.links.method import Method
 
 from .perceptron import BATCH, apart, batch, perceptron, width_of
 
-#: The section of the ready files ``configs/deepspeed_zero*_dct.json``.
-SECTION: dict[str, dict[str, Any]] = {"data_parallel": {"sparsity": 0.99, "value_dtype": "bf16"}}
+#: The section of the ready files ``configs/deepspeed_zero*_dct.json``, without their dense start.
+SECTION: dict[str, dict[str, Any]] = {
+    "data_parallel": {"sparsity": 0.99, "value_dtype": "bf16", "feedback": "local"}
+}
 METHODS: dict[str, dict[str, Any]] = {
     "dense fp32": {},
     "dense bf16": {"communication_data_type": "bf16"},

@@ -1,0 +1,110 @@
+"""What a user loses in the first hour: README's block for torch DDP as pasted, on the text of ``adam.py``.
+
+The block is read from README.md and executed. Beside it stand settings that a user may choose instead; those
+that are known to lose log a warning. Adam (or ``--optimizer Lion``), 300 steps, no weight decay, no clipping.
+
+    python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz
+    python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --ranks 4
+    python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --optimizer Lion --lr 3e-4 \
+        --settings dense README "local 0.99"
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import adam
+import powersgd
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def _section(sparsity: float, **options: Any) -> dict[str, Any]:
+    return {"section": {"data_parallel": {"sparsity": sparsity, **options}}}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "README": {"block": "steps not known"},
+    "README, total_steps": {"block": "steps known"},
+    "0.9": _section(0.9),
+    **{
+        f"start {dense} + {ramp}": _section(0.99, warmup_steps=dense, sparsity_warmup_steps=ramp)
+        for dense, ramp in ((15, 45), (30, 90), (30, 180), (45, 135), (60, 120))
+    },
+    "local 0.99": _section(0.99, feedback="local"),
+    "local 0.9": _section(0.9, feedback="local"),
+    "step-ahead 0.99, no start": _section(0.99, feedback="step_ahead"),
+    "optimizer not told": {**_section(0.99), "told": False},
+}
+
+
+def block(total_steps: int | None) -> str:
+    """README's lines for torch DDP."""
+    found = re.search(
+        r"\*\*torch DistributedDataParallel\*\*:\n\n```python\n(.*?)```", README.read_text(), re.S
+    )
+    assert found is not None
+    return found[1] if total_steps is None else found[1].replace("}})", f"}}}}, total_steps={total_steps})")
+
+
+class Lion:
+    """Lion (Chen et al., 2023), whose step the plugin does not know."""
+
+    def __new__(cls, parameters: Any, lr: float) -> Any:
+        import torch
+
+        class Lion(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self) -> None:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                        parameter.sub_(mean.lerp(parameter.grad, 0.1).sign_(), alpha=group["lr"])
+                        mean.lerp_(parameter.grad, 0.01)
+
+        return Lion(parameters, {"lr": lr})
+
+
+class Engine(powersgd.Engine):
+    """A model under DDP with the parts of DeepSpeed's engine that the study uses."""
+
+    def __init__(self, model: Any, config: dict[str, Any]) -> None:
+        import torch
+
+        import dct_plugin
+
+        make = Lion if config["optimizer"] == "Lion" else getattr(torch.optim, config["optimizer"])
+        optimizer = self.optimizer = make(model.parameters(), lr=config["lr"])
+        self.module = model
+        self._ddp = model = torch.nn.parallel.DistributedDataParallel(model)
+        if "block" in config:
+            steps = config["steps"] if config["block"] == "steps known" else None
+            exec(block(steps), {"model": model, "optimizer": optimizer})
+        elif not config.get("told", True):
+            dct_plugin.DCTState(config["section"]).register(model)
+        elif "section" in config:
+            dct_plugin.attach(model, optimizer, config["section"], total_steps=config["steps"])
+
+    def step(self) -> None:
+        """Step, and clear the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def configure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
+    """Of an engine."""
+    return {"optimizer": args.optimizer, "lr": args.lr, "steps": args.steps, **SETTINGS[setting]}
+
+
+def main() -> None:
+    parser = adam.parser_of(__doc__, SETTINGS, list(SETTINGS))
+    parser.set_defaults(steps=300, optimizer="Adam", optimizer_params="{}")
+    adam.run(parser.parse_args(), configure, Engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Hugging Face's Accelerate with torch's DDP: :func:`attach`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import DCTConfig
+from .integrations.attach import attach as attach_to_model
+from .integrations.ddp import DCTState
+
+__all__ = ["attach"]
+
+
+def attach(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    section: DCTConfig | Mapping[str, Any] | None = None,
+    *,
+    total_steps: int | None = None,
+) -> DCTState | None:
+    """Compress the gradients of a model; :func:`dct_plugin.attach` for what ``prepare`` returned.
+
+    ``accelerator.save_state`` saves the residuals, and ``load_state`` restores them.
+
+    Args:
+        accelerator: The ``Accelerator``; its gradient scaler is followed.
+        model, optimizer: As ``accelerator.prepare`` returned them.
+        section, total_steps: See :func:`dct_plugin.attach`.
+
+    Raises:
+        ConfigError: See :func:`dct_plugin.attach`.
+    """
+    state = attach_to_model(model, optimizer, section, scaler=accelerator.scaler, total_steps=total_steps)
+    if state is not None:
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: state.save(folder))
+        accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
+    return state

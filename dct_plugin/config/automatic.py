@@ -1,0 +1,68 @@
+"""``"feedback": "auto"``: what it becomes for an optimizer, and with which start."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .data_parallel import DataParallelConfig
+from .feedback import AutoFeedback, LocalFeedback, StepAheadFeedback
+from .known_losses import Training
+from .optimizers import OptimizerFamily
+
+#: Dense steps, and steps after them in which the density falls; the largest share of a run for each.
+DENSE, RAMP = (60, 0.1), (180, 0.3)
+#: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
+GENTLE = 0.9
+
+
+class Choice(NamedTuple):
+    """What ``auto`` became."""
+
+    settings: DataParallelConfig
+    reason: str
+    """Why, and with which start, for the log; empty where there is nothing to say."""
+    is_second_best: bool = False
+    """Whether step-ahead would be better, and cannot be had."""
+
+
+def chosen(
+    settings: DataParallelConfig, training: Training, *, steps: int | None = None, obstacle: str = ""
+) -> Choice:
+    """Return the settings with the feedback that suits the optimizer in place of ``auto``.
+
+    Explicit settings stay as they are, and so do those of a training whose optimizer is not told.
+
+    Args:
+        settings: The settings as they were written.
+        training: The optimizer, and where it runs.
+        steps: Optimizer steps of the whole run; None if that is not known.
+        obstacle: Why step-ahead cannot be had here; empty if it can.
+    """
+    family = training.family
+    if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
+        return Choice(settings, "")
+    nothing_waits = settings.sparsity == 0 and settings.parameters is None
+    if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
+        return Choice(_changed(settings, feedback=LocalFeedback()), "")
+    dense, ramp = (most if steps is None else min(most, int(steps * share)) for most, share in (DENSE, RAMP))
+    dense = dense if settings.warmup_steps is None else settings.warmup_steps
+    ramp = ramp if settings.sparsity_warmup_steps is None else settings.sparsity_warmup_steps
+    start = {"warmup_steps": dense, "sparsity_warmup_steps": ramp}
+    length = "" if steps is None else f" (of {steps} steps)"
+    words = f"after {dense} dense steps and a ramp of {ramp}{length}"
+    name = training.optimizer[0]
+    if family.loses_by_delay and not obstacle:
+        made = _changed(settings, feedback=StepAheadFeedback(), **start)
+        return Choice(made, f"step-ahead for {name}, {words}")
+    sparsity = min(settings.sparsity, GENTLE)
+    made = _changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
+    why = obstacle or f"the step of {name} is not known"
+    at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
+    keep = '; "feedback": "local" takes the sparsity as it is written' if at else ""
+    return Choice(
+        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}, {words}{keep}", is_second_best=True
+    )
+
+
+def _changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:
+    return DataParallelConfig.of({**settings.model_dump(), **changes})

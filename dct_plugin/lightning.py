@@ -1,0 +1,74 @@
+"""Lightning with its DDP strategy: :class:`DCTCallback`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import DCTConfig
+from .errors import ConfigError
+from .integrations.attach import attach
+from .integrations.ddp import AveragedResiduals, DCTState
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+__all__ = ["DCTCallback"]
+
+_KEY = "dct_residuals"
+
+
+class DCTCallback(Callback):
+    """Compresses the gradients of a Trainer, and keeps the residuals in its checkpoints.
+
+    Lightning's checkpoint is one file, so it gets the mean of the ranks' residuals, 4 bytes per parameter.
+    Any number of ranks can resume from it.
+
+    Args:
+        section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
+
+    Attributes:
+        state: The state of the training, once it has begun; None on a single process.
+
+    Example:
+        >>> Trainer(strategy="ddp", callbacks=[DCTCallback({"data_parallel": {"sparsity": 0.99}})])
+    """
+
+    def __init__(self, section: DCTConfig | Mapping[str, Any] | None = None) -> None:
+        self.section = DCTConfig.parse({} if section is None else section)
+        self.state: DCTState | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the model that the strategy has wrapped.
+
+        Raises:
+            ConfigError: The strategy or the section does not work with Lightning.
+        """
+        if self.section.data_parallel.nonfinite_action == "skip":
+            raise ConfigError(
+                "dct.data_parallel.nonfinite_action = 'skip': Lightning runs passes inside the optimizer's "
+                "step, which has begun when gradients are known; set it to 'pass'"
+            )
+        steps = trainer.estimated_stepping_batches
+        self.state = attach(
+            trainer.strategy.model,
+            trainer.optimizers[0] if len(trainer.optimizers) == 1 else None,
+            self.section,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            total_steps=int(steps) if steps != float("inf") else None,
+        )
+        if self.state is not None and self._loaded is not None:
+            AveragedResiduals(self.state).load_state_dict(self._loaded)
+            self._loaded = None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Put the mean of the residuals into a checkpoint; a collective."""
+        if self.state is not None:
+            checkpoint[_KEY] = AveragedResiduals(self.state).state_dict()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the residuals of a checkpoint until the model is wrapped."""
+        self._loaded = checkpoint.get(_KEY)

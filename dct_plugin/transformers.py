@@ -1,0 +1,64 @@
+"""Hugging Face's Trainer with torch's DDP: :class:`DCTCallback`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from .config import DCTConfig
+from .integrations.attach import attach
+from .integrations.ddp import DCTState
+
+__all__ = ["DCTCallback"]
+
+
+class DCTCallback(TrainerCallback):
+    """Compresses the gradients of a Trainer, and keeps the residuals in its checkpoints.
+
+    With DeepSpeed it does nothing: there the ``dct`` section of the JSON is all there is to it.
+
+    Args:
+        trainer: The Trainer that the callback is added to, which wraps the model when training begins.
+        section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
+
+    Attributes:
+        state: The state of the training, once it has begun; None on a single process.
+
+    Example:
+        >>> trainer.add_callback(DCTCallback(trainer, {"data_parallel": {"sparsity": 0.99}}))
+    """
+
+    def __init__(self, trainer: Trainer, section: DCTConfig | Mapping[str, Any] | None = None) -> None:
+        self.trainer, self.section = trainer, section
+        self.state: DCTState | None = None
+        self._attached: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach to the wrapped model; restore the residuals of a training that is resumed."""
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled:
+            return
+        if self._attached is not trainer.model_wrapped:
+            self._attached = trainer.model_wrapped
+            self.state = attach(
+                trainer.model_wrapped,
+                trainer.optimizer,
+                self.section,
+                scaler=trainer.accelerator.scaler,
+                total_steps=state.max_steps,
+            )
+        if self.state is not None and state.global_step:
+            given = args.resume_from_checkpoint
+            self.state.load(given if isinstance(given, str) else self._folder(args, state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the residuals in the folder of the checkpoint."""
+        if self.state is not None:
+            self.state.save(self._folder(args, state))
+
+    @staticmethod
+    def _folder(args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"

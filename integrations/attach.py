@@ -1,0 +1,74 @@
+"""One call for every framework that has no configuration file: :func:`attach`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.errors import ConfigError
+
+from .ddp import DCTState
+
+logger = logging.getLogger("dct_plugin")
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: Any,
+    section: DCTConfig | Mapping[str, Any] | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    total_steps: int | None = None,
+) -> DCTState | None:
+    """Compress the gradients of a wrapped model; call it once on every rank, before the first step.
+
+    Args:
+        model: A ``DistributedDataParallel``.
+        optimizer: The optimizer of its parameters, or a wrapper such as Accelerate's.
+        section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
+        scaler: The gradient scaler, in fp16.
+        total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
+
+    Returns:
+        What saves and loads: ``state_dict`` and ``load_state_dict`` for this rank, ``save(folder)`` and
+        ``load(folder)`` for all. None on a single process, where nothing is exchanged.
+
+    Raises:
+        ConfigError: The section is wrong, or nothing reduces the gradients of ``model`` as it is.
+    """
+    config = DCTConfig.parse({} if section is None else section)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, DistributedDataParallel):
+        state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
+        return state.register(model)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        logger.warning("dct: nothing to do: the training has one process")
+        return None
+    raise ConfigError(f"dct_plugin.attach: {_what_instead(model)}")
+
+
+def _what_instead(model: Any) -> str:
+    """Return why a model cannot be attached to, and what can."""
+    kinds = {cls.__name__: cls.__module__ for cls in type(model).__mro__}
+    if "FSDPModule" in kinds:
+        return (
+            "fully_shard (FSDP2) reduces gradients itself, which is not supported yet; wrap the model in "
+            "DistributedDataParallel, or shard the optimizer with DeepSpeed's ZeRO"
+        )
+    if "FullyShardedDataParallel" in kinds:
+        return (
+            "FullyShardedDataParallel (FSDP1) reduces gradients itself, and takes no hook that sees which "
+            "parameter they belong to; wrap the model in DistributedDataParallel, or shard with DeepSpeed"
+        )
+    if "DeepSpeedEngine" in kinds:
+        return 'a DeepSpeed engine needs no call: give its JSON a "dct" section'
+    return (
+        f"{type(model).__name__} is not wrapped, so nothing reduces its gradients; call it with "
+        "DistributedDataParallel(model), or after the framework has wrapped the model"
+    )

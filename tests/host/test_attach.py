@@ -1,0 +1,310 @@
+"""``dct_plugin.attach``: one call for torch's DDP, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dct_plugin
+from dct_plugin import ConfigError, DCTState, dct_hook
+from dct_plugin.integrations.host.automatic import steps_of
+
+SPARSE = {"sparsity": 0.99, "min_numel": 1000}
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer whose step is not known."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+class Subclass(torch.optim.AdamW):
+    """An optimizer of a known family."""
+
+
+class Accelerated(torch.optim.Optimizer):
+    """A wrapper that is no optimizer itself, as Accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Lines(logging.Handler):
+    """The lines of the plugin's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("dct_plugin").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        taken, self.lines = self.lines, []
+        return taken
+
+
+def model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(60, 80), nn.Tanh(), nn.Linear(80, 1)))
+
+
+def train(ddp: nn.Module, optimizer: Any, rank: int, steps: range) -> torch.Tensor:
+    for step in steps:
+        x = torch.randn(16, 60, generator=torch.Generator().manual_seed(100 * rank + step))
+        for parameter in ddp.parameters():
+            parameter.grad = None
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+
+
+def _attached(rank: int, world_size: int) -> dict[str, Any]:
+    found, log = {}, Lines()
+    cases: dict[str, tuple[Any, dict[str, Any], int | None]] = {
+        "AdamW": (torch.optim.AdamW, SPARSE, None),
+        "short": (torch.optim.Adam, SPARSE, 40),
+        "own start": (torch.optim.Adam, {**SPARSE, "warmup_steps": 2}, 40),
+        "wrapped": (lambda p: Accelerated(Subclass(p)), SPARSE, 40),
+        "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), SPARSE, 40),
+        "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), SPARSE, 40),
+        "Adagrad": (torch.optim.Adagrad, SPARSE, 40),
+        "Lion": (Lion, SPARSE, 40),
+        "gentle Lion": (Lion, {**SPARSE, "sparsity": 0.8}, 40),
+        "local": (torch.optim.AdamW, {**SPARSE, "feedback": "local"}, 40),
+        "exact": (torch.optim.AdamW, {"sparsity": 0, "value_dtype": "fp32"}, 40),
+        "local updates": (Lion, {**SPARSE, "feedback": "local_updates"}, 40),
+    }
+    for name, (make, section, steps) in cases.items():
+        ddp = model()
+        optimizer = make(ddp.parameters())
+        state = dct_plugin.attach(ddp, optimizer, {"dct": {"data_parallel": section}}, total_steps=steps)
+        assert state is not None
+        weights = train(ddp, optimizer, rank, range(6))
+        settings = state.config.data_parallel
+        found[name] = {
+            "feedback": settings.feedback.label(),
+            "sparsity": settings.sparsity,
+            "start": (settings.dense_steps, settings.ramp_steps),
+            "weights": weights,
+            "log": log.take(),
+            "names": sorted(state.reducer(weights.device).streams),
+        }
+    plain = model()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    found["plain"] = {"weights": train(plain, optimizer, rank, range(6))}
+    return found
+
+
+@pytest.mark.slow
+def test_feedback_follows_the_optimizer() -> None:
+    first, second = run(2, _attached)
+    for name, case in first.items():
+        assert torch.equal(case["weights"], second[name]["weights"]), name
+        assert not second[name].get("log")
+    chosen = {
+        name: (case["feedback"], case["sparsity"], case["start"])
+        for name, case in first.items()
+        if name != "plain"
+    }
+    assert chosen == {
+        "AdamW": ("step_ahead", 0.99, (60, 180)),
+        "short": ("step_ahead", 0.99, (4, 12)),
+        "own start": ("step_ahead", 0.99, (2, 12)),
+        "wrapped": ("step_ahead", 0.99, (4, 12)),
+        "momentum": ("step_ahead", 0.99, (4, 12)),
+        "SGD": ("local", 0.99, (0, 0)),
+        "Adagrad": ("local", 0.99, (0, 0)),
+        "Lion": ("local", 0.9, (4, 12)),
+        "gentle Lion": ("local", 0.8, (4, 12)),
+        "local": ("local", 0.99, (0, 0)),
+        "exact": ("local", 0, (0, 0)),
+        "local updates": ("local_updates", 0.99, (0, 0)),
+    }
+    assert torch.equal(first["exact"]["weights"], first["plain"]["weights"])
+    assert first["SGD"]["names"] == ["0.weight"]
+    active, note = first["short"]["log"]
+    assert active.startswith(
+        "dct: active on torch DDP, 2 ranks, sparsity 0.99, bf16 values, feedback step_ahead"
+    )
+    assert note == "dct: step-ahead for Adam, after 4 dense steps and a ramp of 12 (of 40 steps)"
+    assert "step-ahead for Subclass" in first["wrapped"]["log"][1]
+    assert len(first["SGD"]["log"]) == len(first["Adagrad"]["log"]) == len(first["exact"]["log"]) == 1
+    assert (
+        "the step of Lion is not known: local error feedback at sparsity 0.9 instead of 0.99"
+        in first["Lion"]["log"][1]
+    )
+    warning = first["local"]["log"][1]
+    assert "AdamW with feedback = 'local' at sparsity 0.99 is known to lose 0.22 nats" in warning
+    assert 'better: leave "feedback" out' in warning
+
+
+def _resumed(rank: int, world_size: int, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of a run of one piece, and of one that is resumed, by state and by files."""
+
+    def make() -> tuple[Any, Any, DCTState]:
+        ddp = model()
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        state = dct_plugin.attach(ddp, optimizer, {"data_parallel": SPARSE}, total_steps=10)
+        assert state is not None
+        return ddp, optimizer, state
+
+    ddp, optimizer, state = make()
+    train(ddp, optimizer, rank, range(6))
+    saved = {"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "dct": state.state_dict()}
+    saved = copy.deepcopy(saved)
+    state.save(folder)
+    whole = train(ddp, optimizer, rank, range(6, 9))
+    ends = []
+    for by_files in (False, True):
+        ddp, optimizer, state = make()
+        again = copy.deepcopy(saved)
+        ddp.load_state_dict(again["model"])
+        optimizer.load_state_dict(again["optimizer"])
+        if by_files:
+            assert state.load(folder)
+        else:
+            state.load_state_dict(again["dct"])
+        ends.append(train(ddp, optimizer, rank, range(6, 9)))
+    assert torch.equal(ends[0], ends[1])
+    return whole, ends[0]
+
+
+@pytest.mark.slow
+def test_what_it_returns_saves_and_loads(tmp_path: Any) -> None:
+    for whole, resumed in run(2, _resumed, str(tmp_path)):
+        assert torch.equal(whole, resumed)
+
+
+def _switched_off(rank: int, world_size: int) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Plain descent: after the step that pays, weights are where dense training is, up to rounding."""
+    log, ends = Lines(), []
+    for section in (None, {"data_parallel": {**SPARSE, "feedback": "local", "value_dtype": "fp32"}}):
+        ddp = model()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)  # so small that gradients hardly change
+        state = None if section is None else dct_plugin.attach(ddp, optimizer, section)
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+        before = train(ddp, optimizer, rank, range(8)) - weights
+        if state is not None:
+            dct_plugin.detach(state)
+        ends.append((before, train(ddp, optimizer, rank, range(8, 9)) - weights))
+    (_, dense), (early, paid) = ends
+    return log.take(), dense, early, paid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_switching_off_pays_what_is_owed(world_size: int) -> None:
+    results = run(world_size, _switched_off)
+    lines, dense, early, paid = results[0]
+    assert (early - dense).norm() > 0.3 * dense.norm()
+    assert (paid - dense).norm() < 0.02 * dense.norm()
+    assert all(torch.equal(paid, other[3]) for other in results)
+    assert "switched off after 8 steps; the next step brings what was owed: a gradient of norm" in lines[-1]
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    said: list[str] = []
+
+    def note(call: Any) -> None:
+        with pytest.raises(ConfigError) as raised:
+            call()
+        said.append(str(raised.value))
+
+    plain = nn.Linear(60, 40)
+    optimizer = torch.optim.Adam(plain.parameters())
+    note(lambda: dct_plugin.attach(plain, optimizer, {}))
+    note(lambda: DCTState().register(plain))  # type: ignore[arg-type]
+    note(lambda: dct_plugin.attach(fully_shard(nn.Linear(60, 40)), optimizer, {}))
+    note(
+        lambda: dct_plugin.attach(FullyShardedDataParallel(nn.Linear(60, 40), device_id="cpu"), optimizer, {})
+    )
+    fsdp = FullyShardedDataParallel(
+        nn.Linear(60, 40), device_id="cpu", sharding_strategy=torch.distributed.fsdp.ShardingStrategy.NO_SHARD
+    )
+    fsdp.register_comm_hook(DCTState(), dct_hook)
+    note(lambda: fsdp(torch.ones(2, 60)).sum().backward())
+    ddp = model()
+    local = DCTState({"data_parallel": {"feedback": "local"}})
+    note(lambda: local.step_ahead(ddp, torch.optim.Adam(ddp.parameters())))
+    for feedback in "step_ahead", "local_updates":
+        ddp = model()
+        DCTState({"data_parallel": {"feedback": feedback}}).register(ddp)
+        note(lambda ddp=ddp: ddp(torch.ones(2, 60)).sum().backward())
+    log = Lines()
+    ddp = model()
+    state = DCTState({"data_parallel": SPARSE}).register(ddp)
+    train(ddp, torch.optim.Adam(ddp.parameters()), rank, range(2))
+    assert state.config.data_parallel.feedback.label() == "auto"
+    # torch's own call tells the optimizer, and not the model
+    ddp = model()
+    optimizer = torch.optim.Adam(ddp.parameters())
+    ddp.register_comm_hook(DCTState({"data_parallel": SPARSE}, optimizer=optimizer), dct_hook)
+    train(ddp, optimizer, rank, range(2))
+    return said + [line for line in log.take() if "active" not in line] * (rank == 0)
+
+
+@pytest.mark.slow
+def test_refusals_say_what_to_do_instead() -> None:
+    for rank, said in enumerate(run(2, _refused)):
+        unwrapped, no_ddp, fsdp2, fsdp1, hook, local, ahead, updates, *log = said
+        assert "Linear is not wrapped" in unwrapped
+        assert "DistributedDataParallel(model)" in unwrapped
+        assert "Linear is no DistributedDataParallel" in no_ddp
+        assert "fully_shard (FSDP2)" in fsdp2
+        assert "FullyShardedDataParallel (FSDP1)" in fsdp1
+        assert "dct_plugin.attach(model, optimizer, section)" in hook
+        assert "needs dct.data_parallel.feedback = 'step_ahead', it is 'local'" in local
+        assert "call dct_plugin.attach(model, optimizer, section)" in ahead
+        assert "state.step_ahead(model, optimizer)" in ahead
+        assert "state.local(model, optimizer)" in updates
+        if rank == 0:
+            untold, unnamed = log
+            assert "the optimizer was not told: local error feedback" in untold
+            assert "0.22 nats" in untold
+            assert "register_comm_hook does not tell the model" in unnamed
+
+
+def test_before_the_process_group_exists(caplog: pytest.LogCaptureFixture) -> None:
+    assert not dist.is_initialized()
+    assert DCTState({"dct": {"data_parallel": {"sparsity": 0.9}}}).config.data_parallel.sparsity == 0.9
+    plain = nn.Linear(6, 4)
+    assert dct_plugin.attach(plain, torch.optim.Adam(plain.parameters()), {}) is None
+    assert "nothing to do: the training has one process" in caplog.text
+    with pytest.raises(ConfigError, match="did you mean"):
+        dct_plugin.attach(plain, None, {"data_parallel": {"sparsitty": 0.9}})
+
+
+def test_schedulers_say_how_long_a_run_is() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedulers = torch.optim.lr_scheduler
+    assert steps_of(schedulers.OneCycleLR(optimizer, 1.0, total_steps=70)) == 70
+    assert steps_of(schedulers.CosineAnnealingLR(optimizer, 80)) == 80
+    assert steps_of(schedulers.StepLR(optimizer, 80)) is None
+    assert steps_of(None) is None
+    transformers = pytest.importorskip("transformers")
+    assert steps_of(transformers.get_linear_schedule_with_warmup(optimizer, 3, 90)) == 90
