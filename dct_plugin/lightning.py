@@ -37,7 +37,7 @@ class DCTCallback(Callback):
     """
 
     def __init__(self, section: DCTConfig | Mapping[str, Any] | None = None) -> None:
-        self.section = DCTConfig.parse({} if section is None else section)
+        self.section = DCTConfig.given(section)
         self.state: DCTState | None = None
         self._loaded: dict[str, Any] | None = None
 

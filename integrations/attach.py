@@ -42,7 +42,7 @@ def attach(
     Raises:
         ConfigError: The section is wrong, or nothing reduces the gradients of ``model`` as it is.
     """
-    config = DCTConfig.parse({} if section is None else section)
+    config = DCTConfig.given(section)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, DistributedDataParallel):
         state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)

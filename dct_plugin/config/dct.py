@@ -88,8 +88,7 @@ class DCTConfig(Section):
         """Validate a ``dct`` section.
 
         Args:
-            section: The section as read from JSON, or an object that has it as its key ``dct``, or an
-                already validated one (returned as it is).
+            section: The section as read from JSON, or an already validated one (returned as it is).
                 ``None`` (there is no section) gives a disabled configuration.
             rank: Named in the error when given.
             source: Path of the section, the first part of every key named in an error.
@@ -102,9 +101,16 @@ class DCTConfig(Section):
             return section
         if section is None:
             return cls(enabled=False)
-        if isinstance(section, Mapping) and isinstance(inner := section.get(SECTION), Mapping):
-            section = inner  # the whole DeepSpeed JSON
         return validated(cls, section, source, rank=rank)
+
+    @classmethod
+    def given(cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None) -> DCTConfig:
+        """Validate what a script hands over: as :meth:`parse`, but None stands for the defaults, and an
+        object may have the section as its key ``dct``, as a whole DeepSpeed JSON does.
+        """
+        if isinstance(section, Mapping) and isinstance(section.get(SECTION), Mapping):
+            section = section[SECTION]
+        return cls.parse({} if section is None else section, rank=rank)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, rank: int | None = None) -> DCTConfig:

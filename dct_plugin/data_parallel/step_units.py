@@ -79,8 +79,8 @@ _RULES: dict[OptimizerFamily, Callable[[Mapping[str, Any]], StepUnit]] = {
 }
 
 
-#: Attributes in which wrappers keep the optimizer: most of them, Lightning, ZeroRedundancyOptimizer.
-_INNER = ("optimizer", "_optimizer", "optim")
+#: Attributes in which wrappers keep the optimizer: most of them, Lightning.
+_INNER = ("optimizer", "_optimizer")
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -85,9 +85,7 @@ class DCTState:
     ) -> None:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
-        self.config = DCTConfig.parse(
-            {} if config is None else config, rank=dist.get_rank() if dist.is_initialized() else None
-        )
+        self.config = DCTConfig.given(config, rank=dist.get_rank() if dist.is_initialized() else None)
         if self.config.data_parallel.parameters is not None:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.time_limit = process_group, time_limit
@@ -271,12 +269,7 @@ class DCTState:
             feedback = self.config.data_parallel.feedback
             _check_calls(feedback, ahead=self._ahead is not None, local=self._local is not None)
             reducer = self.reducer(device)
-        facts = {
-            "optimizer steps so far": reducer.step,
-            "step_ahead() called": self._ahead is not None,
-            "local() called": self._local is not None,
-        }
-        agreement.confirm(startup.facts_of(self.config, facts))
+        agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
         lost_peers.watch(self, lambda state: state.steps.step)
         if reducer.rank == 0:
             logger.warning(

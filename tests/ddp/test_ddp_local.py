@@ -373,8 +373,8 @@ def _refused(rank: int, world_size: int, case: str) -> None:
         ),
         ("part", "the optimizer does not have 1.weight, 1.bias: ranks would drift apart there"),
         ("zero", "ZeroRedundancyOptimizer has a part of the weights on each rank"),
-        ("nobody", "dct.data_parallel.feedback = 'local_updates': this host has not said which weights"),
-        ("one", "local() called differs: true on rank 0; false on rank 1"),
+        ("nobody", "dct.data_parallel.feedback = 'local_updates' needs the model and its optimizer"),
+        ("one", "dct.data_parallel.feedback = 'local_updates' needs the model and its optimizer"),
     ],
 )
 def test_what_cannot_be_done_is_refused_on_every_rank(case: str, words: str) -> None:
