@@ -10,7 +10,7 @@ from .known_losses import Training
 from .optimizers import OptimizerFamily
 
 #: Dense steps, and steps after them in which the density falls; the largest share of a run for each.
-DENSE, RAMP = (60, 0.1), (180, 0.3)
+DENSE, RAMP = (60, 0.1), (180, 0.6)
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 

@@ -181,7 +181,7 @@ class DataParallelConfig(Section):
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
     """Steps after these in which the density falls exponentially to its target, as in DGC; null is 0, with
-    feedback auto 180, or three tenths of the run.
+    feedback auto 180, or six tenths of the run.
 
     Instead of, or after, dense steps: smoother than one jump to the target.
     """

@@ -50,7 +50,7 @@ AUTO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "by hand",
         config(1, optimizer="AdamW", **DECAY),
-        {**FOLLOWS, **AHEAD, "warmup_steps": 4, "sparsity_warmup_steps": 12},
+        {**FOLLOWS, **AHEAD, "warmup_steps": 4, "sparsity_warmup_steps": 24},
     ),
     ("momentum", config(0), FOLLOWS),
     ("zero3", config(3, optimizer="AdamW"), FOLLOWS),
@@ -202,7 +202,7 @@ def test_feedback_follows_the_optimizer(two: Results) -> None:
     assert first["adam"]["hash"] == first["by hand"]["hash"]
     logs = {name: found["log"] for name, found in first.items()}
     assert "feedback step_ahead, config" in logs["adam"][0]
-    assert logs["adam"][1] == "dct: step-ahead for AdamW, after 4 dense steps and a ramp of 12 (of 40 steps)"
+    assert logs["adam"][1] == "dct: step-ahead for AdamW, after 4 dense steps and a ramp of 24 (of 40 steps)"
     assert logs["momentum"][1] == "dct: step-ahead for SGD, after 60 dense steps and a ramp of 180"
     assert "feedback local, config" in logs["Adagrad"][0]
     assert not logs["Adagrad"][1:]

@@ -133,14 +133,14 @@ def test_feedback_follows_the_optimizer() -> None:
     }
     assert chosen == {
         "AdamW": ("step_ahead", 0.99, (60, 180)),
-        "short": ("step_ahead", 0.99, (4, 12)),
-        "own start": ("step_ahead", 0.99, (2, 12)),
-        "wrapped": ("step_ahead", 0.99, (4, 12)),
-        "momentum": ("step_ahead", 0.99, (4, 12)),
+        "short": ("step_ahead", 0.99, (4, 24)),
+        "own start": ("step_ahead", 0.99, (2, 24)),
+        "wrapped": ("step_ahead", 0.99, (4, 24)),
+        "momentum": ("step_ahead", 0.99, (4, 24)),
         "SGD": ("local", 0.99, (0, 0)),
         "Adagrad": ("local", 0.99, (0, 0)),
-        "Lion": ("local", 0.9, (4, 12)),
-        "gentle Lion": ("local", 0.8, (4, 12)),
+        "Lion": ("local", 0.9, (4, 24)),
+        "gentle Lion": ("local", 0.8, (4, 24)),
         "local": ("local", 0.99, (0, 0)),
         "exact": ("local", 0, (0, 0)),
         "local updates": ("local_updates", 0.99, (0, 0)),
@@ -151,7 +151,7 @@ def test_feedback_follows_the_optimizer() -> None:
     assert active.startswith(
         "dct: active on torch DDP, 2 ranks, sparsity 0.99, bf16 values, feedback step_ahead"
     )
-    assert note == "dct: step-ahead for Adam, after 4 dense steps and a ramp of 12 (of 40 steps)"
+    assert note == "dct: step-ahead for Adam, after 4 dense steps and a ramp of 24 (of 40 steps)"
     assert "step-ahead for Subclass" in first["wrapped"]["log"][1]
     assert len(first["SGD"]["log"]) == len(first["Adagrad"]["log"]) == len(first["exact"]["log"]) == 1
     assert (
