@@ -205,7 +205,7 @@ def _switched_off(rank: int, world_size: int) -> tuple[list[str], torch.Tensor, 
     log, ends = Lines(), []
     for section in (None, {"data_parallel": {**SPARSE, "feedback": "local", "value_dtype": "fp32"}}):
         ddp = model()
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)  # so small that gradients hardly change
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)  # so small that gradients hardly change
         state = None if section is None else dct_plugin.attach(ddp, optimizer, section)
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
         before = train(ddp, optimizer, rank, range(8)) - weights
