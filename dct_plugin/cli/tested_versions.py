@@ -11,6 +11,7 @@ TESTED = {
     "megatron-core": ("0.16.0", "0.16.1", "0.19.2"),
     "transformers": ("5.23.0",),
     "accelerate": ("1.15.0",),
+    "lightning": ("2.6.6",),
 }
 
 
