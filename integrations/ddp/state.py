@@ -271,7 +271,7 @@ class DCTState:
             reducer = self.reducer(device)
         agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
         lost_peers.watch(self, lambda state: state.steps.step)
-        if reducer.rank == 0:
+        if reducer.rank == 0 and reducer.world_size > 1:
             logger.warning(
                 "dct: active on torch DDP, %d ranks, %s, config %s",
                 reducer.world_size, self.config.data_parallel.summary, self.config.fingerprint(),
