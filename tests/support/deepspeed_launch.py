@@ -138,6 +138,8 @@ def _call_main(rank: int, world_size: int, script: str, log: str, arguments: tup
     runpy.run_path(script)["main"](*arguments)
     atexit._run_exitfuncs()  # as at the end of a script
     sys.stdout.flush()
+
+
 def _with_local_feedback(run: Run) -> Run:
     config = run.get("config")
     if not isinstance(config, dict) or "dct" not in config:
