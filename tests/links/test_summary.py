@@ -27,11 +27,9 @@ def _benchmark() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("host", "ranks"),
-    [("ddp", 4), ("deepspeed", 2), ("deepspeed", 4), ("dlrm", 2), ("megatron", 2), ("megatron", 4)],
-)
+@pytest.mark.parametrize(("host", "ranks"), [("ddp", 4), ("deepspeed", 4), ("dlrm", 2), ("megatron", 2)])
 def test_the_summary_is_what_crosses(host: str, ranks: int, tmp_path: Path) -> None:
+    """The other numbers of ranks are the benchmark's."""
     if host in ("deepspeed", "dlrm", "megatron"):
         pytest.importorskip({"dlrm": "deepspeed"}.get(host, host))
     try:
