@@ -48,7 +48,6 @@ def dct_section(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     data: dict[str, Any] = {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
     if stage in (1, 2) and args.parameters:
         data["parameters"] = {
-            "enabled": True,
             "sparsity": args.parameters,
             "value_dtype": args.parameters_dtype,
         }

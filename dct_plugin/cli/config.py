@@ -83,5 +83,48 @@ def check(
         raise typer.Exit(1)
 
 
+_UNMEASURED = (
+    "With an empty section the plugin keeps local error feedback and sends a tenth of the entries; compare a "
+    "short run with one without the plugin."
+)
+
+
+@app.command()
+def suggest(
+    optimizer: Annotated[str, typer.Option(help="Class of the optimizer: adamw, sgd, adagrad, ...")],
+    link: Annotated[str, typer.Option(help="Rate of the link between the ranks: 100mbit, 1gbit, ...")],
+    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")],
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
+    momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the section alone.")] = False,
+) -> None:
+    """Print the settings to take, what they sent and lost where they were measured, and where that stands."""
+    from ..config.optimizers import family_of
+    from ..config.recommended import Wanted, suggestion
+    from ..links.rates import bits_per_second, check_rates
+
+    rate = bits_per_second(check_rates([link], option="--link")[0])
+    wanted = Wanted(family_of([optimizer], momentum=momentum), rate, ranks, stage)
+    row, measured = suggestion(wanted)
+    section = {"dct": {} if row is None else row.section}
+    if as_json:
+        typer.echo(json.dumps(section, indent=2))
+        return
+    where = f"{optimizer}{' with momentum' if momentum else ''} on {ranks} ranks at {link}, " + (
+        f"ZeRO-{stage}" if stage else "no ZeRO"
+    )
+    if row is None:
+        typer.echo(f"Not measured: {where}, nor an optimizer like it. {_UNMEASURED}")
+        return
+    if not measured:
+        typer.echo(f"Not measured: {where}. The nearest that was measured is {row.where}:")
+    if row.data_parallel is None:
+        typer.echo(f"Nothing that was measured keeps the quality of {where}.")
+    else:
+        typer.echo(json.dumps(section)[1:-1])
+    for label, value in row.facts():
+        typer.echo(f"{label + ':':<9} {value}")
+
+
 def _json(value: object) -> str:
     return json.dumps(value)

@@ -1,4 +1,6 @@
-"""The tables of ``docs/configuration.md``, written by ``python -m dct_plugin.tools.reference_page``."""
+"""The tables of ``docs/configuration.md`` and ``docs/settings.md``, written by ``python -m
+dct_plugin.tools.reference_page``.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,53 @@ from dct_plugin.config.model_parallel import (
     TensorConfig,
 )
 from dct_plugin.config.options import allowed, as_json, documentation, models
+from dct_plugin.config.recommended import RECOMMENDATIONS, Recommendation
 from dct_plugin.config.section import Section, Variant
 
-_BEGIN, _END = "<!-- generated from the models: begin -->", "<!-- generated from the models: end -->"
+_MARK = "<!-- generated from the {source}: {place} -->"
 _HEAD = "| Option | Default | Allowed | What it does | When to change it |\n|---|---|---|---|---|"
 
 
 def updated(page: str) -> str:
-    """Return a page whose generated part is that of the models."""
-    before, _, rest = page.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n\n{tables()}\n{_END}{after}"
+    """Return a page whose generated parts are those of the models and of the table of settings."""
+    for source, make in (("models", tables), ("table", settings_table)):
+        begin, end = (_MARK.format(source=source, place=place) for place in ("begin", "end"))
+        before, found, rest = page.partition(begin)
+        if found:
+            page = f"{before}{begin}\n\n{make()}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def settings_table() -> str:
+    """Return the table of recommended settings, as Markdown."""
+    head = (
+        "Optimizer",
+        "Link",
+        "Ranks",
+        "ZeRO",
+        "`dct.data_parallel`",
+        "Fewer bytes",
+        "Quality",
+        "Step",
+        "If worse",
+    )
+    return "\n".join([_line(head), "|---" * len(head) + "|", *map(_recommendation, RECOMMENDATIONS), ""])
+
+
+def _recommendation(row: Recommendation) -> str:
+    ranks = "2" if row.ranks == (2, 2) else "{} to {}".format(*row.ranks)
+    measured = ["" if each is None else f"[{each.what}]({each.source})" for each in (row.quality, row.step)]
+    source = "" if row.fewer_bytes.source == row.quality.source else f"({row.fewer_bytes.source})"
+    fewer = f"[{row.fewer_bytes.what}]{source}" if source else row.fewer_bytes.what
+    section = "none keeps the quality" if row.data_parallel is None else f"`{json.dumps(row.data_parallel)}`"
+    stages = ", ".join(map(str, row.stages))
+    return _line(
+        (row.family.value, ", ".join(row.links), ranks, stages, section, fewer, *measured, row.if_worse)
+    )
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def tables() -> str:
@@ -139,4 +177,4 @@ def main(pages: Iterator[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(iter(sys.argv[1:] or ["docs/configuration.md"]))
+    main(iter(sys.argv[1:] or ["docs/configuration.md", "docs/settings.md"]))

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..host.post_import import when_imported
 from .features import FEATURES, Feature
-from .section import SECTION, TOPIC, configuration_of, find_section, mistyped_sections
+from .section import SECTION, TOPIC, configuration_of, find_section, misplaced_section
 
 ENGINE_CLASS = "DeepSpeedEngine"
 
@@ -115,7 +115,7 @@ def engine_ready(engine: Any) -> None:
     section = find_section(engine)
     if section is None:
         _announce_absence()
-        _refuse_mistyped(engine)
+        _refuse_misplaced(engine)
         return
     try:
         from .attach import attach
@@ -136,12 +136,9 @@ def _announce_absence() -> None:
             abstain(TOPIC)
 
 
-def _refuse_mistyped(engine: Any) -> None:
-    """Raise an error for a mistyped section, which would train dense without a word."""
-    if found := mistyped_sections(engine):
+def _refuse_misplaced(engine: Any) -> None:
+    """Raise an error for a section that nothing reads: the job would train dense without a word."""
+    if found := misplaced_section(configuration_of(engine)):
         from dct_plugin.errors import ConfigError
 
-        raise ConfigError(
-            f"the DeepSpeed configuration has a section {found[0]!r}, which nothing reads; did you mean "
-            f"{SECTION!r}? (A leading underscore keeps it out of the way.)"
-        )
+        raise ConfigError(found[0])

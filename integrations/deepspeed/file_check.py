@@ -12,10 +12,10 @@ from dct_plugin.config.options import show
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 
-from ..host.deepspeed_keys import near_misses
+from ..host.versions import parse
 from .job import STAGES, Job
-from .rules import advice, applied, refusals, unread_keys
-from .section import SECTION, backend_name
+from .rules import advice, applied, refusals, unread_keys, without_slot
+from .section import SECTION, backend_name, misplaced_section
 
 #: Optimizers of DeepSpeed's own, in upper or lower case; for the others it asks torch, in torch's writing.
 _DEEPSPEED_OPTIMIZERS = {
@@ -62,6 +62,8 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     """Add what the start of a DeepSpeed job would say."""
     job = Job.of_json(content)
     report.faults += _misspelt(content)
+    if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
+        report.faults.append(without_slot(job.version))
     # A section with faults says nothing, but the job can be judged without it.
     report.faults += refusals(job, report.config or DCTConfig())
     report.warnings += [f"{key}: nothing reads it" for key in unread_keys(content)]
@@ -74,16 +76,11 @@ def _find_section(content: Mapping[str, Any], report: FileReport) -> Any:
     """Return the section of a file; add a fault where it does not stand in its place."""
     if SECTION in content:
         return content[SECTION]
-    if found := near_misses(content, SECTION):
-        report.faults.append(f"{found[0]!r}: nothing reads it; did you mean {SECTION!r}?")
-        return content[found[0]]
+    if found := misplaced_section(content):
+        report.faults.append(found[0])
+        return found[1]
     if not (known := sorted(DEEPSPEED_KEYS & content.keys())):
         return content
-    for path, value in _inside(content):
-        report.faults.append(
-            f"{path}: nothing reads it there; {SECTION!r} stands at the top of the file, beside {known[0]!r}"
-        )
-        return value
     if misplaced := {key: content[key] for key in DCTConfig.model_fields if key in content}:
         keys = ", ".join(map(repr, misplaced))
         report.faults.append(
@@ -108,12 +105,3 @@ def _misspelt(content: Mapping[str, Any]) -> Iterator[str]:
         if close := difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8):
             meant = show(names[close[0]])
             yield f"optimizer.type = {show(name)}: DeepSpeed has no such optimizer; did you mean {meant}?"
-
-
-def _inside(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of sections that stand inside another object of the file."""
-    for outer, value in content.items():
-        if isinstance(value, Mapping):
-            for key in value:
-                if key == SECTION or near_misses([key], SECTION):
-                    yield f"{outer}.{key}", value[key]

@@ -31,6 +31,7 @@ from dct_plugin.stream import Compressor
 
 from ..host.patches import Patches
 from .part import EngineContext
+from .rules import without_slot
 from .section import PATH_ATTRIBUTE, SECTION, backend_name, inner_optimizer
 from .stage0 import Stage0Path
 from .support import precision_of
@@ -90,14 +91,7 @@ def explain(config: Any) -> VersionError | None:
         present = []
     if any(present):
         return None
-    version = getattr(sys.modules.get("deepspeed"), "__version__", "")
-    return VersionError(
-        f"DeepSpeed {version} has no 1-bit Adam, 1-bit LAMB and 0/1 Adam, and with them no place for "
-        f"optimizer.params.comm_backend_name = {BACKEND_NAME!r}: the last version that has them is "
-        f"0.19.6. The {SECTION!r} section does the same job for every optimizer: take "
-        '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
-        '"warmup_steps": N}}, where N was freeze_step'
-    )
+    return VersionError(without_slot(getattr(sys.modules.get("deepspeed"), "__version__", "")))
 
 
 @contextmanager

@@ -84,6 +84,17 @@ def advice(job: Job) -> Iterator[str]:
         )
 
 
+def without_slot(version: str) -> str:
+    """Return the sentences for a JSON that asks for the slot of 1-bit Adam in a DeepSpeed that has none."""
+    return (
+        f"DeepSpeed {version} has no 1-bit Adam, 1-bit LAMB and 0/1 Adam, and with them no place for "
+        f"optimizer.params.comm_backend_name = {SECTION!r}: the last version that has them is "
+        f"0.19.6. The {SECTION!r} section does the same job for every optimizer: take "
+        '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
+        '"warmup_steps": N}}, where N was freeze_step'
+    )
+
+
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
     """Return the keys of a JSON that neither DeepSpeed nor the plugin reads, with suggestions."""
     inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
@@ -128,7 +139,7 @@ def _unsupported(job: Job) -> Iterator[str]:
 def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
     """Yield what the section asks for and the job cannot have."""
     settings = config.data_parallel
-    if job.trains and job.exchanges_momentum:
+    if job.exchanges_momentum:
         yield from _of_momentum(config)
     if not settings.enabled:
         return

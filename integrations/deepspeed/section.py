@@ -66,7 +66,17 @@ def backend_name(config: Any) -> Any:
         return None
 
 
-def mistyped_sections(engine: Any) -> list[str]:
-    """Return the keys of an engine's JSON that were probably meant to be ``dct``."""
-    config = configuration_of(engine)
-    return near_misses(config if isinstance(config, dict) else (), SECTION)
+def misplaced_section(config: Any) -> tuple[str, Any] | None:
+    """Return what is wrong with a JSON whose section nothing reads, and that section; None if it has none.
+
+    It has a mistyped name, or stands inside another object.
+    """
+    content = config if isinstance(config, dict) else {}
+    for key in near_misses(content, SECTION):
+        hint = f"did you mean {SECTION!r}? (A leading underscore keeps it out of the way.)"
+        return f"the DeepSpeed configuration has a section {key!r}, which nothing reads; {hint}", content[key]
+    for outer, value in content.items():
+        if isinstance(value, dict) and SECTION in value:
+            hint = "move it one level up, to the top of the file"
+            return f"{outer}.{SECTION}: nothing reads the section there; {hint}", value[SECTION]
+    return None

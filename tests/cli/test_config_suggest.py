@@ -1,0 +1,130 @@
+"""``dct config suggest`` and docs/settings.md: valid sections, and figures that stand where a row says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from dct_plugin.config.automatic import chosen
+from dct_plugin.config.known_losses import Training, known_loss
+from support import ROOT
+from typer.testing import CliRunner
+
+from dct_plugin import cli
+from dct_plugin.config import DCTConfig
+from dct_plugin.config.optimizers import OptimizerFamily
+from dct_plugin.config.recommended import LINKS, RECOMMENDATIONS, Recommendation, Wanted, suggestion
+from dct_plugin.integrations.deepspeed.file_check import check
+from dct_plugin.tools.reference_page import updated
+
+runner = CliRunner()
+NAMES = {
+    OptimizerFamily.ADAM: "AdamW",
+    OptimizerFamily.RMSPROP: "RMSprop",
+    OptimizerFamily.MOMENTUM: "SGD",
+    OptimizerFamily.ADAGRAD: "Adagrad",
+    OptimizerFamily.SGD: "SGD",
+    OptimizerFamily.OTHER: "Lion",
+}
+rows = pytest.mark.parametrize("row", RECOMMENDATIONS, ids=lambda row: row.where)
+
+
+def momentum_of(family: OptimizerFamily) -> float:
+    return 0.9 if family is OptimizerFamily.MOMENTUM else 0.0
+
+
+def section_of(page: str, anchor: str) -> str:
+    """The text below a heading, up to the next heading of its level."""
+    text = (ROOT / "docs" / page).read_text()
+    for match in re.finditer(r"^(#+) (.*)$", text, re.M):
+        if re.sub(r"[^\w -]", "", match[2].lower()).replace(" ", "-") == anchor:
+            rest = text[match.end() :]
+            end = re.search(rf"^#{{1,{len(match[1])}}} ", rest, re.M)
+            return rest[: end.start()] if end else rest
+    raise AssertionError(f"{page} has no section {anchor}")
+
+
+@rows
+def test_a_row_is_valid_and_not_known_to_lose(row: Recommendation) -> None:
+    for stage in row.stages:
+        training = Training(
+            (NAMES[row.family],), momentum=momentum_of(row.family), stage=stage, ranks=row.ranks[1]
+        )
+        config = DCTConfig.parse(row.section)
+        assert training.family is row.family
+        if row.data_parallel is not None:
+            assert known_loss(chosen(config.data_parallel, training).settings, training) is None
+        optimizer = {"type": NAMES[row.family], "params": {"momentum": momentum_of(row.family)}}
+        report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": row.section})
+        assert report.faults == []
+        assert report.warnings == [] or row.data_parallel is None
+
+
+@rows
+def test_the_figures_of_a_row_stand_where_it_says(row: Recommendation) -> None:
+    for measured in (row.fewer_bytes, row.quality, row.step):
+        if measured is not None:
+            text = section_of(*measured.source.split("#"))
+            for figure in re.findall(r"[-+]?\d+\.?\d*(?: ± [\d.]+)?x?", measured.what):
+                assert figure in text.replace("**", ""), (measured, figure)
+
+
+@rows
+def test_a_row_is_what_the_command_prints(row: Recommendation) -> None:
+    for link in row.links:
+        rate = f"{LINKS[link] / 1e6:g}mbit"
+        momentum = momentum_of(row.family)
+        arguments = ["--optimizer", NAMES[row.family], "--link", rate, "--momentum", str(momentum)]
+        arguments += ["--ranks", str(row.ranks[1]), "--stage", str(row.stages[-1])]
+        printed = runner.invoke(cli.app, ["config", "suggest", *arguments])
+        assert printed.exit_code == 0
+        assert "Not measured" not in printed.output
+        assert row.quality.what in printed.output
+        section = json.loads(runner.invoke(cli.app, ["config", "suggest", *arguments, "--json"]).output)
+        assert section == {"dct": row.section}
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+@pytest.mark.parametrize("rate", [1e7, 1e9, 1e11])
+def test_what_is_suggested_starts_anywhere(
+    family: OptimizerFamily, stage: int, ranks: int, rate: float
+) -> None:
+    row, measured = suggestion(Wanted(family, rate, ranks, stage))
+    assert not (measured and (ranks == 64 or rate > 1e10))
+    assert (row is None) == (family is OptimizerFamily.OTHER)
+    if row is not None:
+        optimizer = {"type": NAMES[family], "params": {"momentum": momentum_of(family)}}
+        report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": row.section})
+        assert report.faults == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["adamw", "100gbit", "16", "0"], "Not measured: adamw on 16 ranks at 100gbit, no ZeRO. The nearest"),
+        (["lion", "1gbit", "2", "0"], "nor an optimizer like it"),
+        (["adamw", "1gbit", "2", "3"], "Nothing that was measured keeps the quality of adamw on 2 ranks"),
+    ],
+)
+def test_what_was_not_measured_is_said(arguments: list[str], words: str) -> None:
+    options = [
+        part
+        for pair in zip(["--optimizer", "--link", "--ranks", "--stage"], arguments, strict=True)
+        for part in pair
+    ]
+    assert words in runner.invoke(cli.app, ["config", "suggest", *options]).output
+
+
+def test_a_wrong_link_is_named() -> None:
+    arguments = ["--optimizer", "adam", "--link", "1g", "--ranks", "2"]
+    result = runner.invoke(cli.app, ["config", "suggest", *arguments])
+    assert result.exit_code == 2
+    assert "'1g'" in result.stderr
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert updated(page) == page, "run python -m dct_plugin.tools.reference_page"
