@@ -44,4 +44,4 @@ def test_the_example_trains_and_exports(tmp_path: Path) -> None:
     ]
     output = done.stdout + done.stderr
     assert re.search("active on .*step_ahead", output)  # Adam's MLPs
-    assert re.search(r"150 steps, sent .* fewer", output)
+    assert re.search(r"150 steps, rank 0 sent .* fewer", output)
