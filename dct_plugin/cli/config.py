@@ -77,6 +77,8 @@ def check(
         else:
             state = "" if report.config.enabled else ", disabled"
             typer.echo(f"{file}: ok (fingerprint {report.config.fingerprint()}{state})")
+            for note in report.notes:
+                typer.echo(f"  {note}")
         for warning in report.warnings:
             print_warning(f"{file}: {warning}")
     if failed:

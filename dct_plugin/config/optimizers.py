@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
+from ..errors import ConfigError
+
 
 class OptimizerFamily(Enum):
     """What an optimizer makes of gradients."""
@@ -58,3 +60,11 @@ def family_of(names: Iterable[str], *, momentum: float = 0.0) -> OptimizerFamily
 def known_names() -> tuple[str, ...]:
     """Return the names of the optimizers whose family is known."""
     return tuple(name for names in _NAMES.values() for name in names)
+
+
+def unknown_step(name: str) -> ConfigError:
+    """Return the error for step-ahead with an optimizer whose step is not known."""
+    return ConfigError(
+        f"dct.data_parallel.feedback = 'step_ahead': the step of {name} is not known; known are "
+        f"{', '.join(known_names())}; give it a method step_unit(group), or leave feedback out"
+    )

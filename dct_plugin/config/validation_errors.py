@@ -153,8 +153,6 @@ def _closest(cls: type[BaseModel], key: str, model: type[BaseModel], path: str) 
     word = re.sub(r"[\s-]+", "_", key.strip().lower())
     if match := difflib.get_close_matches(word, valid, n=1, cutoff=0.75):
         return f"did you mean {path}.{match[0]}?"
-    if path == "dct" and key == "dct":
-        return "write what is in it one level up, directly in dct"
     if key in DEEPSPEED_KEYS:
         return f'DeepSpeed reads it at the top of the file, beside "{path.split(".")[0]}"'
     for places in (_places(model, path, 1), _places(cls, path.split(".")[0])):

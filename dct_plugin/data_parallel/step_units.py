@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config.optimizers import OptimizerFamily, family_of, known_names
-from ..errors import ConfigError
+from ..config.optimizers import OptimizerFamily, family_of, unknown_step
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,7 @@ class StepUnit:
             return own
         rule = _RULES.get(family_of(cls.__name__ for cls in type(optimizer).__mro__))
         if rule is None:
-            raise ConfigError(
-                f"dct.data_parallel.feedback = 'step_ahead': the step of {type(optimizer).__name__} is not "
-                f"known; known are {', '.join(known_names())}; give it a method step_unit(group), or leave "
-                "feedback out"
-            )
+            raise unknown_step(type(optimizer).__name__)
         unit = rule(group)
         return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.config.automatic import judged
+from dct_plugin.config.known_losses import Training
+from dct_plugin.config.optimizers import OptimizerFamily, unknown_step
 from dct_plugin.config.options import show
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 
 from ..host.versions import parse
 from .job import STAGES, Job
-from .rules import advice, applied, refusals, unread_keys, without_slot
+from .rules import advice, applied, obstacle, refusals, unread_keys, without_slot
 from .section import SECTION, backend_name, misplaced_section
 
 #: Optimizers of DeepSpeed's own, in upper or lower case; for the others it asks torch, in torch's writing.
@@ -35,11 +38,13 @@ class FileReport:
         config: The section as the job applies it; None if it cannot be read.
         faults: What stops the job.
         warnings: What trains, but probably not as it was meant.
+        notes: What the section becomes in this job.
     """
 
     config: DCTConfig | None = None
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def check(content: Mapping[str, Any]) -> FileReport:
@@ -65,11 +70,28 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
         report.faults.append(without_slot(job.version))
     # A section with faults says nothing, but the job can be judged without it.
-    report.faults += refusals(job, report.config or DCTConfig())
+    config = report.config or DCTConfig()
+    if report.config is not None and not job.exchanges_momentum:
+        config = _settled(job, config, report)
+    report.faults += refusals(job, config)
     report.warnings += [f"{key}: nothing reads it" for key in unread_keys(content)]
     report.warnings += advice(job)
     if report.config is not None:
-        report.config = applied(job, report.config)
+        report.config = applied(job, config)
+
+
+def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
+    """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
+    training = Training([job.optimizer] if job.optimizer else [], momentum=job.momentum, stage=job.stage)
+    if training.family is OptimizerFamily.UNTOLD:
+        report.notes.append("the script makes the optimizer, which the feedback depends on")
+        return config
+    made = judged(config.data_parallel, training, steps=job.steps, obstacle=obstacle(job, config))
+    if made.line:
+        (report.warnings if made.warns else report.notes).append(made.line)
+    if made.settings.feedback.looks_ahead and training.family is OptimizerFamily.OTHER:
+        report.faults.append(str(unknown_step(job.optimizer)))
+    return config.model_copy(update={"data_parallel": made.settings})
 
 
 def _find_section(content: Mapping[str, Any], report: FileReport) -> Any:

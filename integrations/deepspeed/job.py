@@ -27,6 +27,7 @@ class Job:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         optimizer: Name of the optimizer's class; empty where it is not known yet.
         momentum: Momentum of the optimizer's groups, the largest.
+        steps: Optimizer steps for which the JSON's scheduler is made; None where it does not say.
         trains: Whether there is an optimizer.
         exchanges_momentum: Whether the optimizer exchanges its momentum through the plugin.
         own_backend: The backend by which the optimizer exchanges its momentum by itself.
@@ -49,6 +50,7 @@ class Job:
     precision: str = "fp32"
     optimizer: str = ""
     momentum: float = 0.0
+    steps: int | None = None
     trains: bool = True
     exchanges_momentum: bool = False
     own_backend: str | None = None
@@ -86,13 +88,14 @@ class Job:
         dtype = str(_object(content, "torch_autocast").get("dtype"))
         ranks = _object(content, "tensor_parallel").get("autotp_size", 0)
         sequence = content.get("sequence_parallel_size", 1)
-        version = _installed()
+        version, schedule = _installed(), _object(_object(content, "scheduler"), "params")
         loses_loose = () < parse(version) <= (0, 19, 0)
         return cls(
             stage=stage,
             precision=precision,
             optimizer=str(optimizer.get("type", "")),
             momentum=_number(_object(optimizer, "params").get("momentum")),
+            steps=int(_number(schedule.get("total_num_steps"))) or None,
             exchanges_momentum=backend == SECTION,
             own_backend=None if backend == SECTION else backend,
             pipeline=pipeline,

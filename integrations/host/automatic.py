@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dct_plugin.config import AutoFeedback, DCTConfig
-from dct_plugin.config.automatic import chosen
-from dct_plugin.config.known_losses import Training, known_losses
-from dct_plugin.config.optimizers import OptimizerFamily
+from dct_plugin.config import DCTConfig
+from dct_plugin.config.automatic import judged
+from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
-
-_UNTOLD = (
-    "the optimizer was not told: local error feedback, which with Adam is known to lose (0.22 nats at 0.99 "
-    "after 1,200 steps, 0.57 after 600)"
-)
 
 
 def settled(
@@ -41,21 +35,9 @@ def settled(
     """
     if not config.enabled or ranks == 1:
         return config, ""
-    written, training = config.data_parallel, _training(optimizer, ranks, stage)
-    settings, line, is_second_best = chosen(written, training, steps=steps, obstacle=obstacle)
-    found = next(known_losses(settings, training), None)
-    if found is not None and is_second_best:
-        line += f" (known to lose {found.loss})"
-    elif found is not None and not line:
-        name = training.optimizer[0] if training.optimizer else "the optimizer"
-        line = (
-            f"{name} with feedback = '{written.feedback.label()}' at sparsity "
-            f"{written.sparsity:g} is known to lose {found.loss}; better: {found.change} "
-            f"(docs/quality.md#{found.source})"
-        )
-    elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
-        line = f"{_UNTOLD}; {untold}"
-    return config.model_copy(update={"data_parallel": settings}), line
+    training = _training(optimizer, ranks, stage)
+    made = judged(config.data_parallel, training, steps=steps, obstacle=obstacle, untold=untold)
+    return config.model_copy(update={"data_parallel": made.settings}), made.line
 
 
 def steps_of(scheduler: Any) -> int | None:

@@ -44,7 +44,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         job(**gradients(sparsity=0.9)),
         "'data_parallel': nothing reads it at the top of the file; write \"dct\": {'data_parallel': ...}",
     ),
-    "dct twice": (job({"dct": {}}), "write what is in it one level up, directly in dct"),
     "DeepSpeed's key in it": (
         job({"zero_optimization": {"stage": 1}}),
         'dct.zero_optimization = {"stage": 1}: unknown key; DeepSpeed reads it at the top of the file',
@@ -119,6 +118,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         job({**gradients(feedback="step_ahead"), "model_parallel": {"expert_gradients": True}}),
         "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights",
     ),
+    "step-ahead with Lion": (
+        job(gradients(feedback="step_ahead"), optimizer={"type": "Lion"}),
+        "dct.data_parallel.feedback = 'step_ahead': the step of Lion is not known",
+    ),
     "no JSON": ("{'dct': {}}", "not valid JSON: Expecting property name enclosed in double quotes"),
     "key given twice": ('{"dct": {}, "dct": {}}', "not valid JSON: key 'dct' is given twice"),
 }
@@ -151,6 +154,12 @@ def test_everything_that_is_wrong_is_listed() -> None:
     ("content", "words"),
     [
         ({**job({}, metrics={}), "_comment": 1}, "'metrics' (did you mean dct.metrics?): nothing reads it"),
+        (
+            job(gradients(feedback="local"), optimizer={"type": "AdamW"}),
+            "AdamW with feedback = 'local' at sparsity 0.99 is known to lose 0.22 nats",
+        ),
+        ({**zero(3), "optimizer": {"type": "Adam"}}, "at sparsity 0.9 instead of 0.99"),
+        (job({}, optimizer={"type": "Lion"}), "the step of Lion is not known: local error feedback"),
         (job({}, fp16={"enabled": True}), "divides gradients by the loss scale in fp16 at ZeRO stage 0"),
     ],
 )
@@ -179,6 +188,18 @@ def test_right_files(content: Any) -> None:
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+def test_what_the_section_becomes_is_said() -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 400}}
+    content = job({}, optimizer={"type": "SGD", "params": {"momentum": 0.9}}, scheduler=schedule)
+    result = runner.invoke(cli.app, ["config", "check", "-"], input=json.dumps(content))
+    assert "\n  step-ahead for SGD, after 40 dense steps and a ramp of 120" in result.stdout
+    content.pop("optimizer")
+    result = runner.invoke(cli.app, ["config", "check", "-"], input=json.dumps(content))
+    assert "the script makes the optimizer" in result.stdout
+
+
 ENGINES: list[dict[str, Any]] = [
     *({"zero_optimization": {"stage": stage}, "optimizer": SGD} for stage in range(4)),
     {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
