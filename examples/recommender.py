@@ -49,10 +49,10 @@ class Clicks:
         self.weights = torch.randn(DENSE, generator=shared)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def batch(self):
-        dense = torch.randn(BATCH, DENSE, generator=self.generator)
+    def batch(self, size=BATCH):
+        dense = torch.randn(size, DENSE, generator=self.generator)
         # Few rows are asked for often, as in real logs.
-        ids = [(torch.rand(BATCH, generator=self.generator) ** 4 * rows).long() for rows in ROWS]
+        ids = [(torch.rand(size, generator=self.generator) ** 4 * rows).long() for rows in ROWS]
         score = dense @ self.weights / 2 + sum(like[i] for like, i in zip(self.likes, ids, strict=True))
         return dense, torch.stack(ids, dim=1), (score > 0).float()
 
@@ -101,7 +101,7 @@ def main(arguments=None):
     whole = tables.gather_tables()  # a collective; None except on rank 0
     if whole is not None and options.export:
         torch.save({"tables": whole["tables"], "mlps": mlps.module.state_dict()}, options.export)
-        dense, ids, clicked = Clicks(seed=0).batch()
+        dense, ids, clicked = Clicks(seed=0).batch(20_000)
         loss = binary_cross_entropy_with_logits(load(options.export)(dense, ids), clicked)
         print(f"{options.export}: loss {loss.item():.3f} on clicks that it has not seen")
     dist.destroy_process_group()
