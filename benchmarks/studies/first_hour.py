@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "0.9": _section(0.9),
     **{
         f"start {dense} + {ramp}": _section(0.99, warmup_steps=dense, sparsity_warmup_steps=ramp)
-        for dense, ramp in ((15, 45), (30, 90), (30, 180), (45, 135), (60, 120))
+        for dense, ramp in ((30, 90), (45, 135), (60, 120))
     },
     "local 0.99": _section(0.99, feedback="local"),
     "local 0.9": _section(0.9, feedback="local"),
