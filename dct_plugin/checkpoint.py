@@ -17,7 +17,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -137,14 +137,16 @@ def load(
     world_size: int,
     unit: float = 1.0,
     sizes: Mapping[str, int] | None = None,
+    layout: Sequence[Sequence[int]] = (),
 ) -> Loaded | None:
-    """Return this rank's state from a checkpoint of the same or another number of ranks.
+    """Return this rank's state from a checkpoint of the same or another number of ranks or nodes.
 
     Args:
         folder: Folder of the checkpoint.
         rank, world_size: Rank and number of ranks in the data-parallel group.
         unit: See :func:`save`.
         sizes: Entries of the model's parameters by name, where the host knows them.
+        layout: Ranks of each node, where their gradients are summed first.
 
     Returns:
         A state for ``GradientReducer.load_state_dict`` and what it was made of; None when files are missing.
@@ -170,7 +172,7 @@ def load(
         return None
     content = read(known)
     saved = int(content["world_size"])
-    if saved == world_size:
+    if saved == world_size and content["state"].get("layout", []) == [list(ranks) for ranks in layout]:
         if known != own:
             return None
         _check(own, content, rank, sizes)
@@ -242,8 +244,12 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
     residuals = {name: stream["residual"] for name, stream in state["streams"].items()}
     held = [("the residual", name, saved) for name, saved in residuals.items() if saved is not None]
     held += [("the local weight", name, weight) for name, weight in local.items()]
+    parts = state.get("parts", {})
     for what, name, saved in held:
         expected = _entries(name, sizes)
+        if expected is not None and name in parts:
+            start, stop, numel = parts[name]
+            expected = stop - start if numel == expected else expected
         try:
             shape = entries_of(saved)
         except ValueError as error:
@@ -276,15 +282,16 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
 
     A model update averages the ranks, so the mean of the residuals is still to be sent. The residuals of
     owners (two-phase exchange) are parts of the *sum* over the ranks; they are shared out to the ranks, since
-    the new owners own other parts. Thresholds are measured anew. Local weights
-    (feedback ``local_updates``) are the anchor and what was not sent, so they are averaged alike, and so are
-    their optimizers' states.
+    the new owners own other parts. Thresholds are measured anew. Where the ranks of a node were summed first,
+    each file has a part of the node's residual, and nodes are averaged. Local weights (feedback
+    ``local_updates``) are the anchor and what was not sent, so they are averaged alike, and so are their
+    optimizers' states.
 
     Args:
         contents: Contents of the files of all old ranks, in any order; one is in memory at a time.
         unit: See :func:`save`, for the new ranks.
     """
-    step, loss_scale, count, old_unit = 0, 1.0, 0, 1.0
+    step, loss_scale, count, inside, old_unit = 0, 1.0, 0, 1, 1.0
     total: dict[str, State] = {}
     local: State | None = None
     for content in contents:
@@ -293,25 +300,27 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
             loss_scale, old_unit = float(state["loss_scale"]), float(content["unit"])
         factor = loss_scale / float(state["loss_scale"])
         step, count = max(step, int(state["step"])), count + 1
+        parts, inside = state.get("parts", {}), max(1, *map(len, state.get("layout", [[]])))
         if state.get("local") is not None:
             local = state["local"] if local is None else _sum(local, state["local"])
         streams = {name: s for name, s in state["streams"].items() if s["residual"] is not None}
         answers = {name: match for name in streams if (match := _SERVER_STREAM.match(name))}
         for name in streams.keys() - answers.keys():
             residual = unpacked(streams[name]["residual"]) * factor
-            if name in total:
-                total[name]["residual"] += residual
-            else:
-                total[name] = {**_unmeasured(streams[name]), "residual": residual}
+            start, stop, numel = parts.get(name, (0, residual.numel(), residual.numel()))
+            if name not in total:
+                total[name] = {**_unmeasured(streams[name]), "residual": torch.zeros(numel)}
+            total[name]["residual"][start:stop] += residual
         for name, match in answers.items():
             if (owner := total.get(match["name"])) is not None:
-                part = owner["residual"][int(match["start"]) : int(match["stop"])]
+                first = parts.get(match["name"], [0])[0]
+                part = owner["residual"][first + int(match["start"]) : first + int(match["stop"])]
                 part += unpacked(streams[name]["residual"]) * factor
             elif local is not None and match["name"] in local["weights"]:
                 part = local["weights"][match["name"]][int(match["start"]) : int(match["stop"])]
                 part += unpacked(streams[name]["residual"])
     for stream in total.values():
-        stream["residual"] *= unit / old_unit / count
+        stream["residual"] *= unit / old_unit / (count / inside)
     state = {"step": step, "loss_scale": loss_scale, "streams": total}
     return state if local is None else {**state, "local": _divided(local, count)}
 

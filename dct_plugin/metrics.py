@@ -57,6 +57,7 @@ class _Sums:
     decode_ms: float = 0.0
     hidden_ms: float = 0.0
     waited_ms: float = 0.0
+    intra_node: float = 0.0
 
     def count(self, record: Record) -> None:
         # One by one: this is done for every tensor, and a loop over names takes four times as long.
@@ -71,6 +72,7 @@ class _Sums:
         self.decode_ms += record.decode_ms
         self.hidden_ms += record.hidden_ms
         self.waited_ms += record.waited_ms
+        self.intra_node += record.intra_node
         target = record.target_density * record.numel
         self.target += target
         if record.target_density < 1:
@@ -105,7 +107,8 @@ class ClassSummary:
 
     Bytes are totals; ``ratio`` is dense over sent bytes, ``None`` when nothing was sent.  ``density`` and
     ``density_target`` cover the thresholded messages (target below 1), ``None`` when there were none.
-    ``tau`` is the mean over entries.  Milliseconds are averages per step.
+    ``tau`` is the mean over entries.  Milliseconds are averages per step.  ``intra_node`` are bytes between
+    ranks of one node, in totals; they are not in ``sent_bytes``.
     """
 
     steps: int
@@ -123,6 +126,7 @@ class ClassSummary:
     decode_ms: float
     hidden_ms: float
     waited_ms: float
+    intra_node: int
 
     @property
     def total_ms(self) -> float:
@@ -142,6 +146,7 @@ class ClassSummary:
             tau=_ratio(sums.tau, sums.tau_numel),
             refreshes=sums.refreshes,
             refreshes_per_tensor=sums.refreshes / (tensors or 1),
+            intra_node=round(sums.intra_node),
             **{name: getattr(sums, name) * per_step for name in _TIMES},
         )
 
@@ -197,6 +202,7 @@ class Record:
         select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
         hidden_ms: How many of them passed beside the backward pass, which did not wait for them.
         waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
+        intra_node: Bytes sent inside the node, which are not in ``sent_bytes``.
         tensors: Tensors in the message.
     """
 
@@ -214,6 +220,7 @@ class Record:
     decode_ms: float = 0.0
     hidden_ms: float = 0.0
     waited_ms: float = 0.0
+    intra_node: float = 0.0
     tensors: int = 1
 
     @contextmanager
@@ -245,6 +252,8 @@ class Metrics:
         self.world_size = world_size
         self.starting = False
         """Set by reducers: this step is dense or has a rising sparsity."""
+        self.has_nodes = False
+        """Set when ranks of a node are summed first: what the plugin sends crosses between nodes then."""
         self.counts_host = False
         """Set when the collectives of the host framework are recorded."""
         self._sinks: list[Sink] = list(sinks)
@@ -336,6 +345,8 @@ class Metrics:
             parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
         if total.density is not None and total.density_target is not None:
             parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
+        if total.intra_node:
+            parts.append(f"{format_bytes(total.intra_node)} inside its node")
         times = f"exchange {total.exchange_ms:.1f}"
         if total.waited_ms >= 0.05:
             times += f" ({total.waited_ms:.1f} waiting for other ranks)"
@@ -392,6 +403,9 @@ class Metrics:
         if self._file is None and not self._sinks:
             return
         rows = {cls: _row(sums, steps) for cls, sums in window.items()}
+        for cls, row in rows.items() if self.has_nodes else ():
+            row["inter_node"] = None if cls.startswith("host_") else row["sent_bytes"]
+            row["intra_node"] = round(window[cls].intra_node / steps, 1)
         if self._file is not None:
             head = {"step": step, "steps": steps}
             tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}

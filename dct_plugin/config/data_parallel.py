@@ -173,6 +173,12 @@ class DataParallelConfig(Section):
 
     To compare the two; no effect under ZeRO 1 and 2, where owners keep their part.
     """
+    nodes: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Ranks of a node, which are summed densely before one message for all of them crosses: `auto` finds
+    nodes by the hosts' names, a number is consecutive ranks per node, 1 is for none.
+
+    A number where the fast link joins other ranks than those of one host ([guide](nodes.md)).
+    """
     warmup_steps: int | None = Field(default=None, ge=0)
     """First optimizer steps that are sent dense; null is 0, with feedback auto 60 where the optimizer needs
     a start, or a tenth of a run whose length is known.
@@ -225,6 +231,8 @@ class DataParallelConfig(Section):
                 yield f"{packed} has nothing to keep with {feedback}"
             if self.feedback.steps_locally:
                 yield f"{packed} does not go with {feedback}: the residual is the distance of the weights"
+        if self.feedback.steps_locally and self.nodes not in ("auto", 1):
+            yield f"nodes = {self.nodes} does not go with {feedback}: every rank has weights of its own"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
         if self.feedback.steps_locally:

@@ -27,7 +27,10 @@ from ..kernels.checks import split_message
 from ..metrics import Metrics, Record
 from ..stream import add_payload, encode_all
 from ..transport.fixed_size import SlotTransfer
+from ..transport.nodes import Nodes
 from .fixed_size import FixedSizeReductions
+from .node_ranks import NodeRanks
+from .node_updates import UpdatesBetweenNodes
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
@@ -44,6 +47,7 @@ class ParameterUpdates(StreamGroup):
         device: Device of the weights.
         kernels: Which kernels run; the defaults when None.
         step: Optimizer steps so far.
+        nodes: Nodes of the group: updates cross between them once, and are gathered inside.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class ParameterUpdates(StreamGroup):
         device: torch.device | str = "cpu",
         kernels: KernelConfig | None = None,
         step: int = 0,
+        nodes: Nodes | None = None,
     ) -> None:
         self.config = config.parameters or ParametersConfig()
         settings = config.model_copy(
@@ -65,8 +70,21 @@ class ParameterUpdates(StreamGroup):
             }
         )
         super().__init__(
-            settings, group, metrics=metrics, device=device, kernels=kernels, transactional=False, step=step
+            settings,
+            group,
+            metrics=metrics,
+            device=device,
+            kernels=kernels,
+            transactional=False,
+            step=step,
+            nodes=nodes,
         )
+        self._between_nodes = None
+        if nodes is not None:
+            node = NodeRanks(nodes, group, self.device, config.min_numel, metrics)
+            self._between_nodes = UpdatesBetweenNodes(
+                node, self.layout, self.rank, pending=config.feedback.looks_ahead
+            )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._fixed_size = FixedSizeReductions(self, "parameter") if self.fixed_size else None
         self._phase = _MastersToAll(self)
@@ -87,7 +105,7 @@ class ParameterUpdates(StreamGroup):
 
     def record_full(self, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full: nothing is pending."""
-        self._phase.forget()
+        self._forget()
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
@@ -112,10 +130,19 @@ class ParameterUpdates(StreamGroup):
         """
         self._phase.master_of = master_of
         fixed_size = self._fixed_size
+        between = self._between_nodes
         with self.recorded("parameter") as whole:
             with self.exchange.preparing(announced=fixed_size is None):
-                small = self.settings.min_numel
-                tensors = [PlannedTensor(n, t, list(s), t.numel() < small) for n, t, s in entries]
+                if between is None:
+                    tensors = [
+                        PlannedTensor(n, t, list(s), self.is_small(n, t.numel())) for n, t, s in entries
+                    ]
+                else:
+                    tensors = [
+                        PlannedTensor(n, t[s.start : s.stop], [owner], self.is_small(n, t.numel()))
+                        for n, t, shards in entries
+                        for s, owner in between.exchanged(shards)
+                    ]
                 plan = ReductionPlan("parameters", tensors, fixed_size=fixed_size is not None)
             if fixed_size is not None and fixed_size.knows([self._phase], plan):
                 fixed_size.start([self._phase], plan, whole)
@@ -124,11 +151,17 @@ class ParameterUpdates(StreamGroup):
                 PipelinedExchange(self, [self._phase], [plan], whole, remember).finish()
         if fixed_size is not None:
             fixed_size.finish()
+        if between is not None:
+            between.gather(entries, self._phase.pending_of)
 
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
         """Return this rank's shard of a name, and what its working weights lack there (fp32), to be read
         before the next call or update. None if nothing is pending.
+
+        With nodes it is what the owners in the node know of this rank's part, as a shard of that part.
         """
+        if self._between_nodes is not None:
+            return self._between_nodes.pending.get(name)
         return self._phase.pending_of(name)
 
     def end_step(
@@ -136,6 +169,11 @@ class ParameterUpdates(StreamGroup):
     ) -> None:
         """An optimizer step is over; one that was skipped has updated nothing."""
         self.step += 1
+
+    def _forget(self) -> None:
+        self._phase.forget()
+        if self._between_nodes is not None:
+            self._between_nodes.pending.clear()
 
     # -- state ---
 
@@ -146,7 +184,7 @@ class ParameterUpdates(StreamGroup):
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.streams.clear()
-        self._phase.forget()
+        self._forget()
         self.step = step if state is None else int(state["step"])
         self.loaded = {} if state is None else dict(state["streams"])
 

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..config import DataParallelConfig, KernelConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, DCTError
 from ..metrics import Metrics, Record
 from ..stream import Compressor
+from ..transport.nodes import Nodes
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of, replaces_gradients
 from .dense_sums import DenseSums
 from .direct import Direct
 from .fixed_size import FixedSizeReductions
+from .hierarchical import Hierarchical
+from .node_ranks import NodeRanks
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .scatter import Scatter
@@ -55,6 +58,7 @@ class GradientReducer(StreamGroup):
             ``nonfinite_action: "skip"``.
         step: Optimizer steps so far, for a reducer that is made while the training runs.
         loss_scale: What the host multiplies into the gradients.
+        nodes: Nodes whose ranks are summed densely before; None: every rank sends messages.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class GradientReducer(StreamGroup):
         transactional: bool = False,
         step: int = 0,
         loss_scale: float = 1.0,
+        nodes: Nodes | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -77,18 +82,14 @@ class GradientReducer(StreamGroup):
             kernels=kernels,
             transactional=transactional or config.nonfinite_action == "skip",
             step=step,
+            nodes=nodes,
         )
         self.config, self.loss_scale = config, loss_scale
         self.deferred = False
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
         device there, not in every reduction.
         """
-        self.topology = _topology_of(self)
-        """Topology of sums that all ranks get."""
-        direct = isinstance(self.topology, Direct)
-        self.small_topology = TwoPhase(self) if direct and self.world_size > 2 else None
-        """Topology of tensors below ``min_numel``, where it is another one."""
-        self._scatter = Scatter(self)
+        self.topology, self.small_topology, self._scatter = _topologies_of(self)
         self._dense = DenseSums(self, config.dense_steps)
         self._fixed_size = (
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
@@ -148,13 +149,16 @@ class GradientReducer(StreamGroup):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        gradients = [(name, tensor) for name, tensor, _ in entries]
+        scatter = self._scatter
         with self.recorded("gradient") as whole:
-            self.observe(gradients)
-            if not self.reduce_dense(gradients, scale, whole):
-                plan = self.plan(self._scatter, gradients, scale, [shards for _, _, shards in entries])
-                self.reduce(self._scatter, plan, whole)
-        if not self.deferred:
+            gradients, shards = scatter.enter(
+                [(name, tensor) for name, tensor, _ in entries], [shards for *_, shards in entries], whole
+            )
+            with scatter.entered():
+                _show(self, gradients)
+                if not self.reduce_dense(gradients, scale, whole):
+                    self.reduce(scatter, self.plan(scatter, gradients, scale, shards), whole)
+        if not self.deferred or self.node is not None:
             self.finish()
 
     def average_tensors(self, tensors: Sequence[PlannedTensor]) -> None:
@@ -179,6 +183,8 @@ class GradientReducer(StreamGroup):
         """
         if self._fixed_size is not None:
             self._fixed_size.finish()
+        self.topology.leave()
+        self._scatter.leave()
 
     def replace_result(self, name: str, tensor: Tensor) -> None:
         """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
@@ -193,15 +199,16 @@ class GradientReducer(StreamGroup):
         Raises:
             ConfigError: The host has not said what an add-on needs to know.
         """
-        for add_on in self.add_ons:
-            add_on.observe(entries)
+        if self.add_ons:
+            _show(self, entries if self.node is None else self.node.means(entries))
 
     # -- the steps of a reduction ---
 
     @property
     def in_parts(self) -> bool:
         """True if tensors can leave one after the other, since nothing takes all of them at once."""
-        return not (self.fixed_size or self._dense.active or any(each.exchanges for each in self.add_ons))
+        at_once = self.fixed_size or self._dense.active or self.node is not None
+        return not (at_once or any(each.exchanges for each in self.add_ons))
 
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
@@ -219,7 +226,7 @@ class GradientReducer(StreamGroup):
         with self.exchange.preparing(announced=not self.fixed_size):
             tensors = []
             for index, (name, tensor) in enumerate(entries):
-                small = tensor.numel() < self.config.min_numel
+                small = self.is_small(name, tensor.numel())
                 parts = (
                     topology.shards(name, tensor.numel(), small=small) if shards is None else shards[index]
                 )
@@ -227,7 +234,12 @@ class GradientReducer(StreamGroup):
             large = [each.name for each in tensors if not each.small]
             compared = [name for add_on in self.add_ons for name in add_on.compared(large)]
             return ReductionPlan(
-                topology.name, tensors, scale, compared, topology.sums_everywhere, self.fixed_size
+                topology.name,
+                tensors,
+                scale * self.ranks_inside,
+                compared,
+                topology.sums_everywhere,
+                self.fixed_size,
             )
 
     def pipelined(self, topology: Topology, plan: ReductionPlan, whole: Record) -> PipelinedExchange:
@@ -256,7 +268,7 @@ class GradientReducer(StreamGroup):
             plan = ReductionPlan(
                 "dense",
                 [PlannedTensor(n, t, [Shard(0, 0, t.numel())], False) for n, t in entries],
-                scale,
+                scale * self.ranks_inside,
                 fixed_size=self.fixed_size,
             )
             self._dense.reduce(plan, whole)
@@ -305,7 +317,10 @@ class GradientReducer(StreamGroup):
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
         add_ons = {each.key: each.state_dict() for each in self.add_ons if each.key}
-        return {"step": self.step, "loss_scale": self.loss_scale, "streams": self.streams_state(), **add_ons}
+        state = {"step": self.step, "loss_scale": self.loss_scale, "streams": self.streams_state(), **add_ons}
+        if self.node is not None:
+            state |= {"layout": self.layout, "parts": self.node.state_dict(state["streams"])}
+        return state
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
         """Restore :meth:`state_dict`; streams get their state when they are next used, unknown ones start
@@ -314,7 +329,15 @@ class GradientReducer(StreamGroup):
         Args:
             state: That of this rank.
             loss_scale: That of the coming gradients; None: the saved one.
+
+        Raises:
+            DCTError: The state is that of other nodes.
         """
+        if state.get("parts") and state["layout"] != self.layout:
+            raise DCTError(
+                f"rank {dist.get_rank()}: the state was saved with the nodes {state['layout']}, they are "
+                f"{self.layout or 'none'} now; save and load files, which spread the residuals anew"
+            )
         self.finish()
         self._dense.forget()
         scale = state["loss_scale"] if loss_scale is None else loss_scale
@@ -324,9 +347,25 @@ class GradientReducer(StreamGroup):
         same = replaces_gradients(set(state)) == replaces_gradients({each.key for each in self.add_ons})
         self.streams.clear()
         self.loaded = dict(state["streams"]) if same else {}
+        if self.node is not None:
+            self.loaded = self.node.own_parts(self.loaded, state.get("parts"))
         for each in self.add_ons:
             if each.key:
                 each.load_state_dict(state.get(each.key), step=self.step)
+
+
+def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, Topology]:
+    """Return the topology of sums that all ranks get, that of tensors below ``min_numel`` where it is another
+    one, and that of sums that owners get.
+    """
+    everywhere, scatter = _topology_of(group), Scatter(group)
+    small = TwoPhase(group) if isinstance(everywhere, Direct) and group.world_size > 2 else None
+    if group.nodes is None:
+        return everywhere, small, scatter
+    node = group.node = NodeRanks(
+        group.nodes, group.group, group.device, group.config.min_numel, group.metrics
+    )
+    return Hierarchical(everywhere, node, group), small, Hierarchical(scatter, node, group)
 
 
 def _topology_of(group: GradientReducer) -> Topology:
@@ -346,14 +385,19 @@ def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topo
     The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two ranks
     fewer bytes cross when an owner sums it: those of a ring.
     """
-    least = reducer.config.min_numel
-    small = [each for each in entries if each[1].numel() < least]
+    small = [each for each in entries if reducer.is_small(each[0], each[1].numel())]
     nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
     if reducer.small_topology is None or nbytes < SMALL_APART:
         return [(reducer.topology, entries)]
-    large = [each for each in entries if each[1].numel() >= least]
+    large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
     parts: list[tuple[Topology, _Entries]] = [(reducer.topology, large), (reducer.small_topology, small)]
     return parts if large else parts[1:]
+
+
+def _show(reducer: GradientReducer, entries: _Entries) -> None:
+    """Show the add-ons what this rank brings into an exchange."""
+    for add_on in reducer.add_ons:
+        add_on.observe(entries)
 
 
 class Reduction:
@@ -417,20 +461,26 @@ class Reduction:
                     self._observe(len(self._entries))
                 self._exchange.finish()
                 reducer.after_reduce(self._plan)
-                left = self._parts[1:]
+                self._reduce(self._parts[1:])
             else:
-                self._observe(len(self._entries))
-                dense = reducer.reduce_dense(self._entries, self._scale, whole)
-                left = [] if dense else self._parts
-            for topology, entries in left:
-                reducer.reduce(topology, reducer.plan(topology, entries, self._scale), whole)
+                self._entries, _ = reducer.topology.enter(self._entries, None, whole)
+                self._parts = _by_topology(reducer, self._entries)
+                with reducer.topology.entered():
+                    self._observe(len(self._entries))
+                    if not reducer.reduce_dense(self._entries, self._scale, whole):
+                        self._reduce(self._parts)
         if reducer.metrics is not None:
             reducer.metrics.record(whole)
         if not reducer.deferred:
             reducer.finish()
 
+    def _reduce(self, parts: Sequence[tuple[Topology, _Entries]]) -> None:
+        reducer = self._reducer
+        for topology, entries in parts:
+            reducer.reduce(topology, reducer.plan(topology, entries, self._scale), self._whole)
+
     def _observe(self, ready: int) -> None:
         """Show gradients to the add-ons before they are thresholded, and cleared."""
         if ready > self._observed or not self._entries:
-            self._reducer.observe(self._entries[self._observed : ready])
+            _show(self._reducer, self._entries[self._observed : ready])
             self._observed = ready

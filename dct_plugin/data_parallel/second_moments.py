@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..feedback import ScratchBuffers
+from .node_ranks import NodeRanks
 
 #: Steps' worth of gradients that an entry of a residual is believed to hold at most, if the optimizer divides
 #: by a second moment: with an exact one, k gradients are k root mean squares at most, and the square root of
@@ -38,6 +39,7 @@ class Moments:
         rows = int(shape[0]) if len(shape) > 1 else 1
         columns = math.prod(shape[1:]) if len(shape) > 1 else 1
         self._matrix = (rows, columns if len(shape) > 1 else -1)
+        self._numel = math.prod(shape)
         self.rows = torch.zeros(rows, dtype=torch.float32, device=device)
         self.columns = torch.zeros(columns, dtype=torch.float32, device=device)
         self._seen_rows, self._seen_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
@@ -58,6 +60,32 @@ class Moments:
         self._seen_rows.add_(squares.mean(1))
         self._seen_columns.add_(squares.mean(0))
 
+    def add_part(self, part: Tensor, first: int) -> None:
+        """Add the entries from ``first`` on of a gradient, as :meth:`add` does; other ranks have the others,
+        and what the ranks have seen is summed before the step ends (:attr:`seen`).
+        """
+        squares = part.float().square()
+        if self.columns.numel() == 1:
+            self._seen_rows.add_(squares.sum() / self._numel)
+            return
+        rows, inside = self._rows_of(first, part.numel())
+        whole = squares.new_zeros(rows.stop - rows.start, self.columns.numel())
+        whole.view(-1)[inside] = squares
+        self._seen_rows[rows].add_(whole.mean(1))
+        self._seen_columns.add_(whole.sum(0) / self.rows.numel())
+
+    @property
+    def seen(self) -> list[Tensor]:
+        """What was added in this step."""
+        return [self._seen_rows, self._seen_columns]
+
+    def _rows_of(self, first: int, numel: int) -> tuple[slice, slice]:
+        """Return the rows that hold entries from ``first`` on, and where these lie in those rows."""
+        columns = self.columns.numel()
+        start = first // columns
+        rows = slice(start, -(-(first + numel) // columns))
+        return rows, slice(first - start * columns, first - start * columns + numel)
+
     def end_step(self, *, skipped: bool, decay: float | None) -> None:
         """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
         if not skipped:
@@ -71,8 +99,10 @@ class Moments:
         self._seen_rows.zero_()
         self._seen_columns.zero_()
 
-    def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
-        """``sqrt(second moment) + eps`` of every entry into ``out`` (fp32, 1-D); infinite before a step."""
+    def denominator(self, out: Tensor, *, decay: float | None, eps: float, first: int = 0) -> Tensor:
+        """``sqrt(second moment) + eps`` of the entries from ``first`` on into ``out`` (fp32, 1-D); infinite
+        before a step.
+        """
         if self.steps == 0:
             return out.fill_(float("inf"))
         sees = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
@@ -81,7 +111,11 @@ class Moments:
         if self.columns.numel() == 1:
             return out.copy_((self.rows[0] / sees).sqrt().add(eps))
         rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt()
-        torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
+        if out.numel() == self._numel:
+            torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
+        else:
+            held, inside = self._rows_of(first, out.numel())
+            out.copy_((rows[held, None] * self.columns.sqrt()[None, :]).view(-1)[inside])
         return out.add_(eps)
 
     def limit(self, decay: float | None) -> float:
@@ -110,6 +144,21 @@ class Moments:
         self.steps, self.missed = int(state["steps"]), int(state["missed"])
 
 
+class MomentsPart(NamedTuple):
+    """The moments of a part of a tensor, whose first entry is ``first``."""
+
+    moments: Moments
+    first: int
+
+    def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
+        """See :meth:`Moments.denominator`."""
+        return self.moments.denominator(out, decay=decay, eps=eps, first=self.first)
+
+    def limit(self, decay: float | None) -> float:
+        """See :meth:`Moments.limit`."""
+        return self.moments.limit(decay)
+
+
 class SecondMoments:
     """The second moments of a model's gradients, by name of the stream.
 
@@ -124,19 +173,24 @@ class SecondMoments:
         decay_of: Callable[[torch.nn.Parameter], float | None],
     ) -> None:
         self._parameters, self._decay_of = parameters, decay_of
+        self.node: NodeRanks | None = None
+        """The ranks that see the parts of one gradient, if a rank does not see the whole."""
         self._moments: dict[str, Moments] = {}
         self._loaded: dict[str, Any] = {}
         self._missed = 0
 
     def observe(self, name: str, gradient: Tensor, scratch: ScratchBuffers) -> None:
-        """Add a gradient (1-D) of this step."""
+        """Add a gradient (1-D) of this step, or this rank's part of the node's."""
         parameter = self._parameters.get(name)
         if parameter is None or not parameter.numel():
             return
         moments = self.of(name)
         if moments is None:
             moments = self._moments[name] = Moments(parameter.shape, gradient.device, missed=self._missed)
-        moments.add(gradient, scratch.take("step", gradient))
+        if self.node is None:
+            moments.add(gradient, scratch.take("step", gradient))
+        else:
+            moments.add_part(gradient, self.node.part(name, parameter.numel())[0])
 
     def of(self, name: str) -> Moments | None:
         """Return the moments of a stream; None before its first gradient."""
@@ -148,6 +202,8 @@ class SecondMoments:
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
+        if self.node is not None and self._moments and not skipped:
+            self.node.sum_up([seen for moments in self._moments.values() for seen in moments.seen])
         for name, moments in self._moments.items():
             moments.end_step(skipped=skipped, decay=self._decay_of(self._parameters[name]))
 

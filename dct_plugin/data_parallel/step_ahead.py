@@ -30,9 +30,10 @@ from ..feedback import ScratchBuffers, unpacked
 from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
 from .module_hooks import register_hooks
+from .node_ranks import NodeRanks
 from .plan import ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
-from .second_moments import Moments, SecondMoments
+from .second_moments import Moments, MomentsPart, SecondMoments
 from .step_units import StepUnit
 
 #: How often at most an owner counts what it has not sent of updated weights. The ranks' mean asks for the
@@ -44,7 +45,7 @@ MOST_TIMES = 4
 def displaced(
     weight: Tensor,
     expected: tuple[Tensor | None, float],
-    moments: Moments | None,
+    moments: Moments | MomentsPart | None,
     unit: StepUnit,
     *,
     gradient_unit: float = 1.0,
@@ -137,6 +138,7 @@ class StepAhead:
         gradient_unit: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._parameters = dict(parameters)
+        self._node: NodeRanks | None = None
         self._unit_of, self._residual_of, self._gradient_unit = unit_of, residual_of, gradient_unit
         self._held_back_of, self._pending_of = held_back_of, pending_of
         self._times = min(world_size, MOST_TIMES)
@@ -150,6 +152,12 @@ class StepAhead:
         self._saving = 0
         """Depth of calls of ``state_dict`` that began while weights were displaced."""
         self._handles: list[Any] = []
+
+    def share_with(self, node: NodeRanks) -> None:
+        """Displace by residuals of which each rank of a node has a part: a rank displaces its part of the
+        weights, and they are gathered inside the node.
+        """
+        self._node = self.moments.node = node
 
     # -- where passes run ---
 
@@ -244,29 +252,41 @@ class StepAhead:
 
     def _compute(self) -> None:
         self._displaced.begin()
+        node, computed = self._node, []
+        if node is not None and all(self._residual_of(name) is None for name in self._parameters):
+            return  # on all ranks of the node
         for name, parameter in self._parameters.items():
             unit, weight = self._unit_of(parameter), parameter.data
             if not parameter.requires_grad or unit is None or not weight.is_contiguous():
                 continue
-            expected, pending = self._expected(name, weight.numel()), self._pending_of(name)
-            if expected[0] is None and pending is None:
+            part = slice(0, weight.numel())
+            if node is not None:
+                if not node.is_divided(weight.numel()):
+                    continue
+                part = slice(*node.part(name, weight.numel()))
+            expected, pending = self._expected(name, part.stop - part.start), self._pending_of(name)
+            if expected[0] is None and pending is None and node is None:
                 continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
-            scratch = None
+            own, scratch, moments = weight.view(-1)[part], None, self.moments.of(name)
             if weight.element_size() < 4:
-                scratch = self._scratch.take("step", weight), self._scratch.take("weight", weight)
+                scratch = self._scratch.take("step", own), self._scratch.take("weight", own)
             displaced(
-                weight,
+                own,
                 expected,
-                self.moments.of(name),
+                moments if node is None or moments is None else MomentsPart(moments, part.start),
                 unit,
                 gradient_unit=self._gradient_unit(),
                 pending=None if pending is None else (*pending, self._times),
-                out=buffer,
+                out=buffer.view(-1)[part],
                 scratch=scratch,
             )
+            computed.append((name, parameter, buffer))
+        if node is not None:
+            node.gather("step-ahead", [(name, buffer.view(-1)) for name, _, buffer in computed])
+        for name, parameter, buffer in computed:  # which must not be written from here on
             self._displaced.add(name, parameter, buffer)
 
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float]:
@@ -385,6 +405,8 @@ class StepAheadAddOn(AddOn):
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
         )
+        if self._group.node is not None:
+            self._ahead.share_with(self._group.node)
         self._ahead.load_state_dict(self._loaded, step=group.step)
         return self._ahead
 
@@ -396,7 +418,7 @@ class StepAheadAddOn(AddOn):
             )
         if self._group.world_size > 1:
             for name, tensor in entries:
-                if tensor.numel() >= self._config.min_numel:
+                if not self._group.is_small(name, tensor.numel()):
                     self._ahead.observe(name, tensor)
 
     def compared(self, names: Iterable[str]) -> list[str]:

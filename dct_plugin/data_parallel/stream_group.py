@@ -24,6 +24,9 @@ from ..metrics import Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
+from ..transport.agreement import ranks_in_words
+from ..transport.nodes import Nodes, layout_of
+from .node_ranks import NodeRanks
 
 logger = logging.getLogger("dct_plugin")
 
@@ -67,6 +70,13 @@ class StreamGroup:
         kernels: Which kernels run; the defaults when None.
         transactional: Take skipped steps back.
         step: Optimizer steps so far.
+        nodes: Nodes of the process group: only ranks with the same position in their nodes exchange messages.
+
+    Attributes:
+        group, group_rank, group_size: The host's process group, this rank's position in it, and its ranks.
+        layout: Positions in the host's process group of each node's ranks; empty without nodes.
+        rank, world_size: Position and number of the ranks that exchange messages: those of the group, or one
+            of each node.
     """
 
     def __init__(
@@ -79,9 +89,14 @@ class StreamGroup:
         kernels: KernelConfig | None,
         transactional: bool,
         step: int,
+        nodes: Nodes | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.exchange = Exchange(group, self.device)
+        self.group, self.nodes, self.layout = group, nodes, layout_of(nodes, group)
+        self.node: NodeRanks | None = None
+        """The ranks of this rank's node, if gradients are summed there first."""
+        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.exchange = Exchange(group, self.device, None if nodes is None else nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
         self.schedule = SparsitySchedule.of(settings)
@@ -128,9 +143,21 @@ class StreamGroup:
     def return_to_residual(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""
         for name, tensor in entries:
-            stream = self.streams.get(name)
+            stream, flat = self.streams.get(name), as_flat(tensor)
+            if self.node is not None:
+                flat = flat[slice(*self.node.part(name, flat.numel()))]
             if stream is not None and stream.residual is not None:
-                stream.residual.add(as_flat(tensor))
+                stream.residual.add(flat)
+
+    def is_small(self, name: str, numel: int) -> bool:
+        """Return whether a tensor is sent dense, of which so many entries take part in the exchange."""
+        numel = numel if self.node is None else self.node.sizes.get(name, numel)
+        return numel < self.settings.min_numel
+
+    @property
+    def ranks_inside(self) -> int:
+        """Number of ranks whose mean takes part in the exchange in place of one rank's gradient."""
+        return 1 if self.node is None else self.node.size
 
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
@@ -160,8 +187,8 @@ class StreamGroup:
         self.nonfinite_reported = True
         skips = self.settings.nonfinite_action == "skip"
         logger.warning(
-            "dct: rank %d: the gradient of %s is not finite in step %d%s",
-            self.rank,
+            "dct: %s: the gradient of %s is not finite in step %d%s",
+            f"rank {self.rank}" if self.nodes is None else f"node of {ranks_in_words(self.nodes.inside)}",
             name,
             self.step,
             ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..kernels import GRAD_DTYPES
+from ..metrics import Record
 from ..transport.fixed_size import SlotTransfer
+from .node_ranks import Entries
 from .plan import ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
 
@@ -114,10 +117,11 @@ class Topology(ABC):
     Attributes:
         name: Name in fingerprints.
         sums_everywhere: Every rank gets the whole sums; else each owner gets its part.
+        phases: The exchanges.
     """
 
-    name: ClassVar[str]
-    sums_everywhere: ClassVar[bool] = True
+    name: str
+    sums_everywhere: bool = True
     phases: Sequence[Phase]
 
     @abstractmethod
@@ -129,3 +133,19 @@ class Topology(ABC):
         names of their streams.
         """
         return iter(())
+
+    def enter(
+        self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
+    ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
+        """Return what takes part in the phases in place of this rank's gradients, and its shards where the
+        host names owners; a collective.
+        """
+        return entries, shards
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Surround the work on what entered: ranks that wait for the results are told of an error."""
+        return nullcontext()
+
+    def leave(self) -> None:
+        """Give the ranks the sums of all that entered, when its phases are complete; a collective."""
+        return

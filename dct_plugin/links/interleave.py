@@ -21,8 +21,9 @@ Take = Callable[[str, int], Block]
 class Figures:
     """One method on one link.
 
-    ``ms`` are milliseconds per step of each turn, ``sent`` bytes per step (all ranks, headers included), and
-    ``split`` milliseconds per step by what the plugin's metrics time (median of the turns).
+    ``ms`` are milliseconds per step of each turn, ``sent`` bytes per step between nodes (all nodes, headers
+    included), ``inside`` those between ranks of one node, and ``split`` milliseconds per step by what the
+    plugin's metrics time (median of the turns).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Figures:
     sent: float = 0.0
     split: dict[str, float] = field(default_factory=dict)
     steps: int = 0
+    inside: float = 0.0
 
     @property
     def median(self) -> float:
@@ -55,7 +57,8 @@ class Figures:
             for key in turns[0].totals
         }
         sent = sum(turn.sent * turn.steps for turn in turns) / steps
-        return cls(name, [turn.ms for turn in turns], sent, split, steps)
+        inside = sum(turn.inside * turn.steps for turn in turns) / steps
+        return cls(name, [turn.ms for turn in turns], sent, split, steps, inside)
 
 
 def warmed(take: Take, methods: Mapping[str, int]) -> None:

@@ -1,6 +1,7 @@
-"""A small network on one machine (Linux): a namespace per rank, links that count and limit bytes.
+"""A small network on one machine (Linux): a namespace per node, links that count and limit bytes.
 
-Every rank gets one interface per network, all ranks of a network hang on one switch. Needs iproute2 and
+Every node gets one interface per network, all nodes of a network hang on one switch. The ranks of a node
+reach each other over its loopback interface, which nothing limits. Needs iproute2 and
 util-linux, and root or the right to make user namespaces; nothing outside the new namespaces is touched, and
 they vanish with the processes in them.
 """
@@ -31,7 +32,7 @@ class LinksError(DCTError):
 
 
 class Network(NamedTuple):
-    """One interface of every rank.
+    """One interface of every node.
 
     Attributes:
         name: Of the interface.
@@ -46,37 +47,37 @@ class Network(NamedTuple):
 
 
 class Links:
-    """Namespaces of ``ranks`` ranks and of their switch, there within the ``with`` block.
+    """Namespaces of ``nodes`` nodes and of their switch, there within the ``with`` block.
 
-    Rank ``r`` has address ``10.79.n.(r + 1)`` on network ``n``.
+    Node ``r`` has address ``10.79.n.(r + 1)`` on network ``n``.
 
     Raises:
         LinksError: on entry, when a command fails.
     """
 
-    def __init__(self, ranks: int, networks: Sequence[Network]) -> None:
-        self.ranks = ranks
+    def __init__(self, nodes: int, networks: Sequence[Network]) -> None:
+        self.nodes = nodes
         self.networks = list(networks)
-        self._spaces: list[int] = []  # a process in each rank's namespace, and last one in the switch's
+        self._spaces: list[int] = []  # a process in each node's namespace, and last one in the switch's
         self._stack = ExitStack()
 
-    def address(self, rank: int, network: int = 0) -> str:
-        return f"10.79.{network}.{rank + 1}"
+    def address(self, node: int, network: int = 0) -> str:
+        return f"10.79.{network}.{node + 1}"
 
-    def inside(self, rank: int, command: Sequence[str]) -> list[str]:
-        """``command``, to be run in a rank's namespace."""
-        return [*self._enter(self._spaces[rank]), *command]
+    def inside(self, node: int, command: Sequence[str]) -> list[str]:
+        """``command``, to be run in a node's namespace."""
+        return [*self._enter(self._spaces[node]), *command]
 
     def limit(self, rate: str | None, network: int = 0) -> None:
-        """Another rate for a network, for both directions of every rank's link; None: no limit.
+        """Another rate for a network, for both directions of every node's link; None: no limit.
 
         Raises:
             LinksError: A command failed, or it is not a rate.
         """
         kind = self.networks[network]
         discipline = "pfifo limit 1000" if rate is None else _bucket(rate, kind.offload)
-        for rank in range(self.ranks):
-            for space, device in ((-1, _port(network, rank)), (rank, kind.name)):
+        for node in range(self.nodes):
+            for space, device in ((-1, _port(network, node)), (node, kind.name)):
                 self._run(space, f"tc qdisc replace dev {device} root {discipline}")
 
     def __enter__(self) -> Links:
@@ -97,25 +98,25 @@ class Links:
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         unshare = _tool("unshare")
         switch = self._hold([unshare, *user, "--net"])
-        self._spaces = [self._hold([*self._enter(switch), unshare, "--net"]) for _ in range(self.ranks)]
+        self._spaces = [self._hold([*self._enter(switch), unshare, "--net"]) for _ in range(self.nodes)]
         self._spaces.append(switch)
-        for rank in range(self.ranks):
-            self._run(rank, "ip link set lo up")
+        for node in range(self.nodes):
+            self._run(node, "ip link set lo up")
         for number, network in enumerate(self.networks):
             size = f"gso_max_size {_OFFLOADED}" if network.offload else "gso_max_segs 1"
             self._run(-1, f"ip link add bridge{number} type bridge")
             self._run(-1, f"ip link set bridge{number} up")
-            for rank in range(self.ranks):
-                port, space = _port(number, rank), self._spaces[rank]
+            for node in range(self.nodes):
+                port, space = _port(number, node), self._spaces[node]
                 self._run(-1, f"ip link add {port} type veth peer name {network.name} netns {space}")
                 self._run(-1, f"ip link set {port} master bridge{number}")
-                address = self.address(rank, number)
-                self._run(rank, f"ip addr add {address}/24 dev {network.name}")
-                for place, device in ((-1, port), (rank, network.name)):
+                address = self.address(node, number)
+                self._run(node, f"ip addr add {address}/24 dev {network.name}")
+                for place, device in ((-1, port), (node, network.name)):
                     self._run(place, f"ip link set {device} {size} up")
                 # The usual congestion control, whatever this machine's default is.
                 route = f"10.79.{number}.0/24 dev {network.name} src {address} congctl cubic"
-                self._run(rank, f"ip route replace {route}")
+                self._run(node, f"ip route replace {route}")
             if network.rate is not None:
                 self.limit(network.rate, number)
 
@@ -153,8 +154,8 @@ def _tool(name: str) -> str:
     return path
 
 
-def _port(network: int, rank: int) -> str:
-    return f"port{network}-{rank}"
+def _port(network: int, node: int) -> str:
+    return f"port{network}-{node}"
 
 
 def _bucket(rate: str, offload: bool) -> str:

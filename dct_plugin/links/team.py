@@ -33,15 +33,17 @@ class Block(NamedTuple):
 
     Attributes:
         ms: Milliseconds per step, until the slowest rank was done.
-        sent: Bytes per step that left the ranks' interfaces, all ranks together, with headers.
+        sent: Bytes per step that left the nodes' interfaces, all nodes together, with headers.
         totals: What the plugin's metrics have timed and counted so far, mean over the ranks.
         steps: How many.
+        inside: Bytes per step between ranks of one node, all nodes together, with headers.
     """
 
     ms: float
     sent: float
     totals: dict[str, float]
     steps: int
+    inside: float = 0.0
 
 
 def rank_environment(rank: int, ranks: int, *, host: str, port: int, device: str) -> dict[str, str]:
@@ -65,7 +67,8 @@ class Team:
     Args:
         workload: ``module:class`` of a :class:`~.method.Workload`.
         ranks: How many.
-        links: Namespaces for them, made with :data:`NETWORKS`; None: all talk over the loopback interface.
+        links: Namespaces of as many nodes, made with :data:`NETWORKS`, that the ranks are spread over; None:
+            all talk over the loopback interface.
         options: For the workload; JSON.
         folder: For what the ranks write.
         name: Of their files.
@@ -86,7 +89,8 @@ class Team:
         patience: float = 300.0,
     ) -> None:
         self.ranks, self.name, self.patience = ranks, name, patience
-        self._on_loopback = links is None
+        # Each node's first rank counts its bytes; on the loopback interface every rank sees those of all.
+        self._per_node = ranks if links is None else ranks // links.nodes
         self._logs = [folder / f"{name}.rank{rank}.log" for rank in range(ranks)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -100,7 +104,7 @@ class Team:
             command += ["--options", json.dumps(options), "--data", data, "--control", control]
             command += ["--connection", str(theirs.fileno())]
             if links is not None:
-                command = links.inside(rank, command)
+                command = links.inside(rank // self._per_node, command)
             environment = rank_environment(rank, ranks, host=host, port=port, device=data)
             with open(self._logs[rank], "wb") as log:
                 process = subprocess.Popen(
@@ -144,11 +148,10 @@ class Team:
 
     def block(self, method: str, steps: int) -> Block:
         """Do ``steps`` steps of a method and return what they took."""
-        seconds, sent, totals = zip(*self._ask("block", method, steps), strict=True)
-        # On the loopback interface every rank sees the bytes of all.
-        bytes_sent = sent[0] if self._on_loopback else sum(sent)
+        seconds, counts, totals = zip(*self._ask("block", method, steps), strict=True)
+        sent, inside = (sum(column) / steps for column in zip(*counts[:: self._per_node], strict=True))
         mean = {name: sum(part[name] for part in totals) / self.ranks for name in totals[0]}
-        return Block(1e3 * max(seconds) / steps, bytes_sent / steps, mean, steps)
+        return Block(1e3 * max(seconds) / steps, sent, mean, steps, inside)
 
     def _ask(self, *request: Any) -> list[Any]:
         for rank, connection in enumerate(self._connections):

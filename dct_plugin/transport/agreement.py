@@ -186,14 +186,14 @@ def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str 
         hint: The likely reason why the others did not.
     """
     faults = [
-        f"{_ranks([rank])} failed at start-up: {statement['error']}"
+        f"{ranks_in_words([rank])} failed at start-up: {statement['error']}"
         for rank, statement in sorted(heard.items())
         if "error" in statement
     ]
     if absent := [rank for rank, statement in heard.items() if "absent" in statement]:
         faults.append(
-            f"{_ranks(absent)} {_has(absent)} no dct section in the configuration (or one with enabled = "
-            "false); every rank needs the same"
+            f"{ranks_in_words(absent)} {_has(absent)} no dct section in the configuration (or one with "
+            "enabled = false); every rank needs the same"
         )
     missing = [rank for rank in range(world_size) if rank not in heard]
     if missing and not faults:  # after a failure the wait is cut short: then silence says nothing
@@ -211,21 +211,21 @@ def differences(facts: Mapping[int, Facts]) -> list[str]:
         for rank, stated in sorted(facts.items()):
             ranks.setdefault(json.dumps(stated[name]) if name in stated else "nothing", []).append(rank)
         if len(ranks) > 1:
-            values = "; ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
+            values = "; ".join(f"{value} on {ranks_in_words(where)}" for value, where in ranks.items())
             lines.append(f"{name} differs: {values}")
     return lines
 
 
 def _no_answer(missing: Sequence[int], limit: float, hint: str) -> str:
-    return f"{_ranks(missing)} did not report within {limit:g} s: crashed, or {hint}"
+    return f"{ranks_in_words(missing)} did not report within {limit:g} s: crashed, or {hint}"
 
 
 def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 0, 2-5``."""
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2-5``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:

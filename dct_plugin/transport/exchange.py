@@ -21,7 +21,7 @@ from . import lost_ranks
 from .announced import AnnouncedMessages
 from .base import Transport
 from .staging import Staging
-from .transports import message_device, open_transport
+from .transports import message_device, open_transport, subgroup
 
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
 _FIXED_BYTES, _MOST_PER_ENTRY = 4096, 16
@@ -30,6 +30,17 @@ _FIXED_BYTES, _MOST_PER_ENTRY = 4096, 16
 def most_bytes(entries: int) -> int:
     """Return a size that a payload of so many entries cannot reach, however it is encoded."""
     return _FIXED_BYTES + _MOST_PER_ENTRY * entries
+
+
+def _made_group(exchange: Exchange) -> dist.ProcessGroup | None:
+    """The process group; the first use of one of some ranks is a collective of the whole group."""
+    if exchange._in_part:
+        exchange.group = subgroup(exchange._group, exchange._global)
+    return exchange._group
+
+
+def _set_group(exchange: Exchange, group: dist.ProcessGroup | None) -> None:
+    exchange._group, exchange._in_part = group, False
 
 
 class Exchange:
@@ -42,16 +53,21 @@ class Exchange:
     Args:
         group: Process group, None for the default one.
         device: Device of the messages.
+        ranks: Global ranks of a part of the group: only they exchange messages, over a process group of their
+            own, which is made when it is first used, on all ranks of the group at the same time.
 
     Attributes:
         step: Optimizer steps so far, for messages about lost ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, ranks: Sequence[int] | None = None
+    ) -> None:
+        self._group, self._in_part = group, ranks is not None
+        self._global = list(ranks or dist.get_process_group_ranks(group or dist.group.WORLD))
         self.device = device
-        self.world_size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        self.world_size = len(self._global)
+        self.rank = self._global.index(dist.get_rank())
         self.step: int | None = None
         self._transport_device = message_device(group, device)
         self._staging = Staging(self.rank, device, self._transport_device)
@@ -59,7 +75,8 @@ class Exchange:
         self._transport: Transport | None = None
         self._transport_failed = False
         self._summed_bytes = 0
-        self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+    group = property(_made_group, _set_group)
 
     @property
     def sent_bytes(self) -> int:
@@ -244,8 +261,9 @@ class Exchange:
 
     def _guard(self, what: str) -> lost_ranks.reported:
         """Surround the transport's own work: its errors name addresses at best, not ranks."""
-        return lost_ranks.reported(what, self.group, self.step, self._give_up)
 
-    def _give_up(self) -> None:
-        self._transport_failed = True
-        self._announced.clear()
+        def give_up() -> None:
+            self._transport_failed = True
+            self._announced.clear()
+
+        return lost_ranks.reported(what, self.group, self.step, give_up)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import ConfigError
 from . import tcp_connect
 from .base import Transport
 from .device import DeviceTransport
@@ -49,3 +53,30 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
                 tcp_connect.VARIABLE,
             )
     return GlooTransport(group)
+
+
+def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make a process group of some ranks of a group, with its backend and time limit; a collective of the
+    group, every rank of which makes one.
+
+    Raises:
+        ConfigError: torch could not make it.
+    """
+    whole: Any = group if group is not None else dist.group.WORLD
+    # torch names a group that some ranks make after the number of groups that each of them is in.
+    count = len(dist.distributed_c10d._world.pg_names)
+    counts = torch.tensor([count, -count])
+    if "nccl" in dist.get_backend(whole):
+        counts = counts.cuda()
+    dist.all_reduce(counts, dist.ReduceOp.MAX, whole)
+    if counts[0] != -counts[1]:
+        raise ConfigError(
+            f"rank {dist.get_rank()}: dct.data_parallel.nodes: the ranks that exchange gradients are in "
+            f"different numbers of process groups, up to {int(counts[0])}: torch cannot make groups of nodes "
+            "then. Make as many groups with every rank, or set it to 1"
+        )
+    backend = str(dist.get_backend_config(whole))
+    limit = timedelta(seconds=tcp_connect.time_limit(whole)) if "gloo" in backend else None
+    made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

@@ -24,9 +24,11 @@ from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of, unwrapped
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics
+from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import lost_peers, reducer_files, startup
 from ..host.automatic import settled
+from ..host.nodes import nodes_of
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
@@ -39,6 +41,7 @@ from .loss_scale import LossScale
 from .parameter_names import ParameterNames
 
 logger = logging.getLogger("dct_plugin")
+_HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
 
 class DCTState:
@@ -211,6 +214,7 @@ class DCTState:
                 device=device,
                 kernels=self.config.kernels,
                 transactional=self._scale.scaler is not None,
+                nodes=_nodes_of(self),
             )
             accordion = self._reducer.find(Accordion)
             if accordion is not None and self._optimizer is not None:
@@ -262,8 +266,7 @@ class DCTState:
         return self._overlap
 
     def _agree(self, device: torch.device) -> Overlap:
-        hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
-        agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=hint)
+        agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=_HINT)
         with startup.reported(agreement):
             _settle(self, "register_comm_hook does not tell the model, DCTState.register does")
             feedback = self.config.data_parallel.feedback
@@ -271,10 +274,10 @@ class DCTState:
             reducer = self.reducer(device)
         agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
         lost_peers.watch(self, lambda state: state.steps.step)
-        if reducer.rank == 0 and reducer.world_size > 1:
+        if reducer.group_rank == 0 and reducer.group_size > 1:
             logger.warning(
                 "dct: active on torch DDP, %d ranks, %s, config %s",
-                reducer.world_size, self.config.data_parallel.summary, self.config.fingerprint(),
+                reducer.group_size, self.config.data_parallel.summary, self.config.fingerprint(),
             )  # fmt: skip
             if self._note:
                 logger.warning("dct: %s", self._note)
@@ -357,7 +360,12 @@ class DCTState:
         """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Return
         False, with residuals of zero, if a rank has no file; the log says why.
         """
-        state = reducer_files.load(folder, group=self.process_group, sizes=self.parameters.sizes)
+        state = reducer_files.load(
+            folder,
+            group=self.process_group,
+            sizes=self.parameters.sizes,
+            layout=layout_of(_nodes_of(self), self.process_group),
+        )
         self.load_state_dict({"reducer": state})
         return state is not None
 
@@ -366,6 +374,10 @@ class DCTState:
         and neither process groups nor other ranks' residuals can be saved there. See :meth:`save`.
         """
         return DCTConfig.parse, (self.config,)
+
+
+def _nodes_of(state: DCTState) -> Nodes | None:
+    return nodes_of(state.config.data_parallel, state.process_group, limit=state.time_limit, hint=_HINT)
 
 
 def _settle(state: DCTState, obstacle: str = "") -> None:
@@ -403,7 +415,7 @@ def _check_calls(feedback: FeedbackConfig, *, ahead: bool, local: bool) -> None:
 
 def _reduction(overlap: Overlap, bucket: Bucket, names: ParameterNames) -> Reduction:
     entries = list(zip(map(names.name_of, bucket.parameters), bucket.views, strict=True))
-    return overlap.reducer.begin(entries, scale=1.0 / overlap.reducer.world_size)
+    return overlap.reducer.begin(entries, scale=1.0 / overlap.reducer.group_size)
 
 
 def _take_back_unused(reducer: GradientReducer, names: ParameterNames, buckets: Sequence[Bucket]) -> None:

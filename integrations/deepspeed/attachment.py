@@ -116,7 +116,7 @@ class Attachment:
         self.steps.replicas = Replicas(
             self.config.data_parallel,
             lambda: [(name, parameter.data) for name, parameter in replicated],
-            self.reducer.exchange.group,
+            self.reducer.group,
         )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         monitor = engine.monitor.write_events if engine.monitor.enabled else None

@@ -142,7 +142,7 @@ class OverlappedReductions(BucketReductions):
     def applies(optimizer: Any, reducer: GradientReducer) -> bool:
         """Return whether DeepSpeed leaves the buffer of a bucket alone while it is reduced."""
         wanted = optimizer.overlap_comm and optimizer.contiguous_gradients and optimizer.reduce_scatter
-        return bool(wanted and reducer.world_size > 1)
+        return bool(wanted and reducer.group_size > 1)
 
     def reduce(self, bucket: Bucket, reduce: Callable[[], None], use: Callable[[], None]) -> None:
         self._overlap.submit(reduce)

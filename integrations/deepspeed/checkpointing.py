@@ -93,7 +93,7 @@ class CheckpointFiles(EnginePart):
 
     def __init__(self, state: RankState) -> None:
         self._state, self._path, self._engine = state, state.path, state.path.engine
-        self._group = state.path.reducer.exchange.group
+        self._group = state.path.reducer.group
         self._in_parts = is_pipeline(self._engine)
         self._configuration = state.context.config.fingerprint()
         self._sizes = state.path.sizes()
@@ -119,6 +119,7 @@ class CheckpointFiles(EnginePart):
             unit=self._path.unit,
             sizes=self._sizes,
             expected=expected,
+            layout=self._path.reducer.layout,
         )
         self._state.load_state_dict(state or reducer_files.FRESH)
         return state is not None
@@ -133,7 +134,7 @@ class CheckpointFiles(EnginePart):
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         folder = self._own_folder(Path(given["save_dir"], tag))
         mark = folder / checkpoint.UNFINISHED
-        if self._path.reducer.rank == 0 and folder.is_dir() and any(folder.iterdir()):
+        if self._path.reducer.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
             mark.touch()
         # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
         if self._state.gather is not None:

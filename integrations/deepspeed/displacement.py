@@ -33,7 +33,7 @@ class DisplacedPasses(EnginePart):
         groups = path.named_parameters()
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
         pending = {} if updates is None else {"pending_of": updates.pending_of}
-        unit = 1.0 / (path.scale * path.reducer.world_size)
+        unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
         self.ahead = path.reducer.add_on(StepAheadAddOn).prepare(pairs, unit_of, unit=unit, **pending)
 

@@ -196,6 +196,7 @@ class MomentumPath(Stage0Path):
     """The exchange of an optimizer's momentum; gradients of its dense steps are left to DeepSpeed."""
 
     reducer_class = MomentumReducer
+    without_nodes = "1-bit optimizers"
     loss_scaled = False  # momentum is in the weights' units, and is not exchanged in a step that is skipped
     reducer: MomentumReducer
 

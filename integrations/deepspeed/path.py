@@ -12,6 +12,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
 
+from ..host.nodes import nodes_of
 from ..host.signatures import Target
 from ..host.streams import ActivationStreams
 from .part import EngineContext, EnginePart
@@ -31,6 +32,7 @@ class GradientPath(EnginePart, ABC):
         weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
             it gathers none.
         reducer_class: The class of reducer that the path needs.
+        without_nodes: Where ``dct.data_parallel.nodes`` does not work, the name of the path, for errors.
         loss_scaled: Whether what the reducers exchange carries the loss scale of fp16.
         unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
         reducer: Sums the gradients; holds residuals and thresholds.
@@ -41,6 +43,7 @@ class GradientPath(EnginePart, ABC):
     attributes: ClassVar[tuple[str, ...]] = ()
     weight_layout: ClassVar[WeightLayout | None] = None
     reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
+    without_nodes: ClassVar[str] = ""
     loss_scaled: ClassVar[bool] = True
     unit = 1.0
 
@@ -64,14 +67,16 @@ class GradientPath(EnginePart, ABC):
             accordion.follow(engine.optimizer)
 
     def _make_reducer(self, context: EngineContext, group: Any) -> GradientReducer:
+        settings = context.config.data_parallel
         return self.reducer_class(
-            context.config.data_parallel,
+            settings,
             group,
             metrics=context.metrics,
             device=self.engine.device,
             kernels=context.config.kernels,
             transactional=self.transactional,
             loss_scale=float(self.optimizer.loss_scale) if self.scaled else 1.0,
+            nodes=nodes_of(settings, group, unsupported=self.without_nodes),
         )
 
     @classmethod

@@ -107,7 +107,7 @@ class Stage0Path(GradientPath):
     def _factors(self) -> ScaleFactors:
         engine = self.engine
         return ScaleFactors.of(
-            self.reducer.world_size,
+            self.reducer.group_size,
             average=engine.gradient_average,
             postscale=engine.postscale_gradients(),
             predivide=engine.gradient_predivide_factor(),

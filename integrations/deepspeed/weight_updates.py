@@ -21,6 +21,7 @@ from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 
+from ..host.nodes import nodes_of
 from ..host.patches import Function, Patches
 from ..host.signatures import Target
 from .buckets import is_expert
@@ -88,6 +89,7 @@ class ThresholdedGather(EnginePart):
             metrics=context.metrics,
             device=engine.device,
             kernels=config.kernels,
+            nodes=nodes_of(config.data_parallel, engine.seq_data_parallel_group),
         )
         self._optimizer, self._layout = engine.optimizer, layout
         self._groups: dict[int, list[_FlatParameter]] = {}
@@ -113,7 +115,7 @@ class ThresholdedGather(EnginePart):
             self._record_full(self._flat[index])
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
-        partitions, masters, rank = self._partitions, self._masters, self.updates.rank
+        partitions, masters, rank = self._partitions, self._masters, self.updates.group_rank
         self._parts = {index: partitions[index][rank] for index in self._groups}
         for index in self._parts:
             partitions[index][rank] = masters[index].data
@@ -154,16 +156,16 @@ class ThresholdedGather(EnginePart):
                 continue
             part, master = self._parts[index], self._masters[index].data
             if self.updates.full(flat.dtype):
-                partitions[index][self.updates.rank] = part
+                partitions[index][self.updates.group_rank] = part
                 part.copy_(master)
                 self._record_full(flat)
                 dense.append(index)
                 continue
-            begin = self.updates.rank * part.numel()
+            begin = self.updates.group_rank * part.numel()
             for name, start, numel, shards in self._groups[index]:
                 entries.append((name, flat[start : start + numel], shards))
                 for shard in shards:
-                    if shard.owner == self.updates.rank:
+                    if shard.owner == self.updates.group_rank:
                         offset = start - begin
                         masters[name] = master[offset + shard.start : offset + shard.stop]
         if entries:
@@ -187,7 +189,7 @@ class ThresholdedGather(EnginePart):
 
     def _place(self, name: str, parameter: Any, flat: Tensor) -> _FlatParameter:
         start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-        each = flat.numel() // self.updates.world_size
+        each = flat.numel() // self.updates.group_size
         return _FlatParameter(name, start, parameter.numel(), shards_in(start, parameter.numel(), each))
 
     def _record_full(self, flat: Tensor) -> None:

@@ -96,7 +96,7 @@ class ZeroPath(GradientPath):
         self._averages = bool(getattr(optimizer, "gradient_average", True))
         # With contiguous gradients to their owners, average_tensor has divided by the number of ranks before.
         if self._to_owners and self._averages and optimizer.contiguous_gradients:
-            self.unit = 1.0 / self.reducer.world_size
+            self.unit = 1.0 / self.reducer.group_size
         for reducer in (self.reducer, *self._expert_reducers.values()):
             # DeepSpeed reduces whole buckets on all ranks, or each part on its owner.
             together = getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
@@ -133,12 +133,12 @@ class ZeroPath(GradientPath):
     @property
     def scale(self) -> float:
         if not self.optimizer.contiguous_gradients:
-            return 1.0 / self.reducer.world_size if self._averages else 1.0
+            return 1.0 / self.reducer.group_size if self._averages else 1.0
         return 1.0 if self._to_owners else self._factors().after
 
     def _factors(self) -> ScaleFactors:
         return ScaleFactors.of(
-            self.reducer.world_size,
+            self.reducer.group_size,
             average=self._averages,
             postscale=self.optimizer.postscale_gradients,
             predivide=self.optimizer.gradient_predivide_factor,
@@ -197,7 +197,7 @@ class ZeroPath(GradientPath):
 
         def use() -> None:
             for owners, part, *accumulators in bucket:
-                if reducer.rank in (owners if isinstance(owners, frozenset) else (owners,)):
+                if reducer.group_rank in (owners if isinstance(owners, frozenset) else (owners,)):
                     result = buffer.flat.narrow(0, part.storage_offset() - first, part.numel())
                     if accumulators and accumulators[0] is not None:
                         accumulators[0].add_(result.to(accumulators[0].dtype))

@@ -85,17 +85,18 @@ class Zero3Path(GradientPath):
             entries.append((self.name_of(0, parameter), flat, self._shards_of(parameter)))
         self.reducer.reduce_scatter(entries, scale=self.scale)
         averages = []
+        rank = self.reducer.group_rank
         for _name, flat, shards in entries:
-            own = next((s for s in shards if s.owner == self.reducer.rank), Shard(self.reducer.rank, 0, 0))
+            own = next((s for s in shards if s.owner == rank), Shard(rank, 0, 0))
             part = flat[own.start : own.stop]
-            if predivides and predivide != self.reducer.world_size:
+            if predivides and predivide != self.reducer.group_size:
                 part = part.mul(predivide)
             averages.append(part.to(optimizer.gradient_accumulation_dtype))
         return averages
 
     @property
     def scale(self) -> float:
-        return 1.0 / self.reducer.world_size
+        return 1.0 / self.reducer.group_size
 
     def _shards_of(self, parameter: Any) -> list[Shard]:
         return shards_in(0, parameter.ds_numel, parameter.partition_numel()) if parameter.ds_numel else []

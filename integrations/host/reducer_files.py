@@ -6,7 +6,7 @@ Also for another number of ranks; format and re-sharding are those of :mod:`dct_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -72,6 +72,7 @@ def load(
     unit: float = 1.0,
     sizes: Mapping[str, int] | None = None,
     expected: str | None = None,
+    layout: Sequence[Sequence[int]] = (),
 ) -> State | None:
     """Read what :func:`save` wrote; a collective, whose results and errors are :func:`.rank_files.load`'s.
 
@@ -79,11 +80,14 @@ def load(
         folder, group, parts, unit: As for :func:`save`.
         sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
         expected: What :func:`save` returned, from the host's own state.
+        layout: See :func:`dct_plugin.checkpoint.load`.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def read() -> Loaded:
-        found = checkpoint.load(folder, rank=rank, world_size=world_size, unit=unit, sizes=sizes)
+        found = checkpoint.load(
+            folder, rank=rank, world_size=world_size, unit=unit, sizes=sizes, layout=layout
+        )
         if found is None:
             some = any(Path(folder).glob("dct_rank_*.pt"))
             raise NoState(

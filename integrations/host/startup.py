@@ -18,6 +18,7 @@ from dct_plugin.config import DCTConfig, options
 from dct_plugin.errors import VersionError
 from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
+from dct_plugin.transport.nodes import publish_machine
 
 
 def join(
@@ -40,6 +41,7 @@ def join(
     if group is not None:
         topic = f"{topic}/{group.group_name}"
     rank = dist.get_rank(group)
+    publish_machine()  # others may wait for it, also if this rank fails from here on
     # Counted in the store itself: it lives as long as the agreements that were made in it.
     number = store.add(f"dct_plugin/{topic}/joined/{rank}", 1)
     return Agreement(

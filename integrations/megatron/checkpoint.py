@@ -26,8 +26,10 @@ import torch.distributed as dist
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError, VersionError
+from dct_plugin.transport.nodes import layout_of
 
 from ..host import rank_files
+from ..host.nodes import nodes_of
 from ..host.rank_files import NoState
 from .session import Hook, Session
 
@@ -117,15 +119,32 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
     own, sizes = RankCoordinates.of_this_rank(), session.sizes()
-    state = rank_files.load(lambda: _read(own, Path(folder), sizes), folder)
+    nodes = _node_layout(session)
+    state = rank_files.load(lambda: _read(own, Path(folder), sizes, nodes), folder)
     session.load_state_dict(state)
     if state is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
     return state is not None
 
 
-def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int]) -> Loaded:
-    """Return the state for a rank and its save; ``sizes`` are those of the model's parameters by name.
+def _node_layout(session: Session) -> list[list[int]]:
+    """Return the data-parallel ranks of each node, where gradients are summed in nodes first."""
+    from megatron.core import parallel_state as ps
+
+    group = None
+    if ps.model_parallel_is_initialized():
+        group = ps.get_data_parallel_group(with_context_parallel=True)
+    return layout_of(nodes_of(session.config.data_parallel, group), group)
+
+
+def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int], nodes: list[list[int]]) -> Loaded:
+    """Return the state for a rank and its save.
+
+    Args:
+        rank: The rank.
+        folder: Folder of the checkpoint.
+        sizes: Entries of the model's parameters by name.
+        nodes: Data-parallel ranks of each node, where gradients are summed in nodes first.
 
     Raises:
         NoState: There is none.
@@ -142,11 +161,13 @@ def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int]) -> Load
     content = checkpoint.read(known)
     _check_layout(content, rank)
     saved = int(content["world_size"])
-    numbers = [rank.data] if saved == rank.replicas else range(saved)
+    dense = [each for name, each in content["state"]["reducers"].items() if name.startswith("dense")]
+    same = saved == rank.replicas and all(each["state"].get("layout", []) == nodes for each in dense)
+    numbers = [rank.data] if same else range(saved)
     for number in numbers:
         if not rank.file(folder, number).exists():
             raise NoState(f"{rank.file(folder, number).name} is missing")
-    if saved == rank.replicas:
+    if same:
         _check(own, content, rank, rank.data, sizes)
         return Loaded.of(content["state"], content)
 

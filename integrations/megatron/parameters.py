@@ -25,6 +25,7 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DCTError
 
+from ..host.nodes import nodes_of
 from .buckets import NAME, groups_of, is_expert
 from .session import Hook, Session
 
@@ -189,6 +190,7 @@ class ParameterHook(Hook):
             device=buckets[0].param_data.device,
             kernels=self.session.config.kernels,
             step=self.session.step,
+            nodes=nodes_of(self.session.config.data_parallel, optimizer.data_parallel_group),
         )
         owner = _Owner(
             weakref.ref(optimizer),
@@ -229,7 +231,7 @@ class ParameterHook(Hook):
     def _update(self, owner: _Owner, buckets: list[Any]) -> None:
         entries, parameters = [], {}
         for bucket in buckets:
-            each = bucket.param_data.numel() // owner.updates.world_size
+            each = bucket.param_data.numel() // owner.updates.group_size
             for parameter in bucket.params_list:
                 name, start, numel = getattr(parameter, NAME), owner.starts[parameter], parameter.numel()
                 working = bucket.param_data.view(-1)[start : start + numel]

@@ -21,6 +21,7 @@ from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.errors import ConfigError
 
+from ..host.nodes import nodes_of
 from ..host.overlap import Overlap, PendingReduction, overlap_of
 from . import step_ahead
 from .buckets import (
@@ -152,6 +153,7 @@ class Reductions:
             kernels=self.session.config.kernels,
             transactional=self.models.any_fp16,
             step=self.session.step,
+            nodes=nodes_of(self.session.config.data_parallel, ranks),
         )
         wanted = group.ddp_config.overlap_grad_reduce
         overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")

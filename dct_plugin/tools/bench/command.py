@@ -25,6 +25,8 @@ RATES = (UNLIMITED, "10gbit", "1gbit", "100mbit")
 RANKS = (2, 4)
 MINUTES = 10.0
 BATCH_SIZES, STAGES = (256, 2048), (0, 1, 2)
+#: Workloads that have methods for nodes of several ranks.
+SPREAD = ("ddp", "deepspeed")
 QUICK_MINUTES, QUICK_RATES, QUICK_RANKS = 1.5, ("1gbit",), (2,)
 QUICK_BATCH_SIZES, QUICK_STAGES = (2048,), (0,)
 
@@ -71,6 +73,14 @@ class _Options:
         typer.Option(min=0.1, help=f"Minutes for everything, about ({MINUTES:g}; quick: {QUICK_MINUTES:g})."),
     ] = None
     out: Annotated[Path, typer.Option(help="Folder for JSON, tables, plot and logs.")] = Path("out/links")
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Nodes that the ranks are spread over: only links between nodes are limited. Each rank is a "
+            "node if not given. For ddp and deepspeed.",
+        ),
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="2 ranks, 1 Gbit/s, ZeRO-0, batch 2048; for a first look.")
     ] = False
@@ -85,7 +95,7 @@ def links(options: _Options) -> None:
     measured, over the loopback interface.
     """
     quick = options.quick
-    names = _workloads(options.workload)
+    names = _workloads(options.workload or (None if options.nodes is None else list(SPREAD)))
     counts = _counts(
         options.ranks or (QUICK_RANKS if quick else RANKS), names, named=options.workload is not None
     )
@@ -95,6 +105,8 @@ def links(options: _Options) -> None:
         from dct_plugin.integrations.dlrm.data import FORMATS
 
         format = chosen_format(format, options.data, FORMATS)
+    if options.nodes is not None:
+        _check_nodes(options.nodes, counts, names)
     plan = Plan(
         names,
         counts,
@@ -106,8 +118,17 @@ def links(options: _Options) -> None:
         data=None if options.data is None else str(options.data.resolve()),
         batch_sizes=_batch_sizes(options.batch_size or (QUICK_BATCH_SIZES if quick else BATCH_SIZES), counts),
         stages=list(dict.fromkeys(options.zero_stage or (QUICK_STAGES if quick else STAGES))),
+        nodes=options.nodes,
     )
     _measure(plan)
+
+
+def _check_nodes(nodes: int, counts: Sequence[int], workloads: Sequence[str]) -> None:
+    if wrong := [count for count in counts if count % nodes]:
+        raise typer.BadParameter(f"{nodes}: {wrong[0]} ranks are not a multiple of it", param_hint="--nodes")
+    if others := [name for name in workloads if name not in SPREAD]:
+        allowed = ", ".join(SPREAD)
+        raise typer.BadParameter(f"{others[0]}: only {allowed} run on nodes", param_hint="--workload")
 
 
 def _workloads(given: list[str] | None) -> list[str]:

@@ -134,11 +134,11 @@ class DDP:
     """``parameters`` (millions) of the options says how large the model is."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._width = width_of(options["parameters"])
+        self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
 
     def open(self, variant: str) -> list[Method]:
         shared, one_bucket = (Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, 1e6))
-        ideal_step, *others = methods_of(shared, one_bucket, SETTINGS)
+        ideal_step, *others = methods_of(shared, one_bucket, SETTINGS, self._per_node)
         latency_floor = Method("latency floor", shared.step, around=partial(shared.apart, LatencyFloor()))
         return [ideal_step, latency_floor, *others]
 
@@ -146,8 +146,12 @@ class DDP:
         pass
 
 
-def methods_of(shared: Trained, one_bucket: Trained, settings: Sequence[tuple[float, str]]) -> list[Method]:
-    """Every way to reduce a model's gradients; of the plugin, with each sparsity and type of values."""
+def methods_of(
+    shared: Trained, one_bucket: Trained, settings: Sequence[tuple[float, str]], per_node: int = 1
+) -> list[Method]:
+    """Every way to reduce a model's gradients; of the plugin, with each sparsity and type of values, and also
+    with ``per_node`` ranks summed first.
+    """
     group = dist.group.WORLD
     assert group is not None
     methods = [
@@ -163,20 +167,22 @@ def methods_of(shared: Trained, one_bucket: Trained, settings: Sequence[tuple[fl
         hook = partial(powerSGD_hook.powerSGD_hook, state)
         methods.append(_method(f"PowerSGD {rank}", one_bucket, hook, warmup=5))
     methods.append(_method("top-k 1 %", shared, TopK(TOPK_DENSITY)))
-    return [*methods, *(_dct(shared, *setting) for setting in settings)]
+    spread = dict.fromkeys([1, per_node])
+    return [*methods, *(_dct(shared, *setting, nodes) for nodes in spread for setting in settings)]
 
 
 def _method(name: str, trained: Trained, hook: Hook, **more: Any) -> Method:
     return Method(name, trained.step, around=partial(trained.using, hook), **more)
 
 
-def _dct(trained: Trained, sparsity: float, values: str) -> Method:
-    config = DCTConfig.parse({"data_parallel": {"sparsity": sparsity, "value_dtype": values}})
+def _dct(trained: Trained, sparsity: float, values: str, nodes: int) -> Method:
+    section = {"sparsity": sparsity, "value_dtype": values, "nodes": nodes}
+    config = DCTConfig.parse({"data_parallel": section})
     metrics = Metrics(config.metrics, rank=dist.get_rank(), world_size=dist.get_world_size())
     state = DCTState(config, metrics=metrics)
     # Thresholds are measured at steps 0, 1, 2, 4, 8; then the residual has begun to fill.
     return Method(
-        f"DCT {sparsity:g} {values}",
+        f"DCT {sparsity:g} {values}" + (", nodes" if nodes > 1 else ""),
         trained.step,
         around=partial(trained.through, state),
         metrics=[metrics],

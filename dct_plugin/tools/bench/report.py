@@ -33,6 +33,7 @@ def groups(cells: Iterable[Cell]) -> list[Group]:
     for cell in cells:
         if cell.figures:
             title = f"{WORKLOADS[cell.workload].title}, {cell.variant}, {cell.ranks} ranks"
+            title += "" if cell.nodes is None else f" on {cell.nodes} nodes"
             found.setdefault(title, []).append(cell)
     return [Group(title, members) for title, members in found.items()]
 
@@ -56,6 +57,8 @@ def _steps(group: Group, ratios: bool) -> Table:
     rows = []
     for number, figures in enumerate(group.cells[0].figures):
         row = [figures.name, format_bytes(figures.sent)]
+        if group.cells[0].nodes is not None:
+            row.append(format_bytes(figures.inside))
         for cell in group.cells:
             one = cell.figures[number]
             low, high = one.quartiles
@@ -63,7 +66,7 @@ def _steps(group: Group, ratios: bool) -> Table:
             if ratios:
                 row.append(f"{one.median / _named(cell, baseline).median:.2f}x")
         rows.append(row)
-    header = ["", "sent"]
+    header = ["", "sent"] if group.cells[0].nodes is None else ["", "between nodes", "inside"]
     for cell in group.cells:
         header += [rate_name(cell.rate), *([f"of {baseline}"] if ratios else [])]
     title = f"{group.title}: ms per step, median ± half the interquartile range; bytes per step, all ranks"

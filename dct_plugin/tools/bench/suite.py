@@ -35,6 +35,7 @@ class Cell:
     figures: list[Figures] = field(default_factory=list)
     skipped: str = ""
     failed: bool = False
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Plan:
     data: str | None = None
     batch_sizes: Sequence[int] = (256, 2048)
     stages: Sequence[int] = (0, 1, 2)
+    nodes: int | None = None
+    """Nodes that the ranks are spread over; None: each rank is one."""
+
+    def per_node(self, ranks: int) -> int:
+        """Return the ranks of a node."""
+        return 1 if self.nodes is None else ranks // self.nodes
 
 
 class Entry(NamedTuple):
@@ -76,7 +83,7 @@ class Entry(NamedTuple):
 
 
 def _sized(plan: Plan, ranks: int) -> Teams:
-    return {"all": {"parameters": plan.parameters}}
+    return {"all": {"parameters": plan.parameters, "per_node": plan.per_node(ranks)}}
 
 
 def _recommender(plan: Plan, ranks: int) -> Teams:
@@ -160,7 +167,7 @@ class _Run:
     def _workload(self, name: str, ranks: int) -> Iterator[Cell]:
         entry, rates = WORKLOADS[name], self.plan.rates
         todo = {
-            (variant, rate): Cell(name, variant, ranks, rate, entry.baseline)
+            (variant, rate): Cell(name, variant, ranks, rate, entry.baseline, nodes=self.plan.nodes)
             for variant in entry.variants(self.plan)
             for rate in rates
         }
@@ -170,7 +177,7 @@ class _Run:
         with ExitStack() as stack:
             links: Links | None = None
             try:
-                links = stack.enter_context(Links(ranks, NETWORKS))
+                links = stack.enter_context(Links(self.plan.nodes or ranks, NETWORKS))
             except LinksError as error:
                 limited = [todo.pop(key) for key in list(todo) if key[1] != UNLIMITED]
                 yield from _skipped(limited, str(error))

@@ -30,7 +30,7 @@ class Zero:
     """Variants are ``ZeRO-0`` to ``ZeRO-3``; ``parameters`` (millions) says how large the model is."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._width = width_of(options["parameters"])
+        self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
         self._data = batch(self._width)
         self._engines: list[Any] = []
 
@@ -42,7 +42,14 @@ class Zero:
             engine.allreduce_gradients = lambda *arguments, **keywords: None
             around = partial(apart, list(engine.module.parameters()))
             methods.append(Method("ideal", partial(self._step, engine), around=around))
-        chosen = METHODS if stage in (0, 3) else {**METHODS, "DCT 0.99, updates 0.97": {"dct": UPDATES}}
+        chosen = {**METHODS} if stage in (0, 3) else {**METHODS, "DCT 0.99, updates 0.97": {"dct": UPDATES}}
+        if self._per_node > 1:
+            chosen |= {
+                f"{name}, nodes": {"dct": {"data_parallel": {**section["dct"]["data_parallel"], **nodes}}}
+                for name, section in chosen.items()
+                for nodes in [{"nodes": self._per_node}]
+                if section.get("dct")
+            }
         for name, section in chosen.items():
             engine = self._engine(stage, section)
             attached = engine.__dict__.get("dct")

@@ -1,0 +1,87 @@
+"""The hierarchical topology: dense sums inside a node, thresholded messages between nodes.
+
+Every rank gets its part of the mean of its node's gradients, dense, over the fast link. The ranks that have
+the same part on different nodes exchange it by another topology, as if the node were one rank. The sums are
+gathered inside the node. So a node has one residual, of which each rank keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from ..metrics import Record
+from .node_ranks import Entries, NodeRanks, Part, Wanted, common
+from .plan import Shard
+from .stream_group import StreamGroup
+from .topology import Topology
+
+
+class Hierarchical(Topology):
+    """Dense sums inside nodes, and another topology between nodes.
+
+    Args:
+        inner: Topology of the ranks that have the same part on different nodes.
+        node: The ranks of this rank's node.
+        group: Streams and metrics.
+    """
+
+    def __init__(self, inner: Topology, node: NodeRanks, group: StreamGroup) -> None:
+        self.name, self.phases = f"{inner.name} between nodes", inner.phases
+        self.sums_everywhere = inner.sums_everywhere
+        self._node, self._inner, self._group = node, inner, group
+        self._node_of = {rank: number for number, ranks in enumerate(group.layout) for rank in ranks}
+        self._entered: list[tuple[Entries, Entries, Wanted | None]] = []
+        """Tensors that are being reduced, this rank's parts of them, and what each rank of the node gets."""
+
+    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+        return self._inner.shards(name, numel, small=small)
+
+    def held_back(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
+        return self._inner.held_back(name, numel)
+
+    def enter(
+        self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
+    ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
+        exchange, self._node.exchange.step = self._group.exchange, self._group.step
+        with whole.timed("exchange"), exchange.preparing(announced=not self._group.fixed_size):
+            parts = self._node.means(entries)
+        owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
+        wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}
+        self._entered.append((entries, parts, wanted))
+        if owners is None:
+            return parts, None
+        return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
+
+    def entered(self) -> AbstractContextManager[None]:
+        return self._node.failing_together()
+
+    def leave(self) -> None:
+        entered, self._entered = self._entered, []
+        if not entered:
+            return
+        with self._group.recorded("gradient") as whole, whole.timed("exchange"):
+            for entries, parts, wanted in entered:
+                tensors = dict(entries)
+                for name, part in parts:
+                    start, stop = self._node.part(name, tensors[name].numel())
+                    tensors[name][start:stop] = part
+                self._node.gather("gather", entries, wanted)
+
+    def _wanted(self, shards: Sequence[Shard]) -> list[list[Part]]:
+        """Return what each rank of this node owns of a tensor."""
+        own = self._group.layout[self._group.rank]
+        return [[(s.start, s.stop) for s in shards if s.owner == rank] for rank in own]
+
+    def _nodes_as_owners(self, name: str, shards: Sequence[Shard]) -> list[Shard]:
+        """Return what each node owns of this rank's part of a tensor."""
+        part = self._node.part(name, max(shard.stop for shard in shards))
+        found: list[Shard] = []
+        for shard in sorted(shards, key=lambda shard: shard.start):
+            start, stop = (bound - part[0] for bound in common(part, (shard.start, shard.stop)))
+            owner = self._node_of[shard.owner]
+            if found and found[-1].owner == owner and found[-1].stop == start:
+                found[-1] = Shard(owner, found[-1].start, stop)
+            elif start < stop:
+                found.append(Shard(owner, start, stop))
+        return found

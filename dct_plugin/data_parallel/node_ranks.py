@@ -1,0 +1,225 @@
+"""The ranks of one node: dense sums and gathers between them, over the fast link."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..feedback import unpacked
+from ..metrics import Metrics, Record
+from ..transport import Exchange
+from ..transport.nodes import Nodes
+from .plan import PlannedTensor, ReductionPlan, Shard
+
+Entries = Sequence[tuple[str, Tensor]]
+#: Bounds of a part of a tensor, and by name of a tensor the parts of it that each rank of a node gets.
+Part = tuple[int, int]
+Wanted = Mapping[str, Sequence[Sequence[Part]]]
+
+#: Class in the metrics of what ranks of a node send each other.
+CLASS = "node"
+
+
+class NodeRanks:
+    """The ranks of one node, which sum and gather tensors between them.
+
+    A large tensor has a part for each rank, a small one is the part of one of them.
+
+    Args:
+        nodes: Nodes of the process group.
+        group: The host's process group.
+        device: Device of the tensors.
+        min_numel: Tensors with fewer entries are small.
+        metrics: Records bytes.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        min_numel: int,
+        metrics: Metrics | None,
+    ) -> None:
+        self.exchange = Exchange(group, device, nodes.inside)
+        self.size, self.position = self.exchange.world_size, self.exchange.rank
+        self._announced = device.type == "cpu"  # elsewhere sizes in headers would be waited for
+        self.sizes: dict[str, int] = {}
+        """Entries of the tensors that were asked about."""
+        self._min_numel, self._metrics = min_numel, metrics
+        if metrics is not None:
+            metrics.has_nodes = True
+
+    def is_divided(self, numel: int) -> bool:
+        """Return whether every rank has a part of a tensor of so many entries."""
+        return numel >= max(self._min_numel, self.size)
+
+    def parts(self, name: str, numel: int) -> list[Part]:
+        """Return the part of each rank in a tensor; it depends on name and size only."""
+        self.sizes[name] = numel
+        if not self.is_divided(numel):
+            owner = zlib.crc32(name.encode()) % self.size
+            return [(0, numel if rank == owner else 0) for rank in range(self.size)]
+        bounds = [numel * rank // self.size for rank in range(self.size + 1)]
+        return list(itertools.pairwise(bounds))
+
+    def part(self, name: str, numel: int) -> Part:
+        """Return this rank's part of a tensor."""
+        return self.parts(name, numel)[self.position]
+
+    def means(self, entries: Entries) -> list[tuple[str, Tensor]]:
+        """Return this rank's part of the mean of each tensor over the node, in memory of its own; a
+        collective. Parts without entries are left out.
+        """
+        ordered = _by_size(entries)
+        parts = [self.parts(name, tensor.numel()) for name, tensor in ordered]
+        views = [
+            [tensor[slice(*bounds[rank])] for (_, tensor), bounds in zip(ordered, parts, strict=True)]
+            for rank in range(self.size)
+        ]
+        own = views[self.position]
+        received = self.swap("node sum", views, [own] * self.size, entries)
+        received[self.position] = own
+        found = {}
+        for index, (name, _) in enumerate(ordered):
+            total = torch.zeros_like(own[index], dtype=max(own[index].dtype, torch.float32, key=_size_of))
+            for theirs in received:
+                total += theirs[index]
+            found[name] = total.mul_(1.0 / self.size).to(own[index].dtype)
+        return [(name, found[name]) for name, _ in entries if found[name].numel()]
+
+    def gather(
+        self, operation: str, entries: Entries, wanted: Wanted | None = None, held: Wanted | None = None
+    ) -> None:
+        """Give every rank what other ranks hold of tensors; a collective.
+
+        Args:
+            operation: Description for errors of ranks that are out of step.
+            entries: ``(name, tensor)``, 1-D.
+            wanted: What each rank gets; None: everything.
+            held: What each rank holds; None: its part.
+        """
+        ordered, own = _by_size(entries), self.position
+        if held is None:
+            held = {n: [[part] for part in self.parts(n, tensor.numel())] for n, tensor in entries}
+
+        def views(holder: int, receiver: int) -> list[Tensor]:
+            return [
+                tensor[slice(*common(part, each))]
+                for name, tensor in ordered
+                for part in held[name][holder]
+                for each in ([(0, tensor.numel())] if wanted is None else wanted[name][receiver])
+            ]
+
+        ranks = range(self.size)
+        incoming = [views(holder, own) for holder in ranks]
+        outgoing = [views(own, receiver) for receiver in ranks]
+        for holder, received in enumerate(self.swap(operation, outgoing, incoming, entries)):
+            for view, arrived in zip(incoming[holder], received, strict=holder != own):
+                view.copy_(arrived)
+
+    def swap(
+        self,
+        operation: str,
+        outgoing: Sequence[Sequence[Tensor]],
+        like: Sequence[Sequence[Tensor]],
+        entries: Entries,
+    ) -> list[list[Tensor]]:
+        """Send ``outgoing[r]`` to rank ``r`` of the node; return what it sends, tensors like ``like[r]``.
+
+        Tensors are 1-D, the largest types first. Ranks compare ``operation``, names and sizes of ``entries``.
+        """
+        exchange, own = self.exchange, self.position
+        with self.failing_together():
+            planned = [PlannedTensor(name, t, [Shard(0, 0, t.numel())], False) for name, t in entries]
+            fingerprint = ReductionPlan(operation, planned).fingerprint
+            messages = [self._bytes(views if rank != own else ()) for rank, views in enumerate(outgoing)]
+        sizes = [sum(t.numel() * t.element_size() for t in views) for views in like]
+        sizes[own] = 0
+        with self._recorded():
+            if self._announced:
+                received = exchange.all_to_all(messages, fingerprint, bounds=sizes)
+            else:
+                received = exchange.transfer(messages, sizes)
+        return [
+            [] if rank == own else _cut(message, views)
+            for rank, (message, views) in enumerate(zip(received, like, strict=True))
+        ]
+
+    def sum_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace small tensors of one type by their sums over the node; a collective."""
+        flat = torch.cat([tensor.view(-1) for tensor in tensors])
+        with self._recorded():
+            self.exchange.all_reduce(flat)
+        for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Record the bytes that the block sends."""
+        before = self.exchange.sent_bytes
+        yield
+        if self._metrics is not None:
+            sent = self.exchange.sent_bytes - before
+            self._metrics.record(Record(CLASS, intra_node=sent, tensors=0))
+
+    def state_dict(self, streams: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parts that ``streams`` are of: their bounds, and the entries of the tensors."""
+        return {name: [*self.part(name, n), n] for name, n in self.sizes.items() if name in streams}
+
+    def own_parts(self, streams: dict[str, Any], saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the states of streams of this rank's parts.
+
+        Args:
+            streams: States of streams.
+            saved: What :meth:`state_dict` returned with them; None: they are of whole tensors.
+        """
+        if saved is not None:
+            self.sizes.update({name: numel for name, (_, _, numel) in saved.items()})
+            return streams
+        found = {}
+        for name, stream in streams.items():
+            if stream["residual"] is not None:
+                residual = unpacked(stream["residual"])
+                start, stop = self.part(name, residual.numel())
+                own = residual[start:stop].clone()
+                found[name] = {**stream, "residual": own, "velocity": None, "shape": None}
+        return found
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        """Surround work whose results the other ranks of the node wait for: they are told of an error."""
+        return self.exchange.preparing() if self._announced else nullcontext()
+
+    def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the bytes of 1-D tensors, one behind the other."""
+        if not tensors:
+            return torch.empty(0, dtype=torch.uint8, device=self.exchange.device)
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
+
+
+def _size_of(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _by_size(entries: Entries) -> list[tuple[str, Tensor]]:
+    """Return the entries with the largest types first, so that bytes of all of them can be read in place."""
+    return sorted(entries, key=lambda entry: -entry[1].element_size())
+
+
+def common(one: Part, other: Part) -> Part:
+    """Return what two parts have in common; the second bound is never below the first."""
+    start = max(one[0], other[0])
+    return start, max(start, min(one[1], other[1]))
+
+
+def _cut(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors whose bytes are in a message."""
+    pieces = message.split([t.numel() * t.element_size() for t in like])
+    return [piece.view(t.dtype) for piece, t in zip(pieces, like, strict=True)]
