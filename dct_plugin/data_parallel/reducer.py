@@ -155,7 +155,7 @@ class GradientReducer(StreamGroup):
                 [(name, tensor) for name, tensor, _ in entries], [shards for *_, shards in entries], whole
             )
             with scatter.entered():
-                _show(self, gradients)
+                self.observe(gradients)
                 if not self.reduce_dense(gradients, scale, whole):
                     self.reduce(scatter, self.plan(scatter, gradients, scale, shards), whole)
         if not self.deferred or self.node is not None:
@@ -199,8 +199,8 @@ class GradientReducer(StreamGroup):
         Raises:
             ConfigError: The host has not said what an add-on needs to know.
         """
-        if self.add_ons:
-            _show(self, entries if self.node is None else self.node.means(entries))
+        for add_on in self.add_ons:
+            add_on.observe(entries)
 
     # -- the steps of a reduction ---
 
@@ -394,12 +394,6 @@ def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topo
     return parts if large else parts[1:]
 
 
-def _show(reducer: GradientReducer, entries: _Entries) -> None:
-    """Show the add-ons what this rank brings into an exchange."""
-    for add_on in reducer.add_ons:
-        add_on.observe(entries)
-
-
 class Reduction:
     """An :meth:`~GradientReducer.all_reduce` of tensors that get their gradients one after the other.
 
@@ -482,5 +476,5 @@ class Reduction:
     def _observe(self, ready: int) -> None:
         """Show gradients to the add-ons before they are thresholded, and cleared."""
         if ready > self._observed or not self._entries:
-            _show(self._reducer, self._entries[self._observed : ready])
+            self._reducer.observe(self._entries[self._observed : ready])
             self._observed = ready

@@ -26,7 +26,7 @@ from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
-from .node_ranks import NodeRanks
+from .node_ranks import Entries, NodeRanks
 
 logger = logging.getLogger("dct_plugin")
 
@@ -148,6 +148,12 @@ class StreamGroup:
                 flat = flat[slice(*self.node.part(name, flat.numel()))]
             if stream is not None and stream.residual is not None:
                 stream.residual.add(flat)
+
+    def brought(self, entries: Entries) -> Entries:
+        """Return what this rank brings into an exchange of gradients, which stay as they are: themselves, or
+        its part of the mean of its node's; a collective.
+        """
+        return entries if self.node is None else self.node.means(entries)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether a tensor is sent dense, of which so many entries take part in the exchange."""
