@@ -5,6 +5,7 @@ dct_plugin.tools.reference_page``.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -48,31 +49,25 @@ def updated(page: str) -> str:
 
 
 def settings_table() -> str:
-    """Return the table of recommended settings, as Markdown."""
-    head = (
-        "Optimizer",
-        "Link",
-        "Ranks",
-        "ZeRO",
-        "`dct.data_parallel`",
-        "Fewer bytes",
-        "Quality",
-        "Step",
-        "If worse",
-    )
-    return "\n".join([_line(head), "|---" * len(head) + "|", *map(_recommendation, RECOMMENDATIONS), ""])
+    """Return the tables of recommended settings, one for each family of optimizers, as Markdown."""
+    head = ("Job", "`dct.data_parallel`", "Fewer bytes", "Quality, and time of a step", "If worse")
+    lines = []
+    for family, rows in itertools.groupby(RECOMMENDATIONS, key=lambda row: row.family):
+        lines += [f"## {family.value}", "", _line(head), "|---" * len(head) + "|"]
+        lines += [*map(_recommendation, rows), ""]
+    return "\n".join(lines)
 
 
 def _recommendation(row: Recommendation) -> str:
     ranks = "2" if row.ranks == (2, 2) else "{} to {}".format(*row.ranks)
-    measured = ["" if each is None else f"[{each.what}]({each.source})" for each in (row.quality, row.step)]
+    job = f"{' to '.join(dict.fromkeys((row.links[0], row.links[-1])))}, {ranks} ranks"
+    if any(row.stages):
+        job += f", ZeRO-{' and '.join(map(str, row.stages))}"
+    measured = "; ".join(f"[{each.what}]({each.source})" for each in (row.quality, row.step) if each)
     source = "" if row.fewer_bytes.source == row.quality.source else f"({row.fewer_bytes.source})"
     fewer = f"[{row.fewer_bytes.what}]{source}" if source else row.fewer_bytes.what
     section = "none keeps the quality" if row.data_parallel is None else f"`{json.dumps(row.data_parallel)}`"
-    stages = ", ".join(map(str, row.stages))
-    return _line(
-        (row.family.value, ", ".join(row.links), ranks, stages, section, fewer, *measured, row.if_worse)
-    )
+    return _line((job, section, fewer, measured, row.if_worse))
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -132,18 +132,21 @@ def as_dict(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw the steps of all methods as a PNG: a row of panels for each variant, a panel for each link."""
-    drawn = groups(cells)
-    if not drawn:
+    """Draw the steps of all methods as a PNG: a panel for each link, two beside each other."""
+    rows = [
+        (group, group.cells[start : start + 2])
+        for group in groups(cells)
+        for start in range(0, len(group.cells), 2)
+    ]
+    if not rows:
         return
-    columns = max(len(group.cells) for group in drawn)
-    heights = [1.2 + 0.24 * len(group.cells[0].figures) for group in drawn]
-    size = {"figsize": (2.2 + 2.6 * columns, sum(heights)), "height_ratios": heights}
-    with png(path, len(drawn), columns, squeeze=False, **size) as (_, grid):
-        for axes, group in zip(grid, drawn, strict=True):
+    heights = [1.2 + 0.24 * len(shown[0].figures) for _, shown in rows]
+    size = {"figsize": (8.5, sum(heights)), "height_ratios": heights}
+    with png(path, len(rows), 2, squeeze=False, **size) as (_, grid):
+        for axes, (group, shown) in zip(grid, rows, strict=True):
             for number, axis in enumerate(axes):
-                if number < len(group.cells):
-                    _panel(axis, group.cells[number], named=number == 0)
+                if number < len(shown):
+                    _panel(axis, shown[number], named=number == 0)
                 else:
                     axis.set_visible(False)
             axes[0].set_title(group.title, loc="left", fontsize=10)
