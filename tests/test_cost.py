@@ -211,7 +211,7 @@ def test_coding_is_fitted_class_by_class_and_measured_there_and_back() -> None:
         counts = one.method.coding(one.rows, one.hidden)
         assert machine.seconds(counts) == pytest.approx(one.seconds, rel=1e-6)
     for way, rows, hidden in activations(((64, 32, 0.1, 4),)):
-        assert 0.0 < coded(way, rows, hidden, rounds=1).seconds < 1.0
+        assert coded(way, rows, hidden, rounds=1).seconds > 0.0
 
 
 def test_the_command_prints_a_table_json_and_a_picture(tmp_path: Path) -> None:

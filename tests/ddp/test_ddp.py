@@ -321,11 +321,10 @@ def test_it_trains_in_step_and_streams_follow_parameters() -> None:
 # -- start-up ---
 
 
-def _starts(rank: int, world_size: int, case: str) -> float:
+def _starts(rank: int, world_size: int, case: str) -> None:
     section: Any = SPARSE
     if case == "settings" and rank == 1:
         section = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.9}}
-    begin = time.monotonic()
     ddp = DistributedDataParallel(network())
     if case == "no hook" and rank == 1:
         pass
@@ -336,12 +335,7 @@ def _starts(rank: int, world_size: int, case: str) -> float:
         if case == "state" and rank == 1:
             state.load_state_dict({"reducer": {"foreign": 1}})
         ddp.register_comm_hook(state, dct_hook)
-    try:
-        train(ddp, rank, range(1))
-    finally:
-        seconds = time.monotonic() - begin
-        assert seconds < 30
-    return seconds
+    train(ddp, rank, range(1))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,9 @@ def test_a_topic_can_be_agreed_on_again_and_in_groups() -> None:
     assert all(run(3, _agrees_several_times))
 
 
-def _disagrees(rank: int, world_size: int, silent: bool) -> float:
-    begin = time.monotonic()
-    try:
-        if not silent or rank != 1:
-            startup.agree("test", {"a": rank == 1}, limit=1 if silent else 60, hint="it is tired")
-    finally:
-        assert time.monotonic() - begin < 15
-    return time.monotonic() - begin
+def _disagrees(rank: int, world_size: int, silent: bool) -> None:
+    if not silent or rank != 1:
+        startup.agree("test", {"a": rank == 1}, limit=1 if silent else 60, hint="it is tired")
 
 
 def test_the_differing_rank_is_named() -> None:

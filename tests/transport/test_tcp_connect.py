@@ -126,28 +126,27 @@ CALLERS: dict[str, tuple[int, Callable[[socket.socket], object]]] = {
 }
 
 
-def with_strangers(rank: int, world_size: int, who: str) -> tuple[str, list[int], float, int]:
+def with_strangers(rank: int, world_size: int, who: str) -> tuple[str, list[int], int]:
     strangers = Strangers(*CALLERS[who])
     hook = {"_exchange_invitations": before_connecting(strangers.come)} if rank == 0 else {}
-    exchange, began = Exchange(None, CPU), time.monotonic()
+    exchange = Exchange(None, CPU)
     with transport(**hook):
         received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
-    took = time.monotonic() - began
     if rank == 0:
         strangers.leave()
-    return type(exchange._open()).__name__, [int(part) for part in received], took, strangers.turned_away
+    return type(exchange._open()).__name__, [int(part) for part in received], strangers.turned_away
 
 
 @pytest.mark.parametrize("who", CALLERS)
 def test_strangers_are_served_side_by_side_and_turned_away(who: str) -> None:
+    """One after the other the silent ones would take more time than there is to connect: no TcpTransport."""
     (first, second) = run(2, with_strangers, who)
-    for name, received, took, _ in (first, second):
+    for name, received, _ in (first, second):
         assert (name, received) == ("TcpTransport", [0, 1])
-        assert took < 4.0, "ranks waited for strangers"
-    assert first[3] == CALLERS[who][0]
+    assert first[2] == CALLERS[who][0]
 
 
-def waits_for_a_rank_that_does_not_call(rank: int, world_size: int) -> tuple[float, str]:
+def waits_for_a_rank_that_does_not_call(rank: int, world_size: int) -> str:
     """Strangers come one after the other meanwhile, and each one stays."""
     stop, open_ones = threading.Event(), list[socket.socket]()
 
@@ -163,7 +162,7 @@ def waits_for_a_rank_that_does_not_call(rank: int, world_size: int) -> tuple[flo
     async def does_not_call(*_: Any) -> None:
         pass
 
-    exchange, began = Exchange(None, CPU), time.monotonic()
+    exchange = Exchange(None, CPU)
     with transport(_CONNECT=2.0, _exchange_invitations=before_connecting(come)):
         if rank == 0:
             exchange.agree(1)
@@ -173,13 +172,12 @@ def waits_for_a_rank_that_does_not_call(rank: int, world_size: int) -> tuple[flo
     stop.set()
     for each in open_ones:
         each.close()
-    return time.monotonic() - began, type(exchange._open()).__name__
+    return type(exchange._open()).__name__
 
 
 def test_strangers_do_not_hold_a_rank_beyond_its_deadline() -> None:
-    for took, name in run(2, waits_for_a_rank_that_does_not_call):
-        assert took < 5.0
-        assert name == "GlooTransport"
+    """Strangers come for as long as it waits."""
+    assert run(2, waits_for_a_rank_that_does_not_call) == ["GlooTransport"] * 2
 
 
 def meets_an_impostor(rank: int, world_size: int) -> tuple[str, bytes, str]:
