@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deepspeed_launch import Results, Run, config, execute, launch
+from support import processes
+from support.deepspeed_launch import Results, Run, config, launch
 from typer.testing import CliRunner
 
 from dct_plugin import checkpoint
@@ -24,15 +26,18 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
     return config(stage, optimizer="AdamW", dct=DCT, **more)
 
 
+def _converts(rank: int, world_size: int, arguments: list[str]) -> None:
+    sys.argv[1:] = arguments
+    runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+
+
 def converted(folder: Path) -> str:
     """A checkpoint's folder with a universal one in it, and the residuals in that."""
     name = f"global_step{STEPS}"
     source, target = folder / name, folder / f"{name}_universal"
-    script = "deepspeed.checkpoint.ds_to_universal"
     arguments = ["--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state"]
     arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    done = execute([sys.executable, "-m", script, *arguments], folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    processes.run(1, _converts, arguments)
     result = CliRunner().invoke(app, ["universal", str(source), str(target)])
     assert result.exit_code == 0, result.output
     assert checkpoint.GATHERED in result.output

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dct_plugin.links.team import free_port
 from support import preload
 
 #: A hung collective is a failed test, not a lost afternoon.
@@ -50,12 +50,6 @@ def _context() -> Any:
             else:
                 os.environ[name] = value
     return context
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _run_rank(
