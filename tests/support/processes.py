@@ -35,7 +35,12 @@ PATIENCE = 240.0
 
 @cache
 def _context() -> Any:
-    """The multiprocessing context of the fork server, which is started here."""
+    """The multiprocessing context of the fork server, which is started here.
+
+    With a GPU processes are spawned: CUDA does not work in children of a process that asked for devices.
+    """
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["support.preload"])
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "DCT_TEST_PRELOAD")}
