@@ -442,7 +442,7 @@ SCRIPT = """\
     torch.distributed.init_process_group("gloo")
     mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
     patched = hasattr(P2PCommunicator._communicate, "__wrapped__")
-    print(json.dumps({"patched": patched, "arguments": arguments}))
+    print(json.dumps({"patched": patched, "arguments": arguments}, default=str))
     torch.distributed.destroy_process_group()
 """
 
