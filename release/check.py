@@ -3,8 +3,9 @@
     python release/check.py
 
 Builds every product twice and compares the bytes, builds a wheel offline from the source distribution, runs
-the tests of an installed wheel, writes the bill of materials (CycloneDX), and holds the version against the
-changelog and the citation file. What is left is the upload, which the workflow does on a tag.
+the tests of an installed wheel, times the way from ``pip install`` to a first job, writes the bill of
+materials (CycloneDX), and holds the version against the changelog and the citation file. What is left is the
+upload, which the workflow does on a tag.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def main() -> None:
     python = os.environ.get("TEST_PYTHON", sys.executable)
     tests = ["-m", "pytest", "-q", "tests/reliability/test_wheel.py"]
     subprocess.run([python, *tests], cwd=ROOT, check=True, env={**os.environ, "DCT_WHEEL": str(wheel)})
+    subprocess.run([sys.executable, "release/first_job.py", str(wheel)], cwd=ROOT, check=True)
     bill = DIST / f"dct_plugin-{version()}.cdx.json"
     run(
         *(sys.executable, "-m", "cyclonedx_py", "requirements", "locks/demo.lock"),
