@@ -64,9 +64,9 @@ def chosen(
     made = _changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
     why = obstacle or f"the step of {name} is not known"
     at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
-    keep = '; "feedback": "local" takes the sparsity as it is written' if at else ""
+    keep = ' (which "feedback": "local" keeps)' if at else ""
     return Choice(
-        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}, {words}{keep}", is_second_best=True
+        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", is_second_best=True
     )
 
 

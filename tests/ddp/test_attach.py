@@ -158,6 +158,8 @@ def test_feedback_follows_the_optimizer() -> None:
         "the step of Lion is not known: local error feedback at sparsity 0.9 instead of 0.99"
         in first["Lion"]["log"][1]
     )
+    assert "(known to lose with Adam 0.05 nats" in first["Lion"]["log"][1]
+    assert "known to lose" not in first["gentle Lion"]["log"][1]
     warning = first["local"]["log"][1]
     assert "AdamW with feedback = 'local' at sparsity 0.99 is known to lose 0.2 nats" in warning
     assert 'better: leave "feedback" out' in warning
