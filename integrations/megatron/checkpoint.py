@@ -16,7 +16,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -137,7 +137,9 @@ def _node_layout(session: Session) -> list[list[int]]:
     return layout_of(nodes_of(session.config.data_parallel, group), group)
 
 
-def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int], nodes: list[list[int]]) -> Loaded:
+def _read(
+    rank: RankCoordinates, folder: Path, sizes: Mapping[str, int], nodes: Sequence[list[int]] = ()
+) -> Loaded:
     """Return the state for a rank and its save.
 
     Args:
@@ -162,7 +164,7 @@ def _read(rank: RankCoordinates, folder: Path, sizes: Mapping[str, int], nodes: 
     _check_layout(content, rank)
     saved = int(content["world_size"])
     dense = [each for name, each in content["state"]["reducers"].items() if name.startswith("dense")]
-    same = saved == rank.replicas and all(each["state"].get("layout", []) == nodes for each in dense)
+    same = saved == rank.replicas and all(each["state"].get("layout", []) == list(nodes) for each in dense)
     numbers = [rank.data] if same else range(saved)
     for number in numbers:
         if not rank.file(folder, number).exists():
