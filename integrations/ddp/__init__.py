@@ -1,7 +1,7 @@
 """torch ``DistributedDataParallel``: a communication hook that reduces gradients by compressed messages.
 
 :mod:`.state` has the hook and its state. The other modules are parts of the state: gradients that leave
-before their bucket is full, local updates, the loss scale, names of parameters, residuals for
+before their bucket is full, local updates, names of parameters, residuals for
 ``torch.distributed.checkpoint``.
 """
 

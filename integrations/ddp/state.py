@@ -28,6 +28,7 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import lost_peers, reducer_files, startup
 from ..host.automatic import settled
+from ..host.loss_scale import LossScale
 from ..host.nodes import nodes_of
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
@@ -37,7 +38,6 @@ from ..host.steps import StepHooks
 from . import local_updates
 from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
-from .loss_scale import LossScale
 from .parameter_names import ParameterNames
 
 logger = logging.getLogger("dct_plugin")

@@ -9,7 +9,7 @@ import torch
 
 from dct_plugin.codecs.copies import Mirror
 
-from ..host.patches import Patches
+from .patches import Patches
 
 
 class LossScale:
@@ -18,10 +18,13 @@ class LossScale:
     Args:
         scaler: The gradient scaler, None where gradients are not scaled. Its ``update`` also starts the copy
             of the new scale to the host: later a device would first run the next forward pass.
+        updated: Called after each ``update`` of the scaler.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.scaler = scaler
+    def __init__(
+        self, scaler: torch.amp.GradScaler | None, updated: Callable[[], None] = lambda: None
+    ) -> None:
+        self.scaler, self._updated = scaler, updated
         self._mirror = Mirror()
         if scaler is not None:
             Patches().wrap(scaler, "update", self._copied_to_host)
@@ -39,5 +42,6 @@ class LossScale:
             scale = None if self.scaler is None else self.scaler._get_scale_async()
             if scale is not None:
                 self._mirror.begin(scale)
+            self._updated()
 
         return updated

@@ -1,0 +1,379 @@
+"""``compress_replicas``: from the models and optimizers of a training to its reducers and steps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.accordion import Accordion
+from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.parameters import refuse
+from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.errors import ConfigError
+from dct_plugin.metrics import Metrics
+
+from ..host import lost_peers, startup
+from ..host.loss_scale import LossScale
+from ..host.nonfinite import PoisonedSteps
+from ..host.replicas import Replicas
+from ..host.reporting import Reporting
+from ..host.steps import StepHooks
+from . import saved_residuals
+from .parameter_groups import ReductionSeam, ShardedParameter, check_torch, has_replicas, parameter_groups
+from .replica_group import ReplicaGroup
+from .sharded_weights import GatheredShard, check_displaceable, shard_units
+
+__all__ = ["ReplicaCompression", "compress_replicas"]
+
+logger = logging.getLogger("dct_plugin")
+
+#: The seam in torch, once in a process.
+_seam = lru_cache(maxsize=None)(lambda: ReductionSeam(ReplicaGroup))
+
+
+def compress_replicas(
+    model: nn.Module,
+    config: DCTConfig | Mapping[str, Any] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    metrics: Metrics | None = None,
+    time_limit: float = startup.TIME_LIMIT,
+) -> ReplicaCompression:
+    """Exchange thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's all-reduce.
+
+    To be called on every rank, after the last ``fully_shard`` or ``replicate`` and before the first step.
+
+    Args:
+        model: The model; modules of it were passed to ``fully_shard`` with a mesh of two dimensions, of which
+            the first counts the replicas, or to the ``replicate`` of
+            ``torch.distributed._composable.replicate_with_fsdp``.
+        config: The configuration, or a mapping with the keys of the ``dct`` section.
+        optimizer: The model's optimizer, made after ``fully_shard``. Its steps are counted; without it a
+            step ends with every backward pass that reduces gradients.
+        scaler: The gradient scaler of fp16.
+        metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
+            summary when the process ends.
+        time_limit: Seconds in which the other replicas must reach their first reduction.
+
+    Returns:
+        The state of the training: metrics, and residuals for ``torch.distributed.checkpoint``.
+
+    Raises:
+        ConfigError: The model has no replicas or is not one of FSDP2's, or a setting does not work with it.
+        VersionError: The installed torch is not supported.
+    """
+    check_torch()
+    return ReplicaCompression(
+        model, config, optimizer=optimizer, scaler=scaler, metrics=metrics, time_limit=time_limit
+    )
+
+
+class ReplicaCompression:
+    """The state of :func:`compress_replicas`, a ``Stateful`` of ``torch.distributed.checkpoint``.
+
+    Args:
+        model, config, optimizer, scaler, metrics, time_limit: See :func:`compress_replicas`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DCTConfig | Mapping[str, Any] | None,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+        metrics: Metrics | None,
+        time_limit: float,
+    ) -> None:
+        self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+        _check_settings(self.config, has_optimizer=optimizer is not None)
+        self._model, self._time_limit = model, time_limit
+        groups = _replicated(model)
+        if metrics is None:
+            replicas = groups[0][0].mesh_info.replicate_process_group.size()
+            metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
+            Reporting(metrics)
+        self.metrics, self.steps = metrics, StepHooks([], metrics, rank=dist.get_rank())
+        self._scale = LossScale(scaler, self._scaler_updated)
+        self._nonfinite = PoisonedSteps(self.config.data_parallel, self._gradients, agree=True)
+        self._agreed: set[GradientReducer] = set()
+        self._reducers: dict[tuple[int, ...], GradientReducer] = {}
+        self._replicas: list[Replicas] = []
+        self._step_open = self._step_due = self._skipped = False
+        """Whether gradients were reduced since the last step, the scaler is done with them, and the optimizer
+        was kept from using them.
+        """
+        self._step_scale = 1.0
+        """Loss scale of the gradients of this step."""
+        self._reduced: set[GradientReducer] = set()
+        """Reducers that have reduced gradients of this step."""
+        self.groups = [self._connect(group, parameters) for group, parameters in groups]
+        self.steps.members = list(self._reducers.values())
+        self._follow_steps(scaler)
+        if self.config.data_parallel.feedback.looks_ahead:
+            self._step_ahead()
+        lost_peers.watch(self, lambda compression: compression.steps.step)
+
+    @property
+    def parameters(self) -> Iterator[ShardedParameter]:
+        """The parameters whose gradients are compressed."""
+        return (parameter for group in self.groups for parameter in group.parameters)
+
+    # -- made once ---
+
+    def _connect(self, group: Any, parameters: list[ShardedParameter]) -> ReplicaGroup:
+        """Let FSDP's parameter group call a process group of ours."""
+        _seam()
+        replicas = group.mesh_info.replicate_process_group
+        if isinstance(replicas, ReplicaGroup):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: compress_replicas was called before for this model; call it once"
+            )
+        ranks = tuple(dist.get_process_group_ranks(replicas))
+        if ranks not in self._reducers:
+            self._reducers[ranks] = self._make_reducer(replicas, group.device)
+        own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self._before_exchange)
+        # FSDP's modules share these objects, and each parameter group needs its own.
+        group.mesh_info = copy.copy(group.mesh_info)
+        group.mesh_info.replicate_process_group = own
+        return own
+
+    def _make_reducer(self, replicas: dist.ProcessGroup, device: torch.device) -> GradientReducer:
+        settings = self.config.data_parallel
+        reducer = GradientReducer(
+            settings,
+            replicas,
+            metrics=self.metrics,
+            device=device,
+            kernels=self.config.kernels,
+            transactional=self._scale.scaler is not None,
+        )
+        accordion = reducer.find(Accordion)
+        if accordion is not None and self._optimizer is not None:
+            accordion.follow(self._optimizer)
+
+        def weights() -> list[tuple[str, Tensor]]:
+            own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]
+            return [(each.name, each.local()) for each in own if each.shape.numel()]
+
+        self._replicas.append(Replicas(settings, weights, replicas))
+        return reducer
+
+    def _follow_steps(self, scaler: torch.amp.GradScaler | None) -> None:
+        if self._optimizer is None:
+            return
+        if scaler is None:
+            self._optimizer.register_step_pre_hook(self._before_step)
+            self._optimizer.register_step_post_hook(lambda *_: self._end_step())
+        else:  # whether the last step was skipped is known at the next pass, without waiting for a device
+            forward = ModuleHook(lambda *_: self._end_due_step(), self._model)
+            self._model.register_forward_pre_hook(forward, prepend=True)
+
+    def _step_ahead(self) -> None:
+        """Displace the shards that FSDP gathers in training passes."""
+        for reducer in self._reducers.values():
+            parameters = [
+                p for g in self.groups if g.reducer is reducer for p in g.parameters if p.shape.numel()
+            ]
+            check_displaceable(parameters)
+            shards: Any = [(each.name, GatheredShard(each)) for each in parameters]
+            units = shard_units(self._optimizer, parameters)
+            ahead = reducer.add_on(StepAheadAddOn).prepare(shards, units)
+            ahead.attach(self._model, self._optimizer)
+        # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.
+        root: Any = next(m for m in self._model.modules() if hasattr(m, "_get_fsdp_state"))
+        forward = ModuleHook(lambda *_: root._get_fsdp_state()._lazy_init(), self._model)
+        self._model.register_forward_pre_hook(forward, prepend=True)
+
+    # -- a backward pass ---
+
+    def _before_exchange(self, group: ReplicaGroup) -> None:
+        self._end_due_step()
+        if group.reducer not in self._agreed:
+            self._agree(group)
+            self._agreed.add(group.reducer)
+        self._follow_unit(group)
+        if not self._step_open and self._optimizer is None and self._scale.scaler is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        self._step_open = True
+        self._reduced.add(group.reducer)
+        self.steps.begin()
+
+    def _agree(self, group: ReplicaGroup) -> None:
+        hint = "its model was not passed to compress_replicas, or it is far behind"
+        agreement = startup.join("fsdp", group=group.replicas, limit=self._time_limit, hint=hint)
+        with startup.reported(agreement):
+            for each, parameters in _replicated(self._model):
+                if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
+                    raise ConfigError(
+                        f"rank {dist.get_rank()}: {parameters[0].name} was passed to fully_shard after "
+                        "compress_replicas; call compress_replicas after the last fully_shard"
+                    )
+            if group.averages:
+                _check_average(group)
+        facts = {"optimizer steps so far": group.reducer.step, "optimizer given": self._optimizer is not None}
+        agreement.confirm(startup.facts_of(self.config, facts))
+
+    def _follow_unit(self, group: ReplicaGroup) -> None:
+        """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
+        self._step_scale = self._scale.current() or 1.0
+        reducer, unit = group.reducer, group.unit * self._step_scale
+        if reducer.loss_scale == unit:
+            return
+        if reducer in self._reduced:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: compress_replicas: FSDP scales gradients differently in parameter "
+                f"groups of one model ({group.parameters[0].name}: {unit:g}, others {reducer.loss_scale:g}); "
+                "give all of them the same reduce_dtype and divide factor"
+            )
+        reducer.load_state_dict(reducer.state_dict(), loss_scale=unit)
+
+    # -- a step ---
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for each in self.parameters:
+            if each.sharded.grad is not None and each.shape.numel():
+                yield each.name, each.sharded.grad.to_local()
+
+    def _before_step(self, *_: Any) -> None:
+        """Decide what becomes of the step that the optimizer is about to make."""
+        self._skipped = self._step_open and self._nonfinite.found(self.steps.step)
+        if self._skipped:
+            for each in self.parameters:
+                each.sharded.grad = None  # torch's optimizers leave such parameters and their states alone
+
+    def _scaler_updated(self) -> None:
+        self._step_due = self._step_open
+
+    def _end_due_step(self) -> None:
+        """End the step that the gradient scaler has made or skipped."""
+        if self._step_due:
+            # A scaler lowers its scale when, and only when, it has skipped a step.
+            self._skipped = (self._scale.current() or 1.0) < self._step_scale
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if not self._step_open:  # get_state_dict() lets a fresh optimizer step without gradients
+            return
+        skipped, self._skipped = self._skipped, False
+        self._step_open = self._step_due = False
+        self._reduced.clear()
+        self.steps.end(skipped=skipped)
+        for each in self._replicas:
+            each.check(self.steps.step)
+
+    # -- saved states ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals as DTensors, and this rank's thresholds and counters, between two steps; a
+        collective, which ``torch.distributed.checkpoint.save`` calls.
+        """
+        self._end_due_step()
+        return saved_residuals.state_of(self.groups, self.steps.step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`; ``torch.distributed.checkpoint.load`` calls it."""
+        saved_residuals.restore(self.groups, state)
+        self._restored()
+
+    def load(self, folder: str | os.PathLike[str], key: str = "dct") -> bool:
+        """Restore residuals from a checkpoint of ``torch.distributed.checkpoint``, also of another mesh.
+
+        On the mesh that wrote it training goes on bitwise. On another one every replica gets the mean of the
+        residuals, and thresholds are measured anew. A collective of all ranks.
+
+        Args:
+            folder: The ``checkpoint_id`` of the save.
+            key: Key of this object in the state that was saved.
+
+        Returns:
+            False, with residuals of zero, if the checkpoint has none; the log says so.
+        """
+        found = saved_residuals.load(folder, key, self.groups)
+        self._restored()
+        return found
+
+    def _restored(self) -> None:
+        self._step_open = self._step_due = False
+        self._reduced.clear()
+        self.steps.step = self.groups[0].reducer.step
+
+
+def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
+    """Refuse settings that do not work with FSDP.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    settings = config.data_parallel
+    if settings.parameters is not None:
+        raise refuse("torch FSDP2", "FSDP gathers the weights inside a replica")
+    if settings.feedback.steps_locally:
+        raise ConfigError(
+            f"dct.data_parallel.feedback = '{settings.feedback.label()}' does not work with FSDP, which "
+            "has one copy of the weights in a replica; leave it out"
+        )
+    for key, needed in (
+        ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
+        ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
+    ):
+        if needed and not has_optimizer:
+            raise ConfigError(
+                f"dct.data_parallel.{key} needs compress_replicas(model, config, optimizer=optimizer)"
+            )
+
+
+def _replicated(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
+    """Return FSDP's parameter groups with a replica dimension, and their parameters.
+
+    Raises:
+        ConfigError: There are none; says what to do.
+    """
+    groups = list(parameter_groups(model))
+    replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
+    if not replicated:
+        ranks = dist.get_world_size()
+        raise ConfigError(
+            f"rank {dist.get_rank()}: compress_replicas: every parameter is sharded over all ranks of a mesh "
+            "of one dimension, so that there are no replicas between which gradients are all-reduced. Pass "
+            "fully_shard a mesh of two dimensions, nodes and ranks in a node: init_device_mesh("
+            f"device_type, (nodes, {ranks} // nodes), mesh_dim_names=('replicate', 'shard'))"
+        )
+    rest = [p.name for group, parameters in groups if not has_replicas(group) for p in parameters]
+    if rest and dist.get_rank() == 0:
+        logger.warning(
+            "dct: %d parameters have no replicas, and FSDP reduces their gradients by itself: %s",
+            len(rest),
+            ", ".join(rest[:5]),
+        )
+    return replicated
+
+
+def _check_average(group: ReplicaGroup) -> None:
+    """Check that the shards' backend averages: gloo of some versions sums; a collective of the shards.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    shards = getattr(group.parameters[0].group, "_reduce_scatter_process_group", None)
+    if shards is None or shards.size() == 1 or dist.get_backend(shards) != "gloo":
+        return
+    result = torch.empty(1)
+    dist.reduce_scatter_tensor(result, torch.ones(shards.size()), dist.ReduceOp.AVG, shards)
+    if result.item() != 1.0:
+        raise ConfigError(
+            f"rank {dist.get_rank()}: gloo of torch {torch.__version__} sums where FSDP asks for the average "
+            "of the shards; call set_force_sum_reduction_for_comms(True) on every module of FSDP's"
+        )

@@ -1,0 +1,184 @@
+"""FSDP2's parameter groups in torch 2.6 and later: what is read and replaced in torch lies here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.errors import ConfigError
+
+from ..host import signatures
+from ..host.patches import Patches
+from ..host.signatures import Target
+from ..host.versions import VersionRange, unsupported
+
+__all__ = ["ShardedParameter", "check_torch", "has_replicas", "parameter_groups"]
+
+SUPPORTED = VersionRange("2.6.0", "2.16.0")
+_REMEDY = "install one of these, or train without compress_replicas"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_PART = "the all-reduce of HSDP"
+
+#: The same in 2.6.0, 2.13.0 and 2.15.0.
+TARGETS = (
+    Target(f"{_FSDP}._fsdp_param_group", "foreach_reduce", ("fsdp_params", "unsharded_grads"), part=_PART),
+    Target(
+        f"{_FSDP}._fsdp_collectives",
+        "_get_gradient_divide_factors",
+        ("reduce_scatter_group", "all_reduce_group", "reduce_dtype"),
+        part=_PART,
+    ),
+    Target(f"{_FSDP}._fully_shard", "FSDPModule._get_fsdp_state", ("self",), part=_PART),
+    Target(f"{_FSDP}._fsdp_state", "FSDPState._lazy_init", ("self",), part=_PART),
+    Target(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.reshard", ("self",), part=_PART),
+)
+#: Parts of names that wrappers (``torch.compile``, activation checkpointing) put in.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def check_torch() -> None:
+    """Check torch's version and the functions that are wrapped.
+
+    Raises:
+        VersionError: The installed torch is not supported.
+    """
+    found = f"torch {torch.__version__}"
+    if torch.__version__ not in SUPPORTED:
+        raise unsupported(found, SUPPORTED, _REMEDY)
+    signatures.require(TARGETS, found, SUPPORTED, _REMEDY)
+
+
+class ShardedParameter:
+    """A parameter of FSDP's, by the name that it has in the model.
+
+    Args:
+        name: Its name.
+        parameter: FSDP's own object (``FSDPParam``).
+        group: FSDP's parameter group that it belongs to.
+    """
+
+    def __init__(self, name: str, parameter: Any, group: Any) -> None:
+        self.name, self.fsdp, self.group = name, parameter, group
+
+    @property
+    def sharded(self) -> Any:
+        """The DTensor that the optimizer has."""
+        return self.fsdp.sharded_param
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of this rank's shard, without padding."""
+        size: torch.Size = self.fsdp.sharded_size
+        return size
+
+    @property
+    def padded_numel(self) -> int:
+        """Entries of a shard with padding: the same on all ranks."""
+        return int(self.fsdp.padded_sharded_param_size.numel())
+
+    def local(self) -> Tensor:
+        """Return this rank's shard."""
+        tensor: Tensor = self.sharded.to_local().detach()
+        return tensor
+
+
+def parameter_groups(model: nn.Module) -> Iterator[tuple[Any, list[ShardedParameter]]]:
+    """Yield FSDP's parameter groups of a model, and their parameters.
+
+    Raises:
+        ConfigError: The model is not one of FSDP2's; says what to do.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    modules = list(model.modules())
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        raise ConfigError(
+            f"{_rank()}: compress_replicas: the model is wrapped in FullyShardedDataParallel (FSDP1), which "
+            "is not supported; use fully_shard(module, mesh=mesh) with a mesh of two dimensions"
+        )
+    states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))
+    if not states:
+        ddp = isinstance(model, DistributedDataParallel) or hasattr(model, "_ddp_weakref")
+        raise ConfigError(
+            f"{_rank()}: compress_replicas: "
+            + (
+                "DistributedDataParallel trains the model; use dct_plugin.DCTState(...).register(model)"
+                if ddp
+                else "no module of the model was passed to fully_shard or replicate; call it before "
+                "compress_replicas"
+            )
+        )
+    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.10
+            groups = [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                yield group, [ShardedParameter(_name(names, p), p, group) for p in group.fsdp_params]
+
+
+def has_replicas(group: Any) -> bool:
+    """Return whether a parameter group has a replica dimension."""
+    return hasattr(group.mesh_info, "replicate_process_group")
+
+
+class ReductionSeam:
+    """Tells process groups which parameters FSDP is about to all-reduce, and by what it divides the sum.
+
+    One for the process. It wraps two functions of torch's, which pass through for all other groups.
+    """
+
+    def __init__(self, group_type: type[Any]) -> None:
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+        self._type, self._patches = group_type, Patches()
+        self._patches.intercept(_fsdp_param_group, "foreach_reduce", self._reduce)
+        self._patches.intercept(_fsdp_collectives, "_get_gradient_divide_factors", self._factors)
+
+    def _reduce(self, original: Any, fsdp_params: Any, *arguments: Any, **keywords: Any) -> Any:
+        group = self._ours(arguments, keywords)
+        if group is None:
+            return original(fsdp_params, *arguments, **keywords)
+        group.expect(fsdp_params)
+        try:
+            return original(fsdp_params, *arguments, **keywords)
+        finally:
+            group.expect(())
+
+    def _factors(self, original: Any, *arguments: Any, **keywords: Any) -> Any:
+        factors = original(*arguments, **keywords)
+        group = self._ours(arguments, keywords)
+        if group is not None:
+            group.divided_by = float(factors[1] or 1.0)
+        return factors
+
+    def _ours(self, arguments: Any, keywords: Any) -> Any:
+        found = (each for each in (*arguments, *keywords.values()) if isinstance(each, self._type))
+        return next(found, None)
+
+
+def _plain(name: str) -> str:
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _name(names: dict[int, str], parameter: Any) -> str:
+    name = names.get(id(parameter.sharded_param))
+    if name is None:
+        raise ConfigError(
+            f"{_rank()}: compress_replicas: FSDP has a parameter "
+            f"({parameter._module_info.param_name}) that the model does not show; call compress_replicas "
+            "between two steps, with the model that was passed to fully_shard"
+        )
+    return name
+
+
+def _rank() -> str:
+    return f"rank {dist.get_rank()}"

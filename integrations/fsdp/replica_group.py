@@ -1,0 +1,94 @@
+"""The process group that FSDP calls for its all-reduce over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.errors import ConfigError, DesyncError
+
+from .parameter_groups import ShardedParameter
+
+__all__ = ["ReplicaGroup"]
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """The replicas of one of FSDP's parameter groups: its all-reduce exchanges compressed messages.
+
+    FSDP all-reduces one flat tensor per parameter group: the shards of the parameters that have a gradient in
+    this pass, one behind the other, each padded to the same size on all ranks.
+
+    Args:
+        replicas: torch's own process group of the replicas.
+        parameters: All parameters of FSDP's group.
+        reducer: Sums over ``replicas``.
+        before: Called with this group before every exchange.
+
+    Attributes:
+        divided_by: What FSDP divides the result of the all-reduce by.
+        averages: Whether FSDP asks for the average of the replicas, as it then does of the shards.
+    """
+
+    def __init__(
+        self,
+        replicas: dist.ProcessGroup,
+        parameters: Sequence[ShardedParameter],
+        reducer: GradientReducer,
+        before: Callable[[ReplicaGroup], None],
+    ) -> None:
+        super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
+        self.replicas, self.parameters, self.reducer = replicas, list(parameters), reducer
+        self._before = before
+        self._by_id = {id(each.fsdp): each for each in parameters}
+        self._expected: list[ShardedParameter] = []
+        self.divided_by, self.averages = 1.0, True
+
+    def expect(self, fsdp_parameters: Iterable[Any]) -> None:
+        """Note which parameters the next all-reduce is of."""
+        self._expected = [self._by_id[id(each)] for each in fsdp_parameters]
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> _Done:  # type: ignore[override]
+        """Replace the tensor by the thresholded sum, or average, over the replicas.
+
+        Raises:
+            ConfigError: FSDP asks for another operation.
+            DesyncError: The tensor is not of the expected parameters; or see
+                :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
+        """
+        (flat,) = tensors
+        self.averages = options.reduceOp == dist.ReduceOp.AVG
+        if not self.averages and options.reduceOp != dist.ReduceOp.SUM:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: compress_replicas: FSDP asks for {options.reduceOp} over the "
+                "replicas; sum and average are supported"
+            )
+        entries, offset = [], 0
+        for each in self._expected:
+            if each.shape.numel():
+                entries.append((each.name, flat[offset : offset + each.shape.numel()]))
+            offset += each.padded_numel
+        if offset != flat.numel():
+            raise DesyncError(
+                f"rank {dist.get_rank()}: FSDP all-reduces {flat.numel()} entries, and the parameters with "
+                f"gradients have {offset}"
+            )
+        self._before(self)
+        if entries:
+            self.reducer.all_reduce(entries, scale=1.0 / self.size() if self.averages else 1.0)
+        return _Done()
+
+    @property
+    def unit(self) -> float:
+        """Unit of the tensors, where that of the optimizer's gradients is 1."""
+        return self.divided_by / (1 if self.averages else self.size())
+
+
+class _Done:
+    """The handle of an exchange that has ended."""
+
+    def wait(self, *arguments: Any) -> bool:
+        return True

@@ -1,0 +1,329 @@
+"""FSDP2 with replicas: real processes, as 2 replicas of 2 shards on gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from support.processes import launch, run
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+from dct_plugin import ConfigError, DCTState
+from dct_plugin.fsdp import compress_replicas
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on the CPU"
+    ),
+]
+
+#: Sums of fp32, so that the result of two replicas is bitwise FSDP's own.
+EXACT = {"sparsity": 0, "value_dtype": "fp32", "min_numel": 16}
+SPARSE = {"sparsity": 0.9, "min_numel": 16}
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    # 5 and 3 are odd: shards of a node differ in size.
+    return nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def sharded(
+    shape: tuple[int, int], *, force_sum: bool = False, factor: float | None = None, **policy: Any
+) -> nn.Module:
+    model, mesh = model_of(), init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mixed = MixedPrecisionPolicy(**policy)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if force_sum:
+                module.set_force_sum_reduction_for_comms(True)
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
+    return model
+
+
+def batch(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    points = torch.randn(16, 24, generator=generator)
+    return points, points[:, :3].sin()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: range | int,
+    *,
+    accumulate: str = "",
+) -> list[float]:
+    """``accumulate``: how two micro-batches make a step, by the function of FSDP's that is called."""
+    losses = []
+    for step in range(steps) if isinstance(steps, int) else steps:
+        for micro in range(2 if accumulate else 1):
+            for name in ("set_requires_all_reduce", "set_requires_gradient_sync"):
+                if name in accumulate:
+                    getattr(model, name)(micro == 1)
+            points, wanted = batch(step, rank, micro)
+            loss = F.mse_loss(model(points).float(), wanted)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def shards(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def is_same_on_replicas(model: nn.Module, shape: tuple[int, int]) -> bool:
+    own = torch.cat([shard.reshape(-1) for shard in shards(model)])
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    mine = dist.get_rank() % shape[1]
+    return all(torch.equal(everyones[i * shape[1] + mine], own) for i in range(shape[0]))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "average": {},
+    "sum": {"force_sum": True},
+    "divide factor": {"factor": 4.0, "force_sum": True},
+    "bf16 parameters": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "fp16 reduction": {"reduce_dtype": torch.float16},
+    "accumulated": {"accumulate": "every pass reduces"},
+    "set_requires_all_reduce": {"accumulate": "set_requires_all_reduce"},
+    "set_requires_gradient_sync": {"accumulate": "set_requires_gradient_sync"},
+}
+
+
+def _as_native(rank: int, world_size: int) -> dict[str, tuple[bool, int, int]]:
+    found = {}
+    for name, case in CASES.items():
+        options = dict(case)
+        accumulate = options.pop("accumulate", "")
+        native = sharded((2, 2), **options)
+        train(native, adamw(native), rank, 4, accumulate=accumulate)
+        ours = sharded((2, 2), **options)
+        optimizer = adamw(ours)
+        # What is sent in another type than it is reduced in would be rounded.
+        reduced = options.get("reduce_dtype", torch.float32)
+        value_dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(reduced, "fp32")
+        compression = compress_replicas(
+            ours, {"data_parallel": {**EXACT, "value_dtype": value_dtype}}, optimizer=optimizer
+        )
+        train(ours, optimizer, rank, 4, accumulate=accumulate)
+        same = all(torch.equal(a, b) for a, b in zip(shards(native), shards(ours), strict=True))
+        found[name] = same, compression.steps.step, compression.metrics.summary().steps
+    return found
+
+
+def test_as_native_at_sparsity_zero() -> None:
+    for found in run(4, _as_native):
+        assert found == dict.fromkeys(CASES, (True, 4, 4))
+
+
+def _as_ddp(rank: int, world_size: int, feedback: str) -> tuple[bool, float, float]:
+    """Two replicas of one shard are two ranks of DDP."""
+    config = {"data_parallel": {**SPARSE, "feedback": feedback, "warmup_steps": 2}}
+    wrapped = nn.parallel.DistributedDataParallel(model_of())
+    optimizer = adamw(wrapped)
+    state = DCTState(config).register(wrapped)
+    if feedback == "step_ahead":
+        state.step_ahead(wrapped.module, optimizer)
+    expected = train(wrapped, optimizer, rank, 12)
+    model = sharded((2, 1))
+    optimizer = adamw(model)
+    compression = compress_replicas(model, config, optimizer=optimizer)
+    found = train(model, optimizer, rank, 12)
+    same = all(
+        torch.equal(a, b.detach()) for a, b in zip(shards(model), wrapped.module.parameters(), strict=True)
+    )
+    summary, ddp = compression.metrics.summary(), state.metrics.summary()
+    return same and found == expected, summary.ratio, ddp.ratio
+
+
+@pytest.mark.parametrize("feedback", ["local", "step_ahead"])
+def test_as_ddp(feedback: str) -> None:
+    for same, ratio, expected in run(2, _as_ddp, feedback):
+        assert same
+        assert ratio == pytest.approx(expected, rel=0.1)
+        assert ratio > 3
+
+
+def _sparse(rank: int, world_size: int, feedback: str, exchange: str) -> tuple[bool, list[float], int]:
+    model = sharded((2, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    optimizer = adamw(model)
+    config = {"data_parallel": {**SPARSE, "feedback": feedback, "exchange": exchange, "warmup_steps": 2}}
+    compression = compress_replicas(model, config, optimizer=optimizer)
+    losses = train(model, optimizer, rank, 30)
+    held = [shard.clone() for shard in shards(model)]
+    model.eval()
+    with torch.no_grad():
+        model(batch(0, rank)[0])
+    model.train()
+    train(model, optimizer, rank, 2)
+    assert not all(torch.equal(a, b) for a, b in zip(held, shards(model), strict=True))
+    return is_same_on_replicas(model, (2, 2)), losses, compression.steps.step
+
+
+@pytest.mark.parametrize(("feedback", "exchange"), [("local", "two_phase"), ("step_ahead", "auto")])
+def test_sparse(feedback: str, exchange: str) -> None:
+    for same, losses, steps in run(4, _sparse, feedback, exchange):
+        assert same
+        assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+        assert steps == 32
+
+
+def _compressed(shape: tuple[int, int], feedback: str, exchange: str) -> tuple[Any, Any, Any]:
+    model = sharded(shape)
+    optimizer = adamw(model)
+    config = {"data_parallel": {**SPARSE, "feedback": feedback, "exchange": exchange}}
+    return model, optimizer, compress_replicas(model, config, optimizer=optimizer)
+
+
+def _resume(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+
+def _owed(compression: Any) -> dict[str, torch.Tensor]:
+    """What the weights still lack, by parameter: the mean of the replicas' residuals."""
+    state = compression.state_dict()
+    held_back = {name: each.full_tensor() for name, each in state["held_back"].items()}
+    residuals = {name: each.full_tensor() for name, each in state["residuals"].items()}
+    return {name: r.mean(0) + held_back.get(name, 0) / len(r) for name, r in residuals.items()}
+
+
+def _save(rank: int, world_size: int, folder: str, feedback: str, exchange: str) -> dict[str, torch.Tensor]:
+    """Save after 6 steps; go on for 4, and do so from the checkpoint."""
+    model, optimizer, compression = _compressed((2, 2), feedback, exchange)
+    train(model, optimizer, rank, 6)
+    owed = _owed(compression)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states, "dct": compression}, checkpoint_id=folder)
+    train(model, optimizer, rank, range(6, 10))
+    for load in (lambda c: dcp.load({"dct": c}, checkpoint_id=folder), lambda c: c.load(folder)):
+        again, optimizer, compression = _compressed((2, 2), feedback, exchange)
+        _resume(again, optimizer, folder)
+        load(compression)
+        assert compression.steps.step == 6
+        train(again, optimizer, rank, range(6, 10))
+        for name, shard, expected in zip(model.state_dict(), shards(again), shards(model), strict=True):
+            assert torch.equal(shard, expected), name
+    return owed
+
+
+def _reshard(
+    rank: int, world_size: int, shape: tuple[int, int], folder: str, feedback: str, exchange: str
+) -> tuple[dict[str, torch.Tensor], int, bool, list[float]]:
+    model, optimizer, compression = _compressed(shape, feedback, exchange)
+    _resume(model, optimizer, folder)
+    assert compression.load(folder)
+    owed = _owed(compression)
+    losses = train(model, optimizer, rank, range(6, 10))
+    return owed, compression.steps.step, is_same_on_replicas(model, shape), losses
+
+
+@pytest.mark.parametrize(("feedback", "exchange"), [("local", "two_phase"), ("step_ahead", "direct")])
+def test_checkpoint(feedback: str, exchange: str, tmp_path: Any) -> None:
+    folder = str(tmp_path)
+    owed = run(4, _save, folder, feedback, exchange)[0]
+    assert owed
+    for each in owed.values():
+        assert each.abs().sum() > 0
+    for shape in ((1, 2), (4, 1)):
+        world_size = shape[0] * shape[1]
+        for found, steps, same, _ in run(world_size, _reshard, shape, folder, feedback, exchange):
+            assert same
+            assert steps == 10
+            for name, expected in owed.items():
+                torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-9)
+
+
+# -- what is refused ---
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    settings: dict[str, Any] = {"data_parallel": SPARSE}
+
+    def note(name: str, model: nn.Module, config: Any = settings, **options: Any) -> None:
+        try:
+            compress_replicas(model, config, **options)
+        except ConfigError as error:
+            found[name] = str(error)
+
+    line = init_device_mesh("cpu", (2,))
+    note("one dimension", fully_shard(model_of(), mesh=line))
+    note("nothing sharded", model_of())
+    note("DDP", nn.parallel.DistributedDataParallel(model_of()))
+    note("FSDP1", FullyShardedDataParallel(model_of(), device_id=torch.device("cpu")))
+    ahead = {"data_parallel": {**SPARSE, "feedback": "step_ahead"}}
+    model = sharded((2, 1))
+    note("no optimizer", model, ahead)
+    note("its optimizer is another's", model, ahead, optimizer=adamw(model_of()))
+    note("local updates", sharded((2, 1)), {"data_parallel": {"feedback": "local_updates"}})
+    note("weights", sharded((2, 1)), {"data_parallel": {"parameters": {}}})
+    model = sharded((2, 1))
+    compress_replicas(model, settings)
+    note("twice", model)
+    return found
+
+
+def test_refused() -> None:
+    expected = {
+        "one dimension": "init_device_mesh(device_type, (nodes, 2 // nodes)",
+        "nothing sharded": "no module of the model was passed to fully_shard",
+        "DDP": "use dct_plugin.DCTState",
+        "FSDP1": "(FSDP1), which is not supported; use fully_shard",
+        "no optimizer": "compress_replicas(model, config, optimizer=optimizer)",
+        "its optimizer is another's": "make it after fully_shard",
+        "local updates": "'local_updates' does not work with FSDP",
+        "weights": "dct.data_parallel.parameters: torch FSDP2",
+        "twice": "call it once",
+    }
+    for found in run(2, _refused):
+        assert found.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in found[name]
+
+
+def _desync(rank: int, world_size: int, problem: str) -> None:
+    model = sharded((2, 1))
+    sparsity = 0.8 if problem == "configuration" and rank == 1 else 0.9
+    if problem != "missing" or rank == 0:
+        compress_replicas(model, {"data_parallel": {"sparsity": sparsity}}, time_limit=5)
+    if problem == "late":
+        model.append(fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (2, 1))))
+    train(model, adamw(model), rank, 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        ("configuration", "data_parallel.sparsity"),
+        ("missing", "was not passed to compress_replicas"),
+        ("late", "5.weight was passed to fully_shard after compress_replicas"),
+    ],
+)
+def test_desync(problem: str, text: str) -> None:
+    outcomes = launch(2, _desync, problem)
+    assert outcomes[0][0] == "error"
+    assert text in outcomes[0][1]
