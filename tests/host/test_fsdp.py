@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from support.processes import launch, run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from dct_plugin import ConfigError, DCTState
 from dct_plugin.fsdp import compress_replicas
@@ -36,14 +38,28 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
+def other_mesh_of() -> Any:
+    """Sharding of matrices over another mesh than vectors: two parameter groups in each module."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    info = common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda p: common.ShardPlacementResult(Shard(0), info) if p.ndim > 1 else None
+
+
 def sharded(
-    shape: tuple[int, int], *, force_sum: bool = False, factor: float | None = None, **policy: Any
+    shape: tuple[int, int],
+    *,
+    force_sum: bool = False,
+    factor: float | None = None,
+    two_groups: bool = False,
+    **policy: Any,
 ) -> nn.Module:
     model, mesh = model_of(), init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     mixed = MixedPrecisionPolicy(**policy)
+    placement = other_mesh_of() if two_groups else None
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh, mp_policy=mixed)
+            fully_shard(layer, mesh=mesh, mp_policy=mixed, shard_placement_fn=placement)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -106,6 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
     "divide factor": {"factor": 4.0, "force_sum": True},
     "bf16 parameters": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "fp16 reduction": {"reduce_dtype": torch.float16},
+    "two parameter groups in a module": {"two_groups": True},
     "accumulated": {"accumulate": "every pass reduces"},
     "set_requires_all_reduce": {"accumulate": "set_requires_all_reduce"},
     "set_requires_gradient_sync": {"accumulate": "set_requires_gradient_sync"},
@@ -138,7 +155,17 @@ def test_as_native_at_sparsity_zero() -> None:
         assert found == dict.fromkeys(CASES, (True, 4, 4))
 
 
-def _as_ddp(rank: int, world_size: int, feedback: str) -> tuple[bool, float, float]:
+def replicated() -> nn.Module:
+    composable = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    model, mesh = model_of(), init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            composable.replicate(layer, mesh=mesh)
+    composable.replicate(model, mesh=mesh)
+    return model
+
+
+def _as_ddp(rank: int, world_size: int, feedback: str, composable: bool) -> tuple[bool, float, float]:
     """Two replicas of one shard are two ranks of DDP."""
     config = {"data_parallel": {**SPARSE, "feedback": feedback, "warmup_steps": 2}}
     wrapped = nn.parallel.DistributedDataParallel(model_of())
@@ -147,7 +174,7 @@ def _as_ddp(rank: int, world_size: int, feedback: str) -> tuple[bool, float, flo
     if feedback == "step_ahead":
         state.step_ahead(wrapped.module, optimizer)
     expected = train(wrapped, optimizer, rank, 12)
-    model = sharded((2, 1))
+    model = replicated() if composable else sharded((2, 1))
     optimizer = adamw(model)
     compression = compress_replicas(model, config, optimizer=optimizer)
     found = train(model, optimizer, rank, 12)
@@ -158,9 +185,13 @@ def _as_ddp(rank: int, world_size: int, feedback: str) -> tuple[bool, float, flo
     return same and found == expected, summary.ratio, ddp.ratio
 
 
-@pytest.mark.parametrize("feedback", ["local", "step_ahead"])
-def test_as_ddp(feedback: str) -> None:
-    for same, ratio, expected in run(2, _as_ddp, feedback):
+@pytest.mark.parametrize(
+    ("feedback", "composable"), [("local", False), ("step_ahead", False), ("step_ahead", True)]
+)
+def test_as_ddp(feedback: str, composable: bool) -> None:
+    if composable and not importlib.util.find_spec("torch.distributed._composable.replicate_with_fsdp"):
+        pytest.skip("this torch has no replicate on FSDP2")
+    for same, ratio, expected in run(2, _as_ddp, feedback, composable):
         assert same
         assert ratio == pytest.approx(expected, rel=0.1)
         assert ratio > 3
