@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, setting: str, seed: int, data: Any) -> dict[
         "ranks": ranks,
         "steps": args.steps,
         "loss": held_out_loss(model, held_out),
-        "fewer": 1.0 if compression is None else compression.metrics.summary().ratio,
+        "fewer": 1.0 if compression is None else compression.metrics.summary().classes["gradient"].ratio,
     }
 
 

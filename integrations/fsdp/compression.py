@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.parameters import refuse
 from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
@@ -29,7 +29,14 @@ from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from . import saved_residuals
-from .parameter_groups import ReductionSeam, ShardedParameter, check_torch, has_replicas, parameter_groups
+from .parameter_groups import (
+    ReductionSeam,
+    ShardedParameter,
+    check_torch,
+    has_replicas,
+    parameter_groups,
+    parameters_of,
+)
 from .replica_group import ReplicaGroup
 from .sharded_weights import GatheredShard, check_displaceable, shard_units
 
@@ -215,10 +222,11 @@ class ReplicaCompression:
         hint = "its model was not passed to compress_replicas, or it is far behind"
         agreement = startup.join("fsdp", group=group.replicas, limit=self._time_limit, hint=hint)
         with startup.reported(agreement):
-            for each, parameters in _replicated(self._model):
+            for each in filter(has_replicas, parameter_groups(self._model)):
                 if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
+                    module = each._module_fqn or type(each.modules[0]).__name__
                     raise ConfigError(
-                        f"rank {dist.get_rank()}: {parameters[0].name} was passed to fully_shard after "
+                        f"rank {dist.get_rank()}: module {module} was passed to fully_shard after "
                         "compress_replicas; call compress_replicas after the last fully_shard"
                     )
             if group.averages:
@@ -341,7 +349,7 @@ def _replicated(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
     Raises:
         ConfigError: There are none; says what to do.
     """
-    groups = list(parameter_groups(model))
+    groups = [(group, parameters_of(model, group)) for group in parameter_groups(model)]
     replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
     if not replicated:
         ranks = dist.get_world_size()

@@ -17,7 +17,7 @@ from ..host.patches import Patches
 from ..host.signatures import Target
 from ..host.versions import VersionRange, unsupported
 
-__all__ = ["ShardedParameter", "check_torch", "has_replicas", "parameter_groups"]
+__all__ = ["ShardedParameter", "check_torch", "has_replicas", "parameter_groups", "parameters_of"]
 
 SUPPORTED = VersionRange("2.6.0", "2.16.0")
 _REMEDY = "install one of these, or train without compress_replicas"
@@ -87,8 +87,8 @@ class ShardedParameter:
         return tensor
 
 
-def parameter_groups(model: nn.Module) -> Iterator[tuple[Any, list[ShardedParameter]]]:
-    """Yield FSDP's parameter groups of a model, and their parameters.
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's parameter groups of a model.
 
     Raises:
         ConfigError: The model is not one of FSDP2's; says what to do.
@@ -113,14 +113,21 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[Any, list[ShardedParame
                 "compress_replicas"
             )
         )
-    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.10
             groups = [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                yield group, [ShardedParameter(_name(names, p), p, group) for p in group.fsdp_params]
+        yield from (group for group in groups if group is not None)
+
+
+def parameters_of(model: nn.Module, group: Any) -> list[ShardedParameter]:
+    """Return the parameters of a group, between two steps.
+
+    Raises:
+        ConfigError: The model does not show them.
+    """
+    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params]
 
 
 def has_replicas(group: Any) -> bool:
@@ -145,11 +152,8 @@ class ReductionSeam:
         group = self._ours(arguments, keywords)
         if group is None:
             return original(fsdp_params, *arguments, **keywords)
-        group.expect(fsdp_params)
-        try:
+        with group.expecting(fsdp_params):
             return original(fsdp_params, *arguments, **keywords)
-        finally:
-            group.expect(())
 
     def _factors(self, original: Any, *arguments: Any, **keywords: Any) -> Any:
         factors = original(*arguments, **keywords)

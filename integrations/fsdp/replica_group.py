@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -45,21 +46,37 @@ class ReplicaGroup(dist.ProcessGroup):
         self._before = before
         self._by_id = {id(each.fsdp): each for each in parameters}
         self._expected: list[ShardedParameter] = []
+        self._failure: Exception | None = None
         self.divided_by, self.averages = 1.0, True
 
-    def expect(self, fsdp_parameters: Iterable[Any]) -> None:
-        """Note which parameters the next all-reduce is of."""
+    @contextmanager
+    def expecting(self, fsdp_parameters: Iterable[Any]) -> Iterator[None]:
+        """Surround FSDP's reduction of these parameters.
+
+        Raises:
+            ConfigError: FSDP asks for another operation than a sum or an average.
+            DesyncError: The tensor is not of these parameters; or see
+                :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
+        """
         self._expected = [self._by_id[id(each)] for each in fsdp_parameters]
+        yield
+        self._expected = []
+        if self._failure is not None:
+            raise self._failure
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> _Done:  # type: ignore[override]
         """Replace the tensor by the thresholded sum, or average, over the replicas.
 
-        Raises:
-            ConfigError: FSDP asks for another operation.
-            DesyncError: The tensor is not of the expected parameters; or see
-                :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
+        :meth:`expecting` raises the errors: torch's function for an all-reduce would raise another one, since
+        it does not know this group.
         """
-        (flat,) = tensors
+        try:
+            self._reduce(tensors[0], options)
+        except Exception as error:
+            self._failure = error
+        return _Done()
+
+    def _reduce(self, flat: Tensor, options: Any) -> None:
         self.averages = options.reduceOp == dist.ReduceOp.AVG
         if not self.averages and options.reduceOp != dist.ReduceOp.SUM:
             raise ConfigError(
@@ -79,7 +96,6 @@ class ReplicaGroup(dist.ProcessGroup):
         self._before(self)
         if entries:
             self.reducer.all_reduce(entries, scale=1.0 / self.size() if self.averages else 1.0)
-        return _Done()
 
     @property
     def unit(self) -> float:

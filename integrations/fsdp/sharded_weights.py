@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dct_plugin.data_parallel.step_ahead import units_of
+from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 
 from .parameter_groups import ShardedParameter
