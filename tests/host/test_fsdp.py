@@ -14,15 +14,18 @@ from support.processes import launch, run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dct_plugin import ConfigError, DCTState
+from dct_plugin import DCTState
 from dct_plugin.fsdp import compress_replicas
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on the CPU"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on the CPU"
+    ),
+]
 
 #: Sums of fp32, so that the result of two replicas is bitwise FSDP's own.
 EXACT = {"sparsity": 0, "value_dtype": "fp32", "min_numel": 16}
@@ -33,6 +36,10 @@ def model_of() -> nn.Module:
     torch.manual_seed(0)
     # 5 and 3 are odd: shards of a node differ in size.
     return nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def other_mesh_of() -> Any:
@@ -51,7 +58,7 @@ def sharded(
     two_groups: bool = False,
     **policy: Any,
 ) -> nn.Module:
-    model, mesh = model_of(), init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model, mesh = model_of(), mesh_of(shape)
     mixed = MixedPrecisionPolicy(**policy)
     placement = other_mesh_of() if two_groups else None
     for layer in list(model)[:-1]:  # the root has parameters of its own
@@ -288,58 +295,13 @@ def test_checkpoint(feedback: str, exchange: str, tmp_path: Any) -> None:
 # -- what is refused ---
 
 
-def _refused(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
-    settings: dict[str, Any] = {"data_parallel": SPARSE}
-
-    def note(name: str, model: nn.Module, config: Any = settings, **options: Any) -> None:
-        try:
-            compress_replicas(model, config, **options)
-        except ConfigError as error:
-            found[name] = str(error)
-
-    line = init_device_mesh("cpu", (2,))
-    note("one dimension", fully_shard(model_of(), mesh=line))
-    note("nothing sharded", model_of())
-    note("DDP", nn.parallel.DistributedDataParallel(model_of()))
-    note("FSDP1", FullyShardedDataParallel(model_of(), device_id=torch.device("cpu")))
-    ahead = {"data_parallel": {**SPARSE, "feedback": "step_ahead"}}
-    model = sharded((2, 1))
-    note("no optimizer", model, ahead)
-    note("its optimizer is another's", model, ahead, optimizer=adamw(model_of()))
-    note("local updates", sharded((2, 1)), {"data_parallel": {"feedback": "local_updates"}})
-    note("weights", sharded((2, 1)), {"data_parallel": {"parameters": {}}})
-    model = sharded((2, 1))
-    compress_replicas(model, settings)
-    note("twice", model)
-    return found
-
-
-def test_refused() -> None:
-    expected = {
-        "one dimension": "init_device_mesh(device_type, (nodes, 2 // nodes)",
-        "nothing sharded": "no module of the model was passed to fully_shard",
-        "DDP": "use dct_plugin.DCTState",
-        "FSDP1": "(FSDP1), which is not supported; use fully_shard",
-        "no optimizer": "compress_replicas(model, config, optimizer=optimizer)",
-        "its optimizer is another's": "make it after fully_shard",
-        "local updates": "'local_updates' does not work with FSDP",
-        "weights": "dct.data_parallel.parameters: torch FSDP2",
-        "twice": "call it once",
-    }
-    for found in run(2, _refused):
-        assert found.keys() == expected.keys()
-        for name, text in expected.items():
-            assert text in found[name]
-
-
 def _desync(rank: int, world_size: int, problem: str) -> None:
     model = sharded((2, 1))
     sparsity = 0.8 if problem == "configuration" and rank == 1 else 0.9
     if problem != "missing" or rank == 0:
         compress_replicas(model, {"data_parallel": {"sparsity": sparsity}}, time_limit=5)
     if problem == "late":
-        model.append(fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (2, 1))))
+        model.append(fully_shard(nn.Linear(3, 3), mesh=mesh_of((2, 1))))
     train(model, adamw(model), rank, 1)
 
 
