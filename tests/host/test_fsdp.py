@@ -87,8 +87,12 @@ def train(
     steps: range | int,
     *,
     accumulate: str = "",
+    scaler: torch.amp.GradScaler | None = None,
 ) -> list[float]:
-    """``accumulate``: how two micro-batches make a step, by the function of FSDP's that is called."""
+    """``accumulate``: how two micro-batches make a step, by the function of FSDP's that is called. With a
+    ``scaler`` the gradients of step 2 are not finite.
+    """
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
         for micro in range(2 if accumulate else 1):
@@ -97,8 +101,10 @@ def train(
                     getattr(model, name)(micro == 1)
             points, wanted = batch(step, rank, micro)
             loss = F.mse_loss(model(points).float(), wanted)
-            loss.backward()
-        optimizer.step()
+            overflows = scaler.is_enabled() and step == 2 and rank == 0
+            scaler.scale(loss * torch.inf if overflows else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
@@ -127,6 +133,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 parameters": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "fp16 reduction": {"reduce_dtype": torch.float16},
     "two parameter groups in a module": {"two_groups": True},
+    "gradient scaler": {"has_scaler": True},
     "accumulated": {"accumulate": "every pass reduces"},
     "set_requires_all_reduce": {"accumulate": "set_requires_all_reduce"},
     "set_requires_gradient_sync": {"accumulate": "set_requires_gradient_sync"},
@@ -137,18 +144,19 @@ def _as_native(rank: int, world_size: int) -> dict[str, tuple[bool, int, int]]:
     found = {}
     for name, case in CASES.items():
         options = dict(case)
-        accumulate = options.pop("accumulate", "")
+        accumulate, has_scaler = options.pop("accumulate", ""), options.pop("has_scaler", False)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) if has_scaler else None for _ in range(2)]
         native = sharded((2, 2), **options)
-        train(native, adamw(native), rank, 4, accumulate=accumulate)
+        train(native, adamw(native), rank, 4, accumulate=accumulate, scaler=scalers[0])
         ours = sharded((2, 2), **options)
         optimizer = adamw(ours)
         # What is sent in another type than it is reduced in would be rounded.
         reduced = options.get("reduce_dtype", torch.float32)
         value_dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(reduced, "fp32")
-        compression = compress_replicas(
-            ours, {"data_parallel": {**EXACT, "value_dtype": value_dtype}}, optimizer=optimizer
-        )
-        train(ours, optimizer, rank, 4, accumulate=accumulate)
+        settings = {"data_parallel": {**EXACT, "value_dtype": value_dtype}}
+        compression = compress_replicas(ours, settings, optimizer=optimizer, scaler=scalers[1])
+        train(ours, optimizer, rank, 4, accumulate=accumulate, scaler=scalers[1])
+        compression.state_dict()  # what became of the last step is looked up now
         same = all(torch.equal(a, b) for a, b in zip(shards(native), shards(ours), strict=True))
         found[name] = same, compression.steps.step, compression.metrics.summary().steps
     return found
