@@ -375,11 +375,12 @@ def _check_average(group: ReplicaGroup) -> None:
     Raises:
         ConfigError: It does not.
     """
-    shards = getattr(group.parameters[0].group, "_reduce_scatter_process_group", None)
+    shards = getattr(group.parameters[0].group.mesh_info, "shard_process_group", None)
     if shards is None or shards.size() == 1 or dist.get_backend(shards) != "gloo":
         return
     result = torch.empty(1)
-    dist.reduce_scatter_tensor(result, torch.ones(shards.size()), dist.ReduceOp.AVG, shards)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(result, torch.ones(shards.size()), dist.ReduceOp.AVG, shards)
     if result.item() != 1.0:
         raise ConfigError(
             f"rank {dist.get_rank()}: gloo of torch {torch.__version__} sums where FSDP asks for the average "

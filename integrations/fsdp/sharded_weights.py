@@ -29,6 +29,8 @@ class GatheredShard:
         """Memory for a displaced shard with padding behind it."""
         self._weights: Tensor | None = None
         """The weights' own memory while another one is gathered."""
+        self._displaced: Tensor | None = None
+        """The shard that is gathered in place of the weights."""
 
     @property
     def shape(self) -> torch.Size:
@@ -55,6 +57,8 @@ class GatheredShard:
 
     @property
     def data(self) -> Tensor:
+        if self._displaced is not None:
+            return self._displaced
         flat: Tensor = self.parameter.fsdp._sharded_param_data
         return flat[: self.numel()].view(self.shape)
 
@@ -63,8 +67,9 @@ class GatheredShard:
         fsdp, group = self.parameter.fsdp, self.parameter.group
         if self._weights is None:
             self._weights = fsdp._sharded_param_data
+        self._displaced = shard
         if shard.data_ptr() == self._weights.data_ptr():
-            fsdp._sharded_param_data, self._weights = self._weights, None
+            fsdp._sharded_param_data, self._weights, self._displaced = self._weights, None, None
         elif self.parameter.padded_numel == self.numel():
             fsdp._sharded_param_data = shard.view(-1)
         else:
