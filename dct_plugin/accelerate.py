@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate with torch's DDP: :func:`attach`."""
+"""Hugging Face's Accelerate with torch's DDP or FSDP2: :func:`attach`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from .config import DCTConfig
 from .integrations.attach import attach as attach_to_model
 from .integrations.ddp import DCTState
+from .integrations.fsdp import ReplicaCompression
 
 __all__ = ["attach"]
 
@@ -19,7 +20,7 @@ def attach(
     section: DCTConfig | Mapping[str, Any] | None = None,
     *,
     total_steps: int | None = None,
-) -> DCTState | None:
+) -> DCTState | ReplicaCompression | None:
     """Compress the gradients of a model; :func:`dct_plugin.attach` for what ``prepare`` returned.
 
     ``accelerator.save_state`` saves the residuals, and ``load_state`` restores them.

@@ -9,6 +9,7 @@ from .config import DCTConfig
 from .errors import ConfigError
 from .integrations.attach import attach
 from .integrations.ddp import AveragedResiduals, DCTState
+from .integrations.fsdp import ReplicaCompression
 
 try:
     from lightning.pytorch import Callback
@@ -53,13 +54,18 @@ class DCTCallback(Callback):
                 "step, which has begun when gradients are known; set it to 'pass'"
             )
         steps = trainer.estimated_stepping_batches
-        self.state = attach(
+        state = attach(
             trainer.strategy.model,
             trainer.optimizers[0] if len(trainer.optimizers) == 1 else None,
             self.section,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             total_steps=int(steps) if steps != float("inf") else None,
         )
+        if isinstance(state, ReplicaCompression):
+            raise ConfigError(
+                "DCTCallback: Lightning's checkpoints do not take FSDP2's residuals; use the strategy 'ddp'"
+            )
+        self.state = state
         if self.state is not None and self._loaded is not None:
             AveragedResiduals(self.state).load_state_dict(self._loaded)
             self._loaded = None

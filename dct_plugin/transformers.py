@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback
 from .config import DCTConfig
 from .integrations.attach import attach
 from .integrations.ddp import DCTState
+from .integrations.fsdp import ReplicaCompression
 
 __all__ = ["DCTCallback"]
 
@@ -33,7 +34,7 @@ class DCTCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, section: DCTConfig | Mapping[str, Any] | None = None) -> None:
         self.trainer, self.section = trainer, section
-        self.state: DCTState | None = None
+        self.state: DCTState | ReplicaCompression | None = None
         self._attached: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
+from .fsdp import ReplicaCompression, compress_replicas
 
 logger = logging.getLogger("dct_plugin")
 
@@ -25,19 +27,20 @@ def attach(
     *,
     scaler: torch.amp.GradScaler | None = None,
     total_steps: int | None = None,
-) -> DCTState | None:
+) -> DCTState | ReplicaCompression | None:
     """Compress the gradients of a wrapped model; call it once on every rank, before the first step.
 
     Args:
-        model: A ``DistributedDataParallel``.
+        model: A ``DistributedDataParallel``, or what ``fully_shard`` returned for a mesh of two dimensions
+            (:func:`.fsdp.compress_replicas`).
         optimizer: The optimizer of its parameters, or a wrapper such as Accelerate's.
         section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
         scaler: The gradient scaler, in fp16.
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
 
     Returns:
-        What saves and loads: ``state_dict`` and ``load_state_dict`` for this rank, ``save(folder)`` and
-        ``load(folder)`` for all. None on a single process, where nothing is exchanged.
+        What saves and loads: ``state_dict`` and ``load_state_dict``, and for all ranks ``save(folder)`` and
+        ``load(folder)``. None on a single process, where nothing is exchanged.
 
     Raises:
         ConfigError: The section is wrong, or nothing reduces the gradients of ``model`` as it is.
@@ -47,6 +50,10 @@ def attach(
     if isinstance(model, DistributedDataParallel):
         state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
         return state.register(model)
+    if isinstance(model, FSDPModule):  # a class beside that of the model
+        return compress_replicas(
+            cast(torch.nn.Module, model), config, optimizer=optimizer, scaler=scaler, total_steps=total_steps
+        )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         logger.warning("dct: nothing to do: the training has one process")
         return None
@@ -56,15 +63,11 @@ def attach(
 def _what_instead(model: Any) -> str:
     """Return why a model cannot be attached to, and what can."""
     kinds = {cls.__name__: cls.__module__ for cls in type(model).__mro__}
-    if "FSDPModule" in kinds:
-        return (
-            "fully_shard (FSDP2) reduces gradients itself, which is not supported yet; wrap the model in "
-            "DistributedDataParallel, or shard the optimizer with DeepSpeed's ZeRO"
-        )
     if "FullyShardedDataParallel" in kinds:
         return (
             "FullyShardedDataParallel (FSDP1) reduces gradients itself, and takes no hook that sees which "
-            "parameter they belong to; wrap the model in DistributedDataParallel, or shard with DeepSpeed"
+            "parameter they belong to; use fully_shard (FSDP2) with a mesh of two dimensions, or "
+            "DistributedDataParallel"
         )
     if "DeepSpeedEngine" in kinds:
         return 'a DeepSpeed engine needs no call: give its JSON a "dct" section'

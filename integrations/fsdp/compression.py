@@ -19,10 +19,12 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_units import unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
 from ..host import lost_peers, startup
+from ..host.automatic import settled
 from ..host.loss_scale import LossScale
 from ..host.nonfinite import PoisonedSteps
 from ..host.replicas import Replicas
@@ -54,6 +56,7 @@ def compress_replicas(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    total_steps: int | None = None,
     metrics: Metrics | None = None,
     time_limit: float = startup.TIME_LIMIT,
 ) -> ReplicaCompression:
@@ -69,6 +72,7 @@ def compress_replicas(
         optimizer: The model's optimizer, made after ``fully_shard``. Its steps are counted; without it a
             step ends with every backward pass that reduces gradients.
         scaler: The gradient scaler of fp16.
+        total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
         metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
             summary when the process ends.
         time_limit: Seconds in which the other replicas must reach their first reduction.
@@ -82,7 +86,13 @@ def compress_replicas(
     """
     check_torch()
     return ReplicaCompression(
-        model, config, optimizer=optimizer, scaler=scaler, metrics=metrics, time_limit=time_limit
+        model,
+        config,
+        optimizer=optimizer,
+        scaler=scaler,
+        total_steps=total_steps,
+        metrics=metrics,
+        time_limit=time_limit,
     )
 
 
@@ -90,7 +100,7 @@ class ReplicaCompression:
     """The state of :func:`compress_replicas`, a ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Args:
-        model, config, optimizer, scaler, metrics, time_limit: See :func:`compress_replicas`.
+        model, config, optimizer, scaler, total_steps, metrics, time_limit: See :func:`compress_replicas`.
     """
 
     def __init__(
@@ -100,16 +110,24 @@ class ReplicaCompression:
         *,
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
+        total_steps: int | None,
         metrics: Metrics | None,
         time_limit: float,
     ) -> None:
-        self.config = DCTConfig.parse({} if config is None else config, rank=dist.get_rank())
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
-        _check_settings(self.config, has_optimizer=optimizer is not None)
+        written = DCTConfig.given(config, rank=dist.get_rank())
+        self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._model, self._time_limit = model, time_limit
         groups = _replicated(model)
+        replicas = groups[0][0].mesh_info.replicate_process_group.size()
+        self.config, self._note = settled(
+            written,
+            optimizer,
+            ranks=replicas,
+            steps=total_steps,
+            untold="compress_replicas(model, section, optimizer=optimizer) takes what suits it",
+        )
+        _check_settings(self.config, has_optimizer=optimizer is not None)
         if metrics is None:
-            replicas = groups[0][0].mesh_info.replicate_process_group.size()
             metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
             Reporting(metrics)
         self.metrics, self.steps = metrics, StepHooks([], metrics, rank=dist.get_rank())
@@ -233,6 +251,13 @@ class ReplicaCompression:
                 _check_average(group)
         facts = {"optimizer steps so far": group.reducer.step, "optimizer given": self._optimizer is not None}
         agreement.confirm(startup.facts_of(self.config, facts))
+        if dist.get_rank() == 0 and not self._agreed:
+            logger.warning(
+                "dct: active on FSDP2, %d replicas, %s, config %s",
+                group.size(), self.config.data_parallel.summary, self.config.fingerprint(),
+            )  # fmt: skip
+            if self._note:
+                logger.warning("dct: %s", self._note)
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
@@ -296,6 +321,12 @@ class ReplicaCompression:
         saved_residuals.restore(self.groups, state)
         self._restored()
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write residuals as a checkpoint of their own, for :meth:`load`; a collective of all ranks."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"dct": self}, checkpoint_id=folder)
+
     def load(self, folder: str | os.PathLike[str], key: str = "dct") -> bool:
         """Restore residuals from a checkpoint of ``torch.distributed.checkpoint``, also of another mesh.
 
@@ -326,6 +357,8 @@ def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
         ConfigError: Names the setting.
     """
     settings = config.data_parallel
+    if not (config.enabled and settings.enabled):
+        raise ConfigError("dct.data_parallel is switched off (enabled = false): leave compress_replicas out")
     if settings.parameters is not None:
         raise refuse("torch FSDP2", "FSDP gathers the weights inside a replica")
     if settings.feedback.steps_locally:
