@@ -1,6 +1,6 @@
 """What thresholded gradients between nodes cost under FSDP2: the GPT, data and schedule of ``adam.py``.
 
-Two nodes of one rank are two ranks of torch DDP (bitwise, ``tests/host/test_fsdp.py``). Two nodes of two
+Two nodes of one rank are two ranks of torch DDP (bitwise, ``tests/fsdp/test_fsdp.py``). Two nodes of two
 ranks are as many compressors on the same sequences: each rank takes half of its node's.
 
     torchrun --nproc-per-node 2 benchmarks/studies/hsdp.py --text wikitext2_valid.txt.gz --results runs.jsonl
