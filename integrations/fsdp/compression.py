@@ -359,6 +359,11 @@ def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
     settings = config.data_parallel
     if not (config.enabled and settings.enabled):
         raise ConfigError("dct.data_parallel is switched off (enabled = false): leave compress_replicas out")
+    if settings.nodes not in ("auto", 1):
+        raise ConfigError(
+            f"dct.data_parallel.nodes = {settings.nodes}: under FSDP the replicas of the mesh are the nodes; "
+            "leave it out"
+        )
     if settings.parameters is not None:
         raise refuse("torch FSDP2", "FSDP gathers the weights inside a replica")
     if settings.feedback.steps_locally:
