@@ -27,7 +27,7 @@ _GLOO_MESSAGE = 400
 
 
 class _Operation(NamedTuple):
-    """What an operation sends over a ring of ``P`` ranks, the mean of all ranks.
+    """The bytes that an operation sends over a ring of ``P`` ranks, the mean of all ranks.
 
     Attributes:
         factor: Bytes sent for each byte of the input; of ``P``.

@@ -22,7 +22,7 @@ _UNTOLD = (
 
 
 class Choice(NamedTuple):
-    """What ``auto`` became."""
+    """The feedback that ``auto`` became."""
 
     settings: DataParallelConfig
     reason: str

@@ -243,7 +243,7 @@ class DataParallelConfig(Section):
 
     @property
     def summary(self) -> str:
-        """What is sent, and what becomes of the rest, in words."""
+        """The share of entries sent, and the feedback for the others, in words."""
         return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}"
 
     @property

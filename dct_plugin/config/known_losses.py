@@ -18,7 +18,7 @@ _NEEDS_MOMENTS = (_F.ADAM, _F.RMSPROP)
 
 @dataclass(frozen=True)
 class Training:
-    """What of a training, besides the section, decides what thresholds cost.
+    """The facts of a training, besides the section, that decide what thresholds cost.
 
     Attributes:
         optimizer: Names of the optimizer's class and its base classes, or its type in DeepSpeed's JSON;

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 
 
 class OptimizerFamily(Enum):
-    """What an optimizer makes of gradients."""
+    """The kind of an optimizer, by what it makes of gradients."""
 
     ADAM = "Adam"
     RMSPROP = "RMSprop"

@@ -20,7 +20,7 @@ _SLOW, _GIGABIT, _FAST = LINKS
 
 
 class Measured(NamedTuple):
-    """What was measured, and where it stands."""
+    """A measured figure, and the section of the results that has it."""
 
     what: str
     source: str

@@ -76,7 +76,7 @@ class Moments:
 
     @property
     def seen(self) -> list[Tensor]:
-        """What was added in this step."""
+        """The squares that were added in this step."""
         return [self._seen_rows, self._seen_columns]
 
     def _rows_of(self, first: int, numel: int) -> tuple[slice, slice]:

@@ -32,7 +32,7 @@ _TORCH_OPTIMIZERS = (
 
 @dataclass
 class FileReport:
-    """What is to be said about a file.
+    """The faults and warnings of a file.
 
     Attributes:
         config: The section as the job applies it; None if it cannot be read.

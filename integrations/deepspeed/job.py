@@ -1,4 +1,4 @@
-"""What decides whether and how a DeepSpeed job takes its ``dct`` section, from its engine or from its JSON.
+"""The facts of a DeepSpeed job, from its engine or its JSON, that decide how it takes its ``dct`` section.
 
 :mod:`.rules` judges it. :func:`.paths.job_of` reads the same of an engine. This module imports neither
 torch nor DeepSpeed: ``dct config check`` starts at once, and on machines that have neither.

@@ -1,4 +1,4 @@
-"""What a DeepSpeed job cannot have, and what is strange about it: for its start and for ``dct config check``.
+"""The combinations that a DeepSpeed job cannot have, or should not: for its start and ``dct config check``.
 
 The rules judge a :class:`.job.Job`, which is made of an engine or of its JSON. Only the checks for functions
 and attributes of the installed DeepSpeed are not here: the paths make them. This module imports neither torch
