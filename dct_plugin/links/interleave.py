@@ -55,6 +55,7 @@ class Figures:
                 for before, turn in zip([first, *turns], turns, strict=False)
             )
             for key in turns[0].totals
+            if key.endswith("_ms")
         }
         sent = sum(turn.sent * turn.steps for turn in turns) / steps
         inside = sum(turn.inside * turn.steps for turn in turns) / steps

@@ -197,6 +197,7 @@ def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
     assert ours["median_ms"] < dense["median_ms"]
     assert methods["ideal"]["sent"] < 1000
     assert ours["split"]["exchange_ms"] > 0
+    assert all(part.endswith("_ms") for part in ours["split"])
 
 
 @pytest.mark.slow
