@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -202,28 +201,6 @@ def test_owners_look_ahead_by_what_they_have_not_sent(world_size: int) -> None:
         torch.testing.assert_close(found["mean"], expected, rtol=0, atol=1e-5)
         assert torch.equal(found["at first"], torch.zeros(TOTAL))
         assert torch.equal(found["in full"], found["working"])
-
-
-def warnings_of(rank: int, world_size: int) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dct_plugin")
-    logger.addHandler(handler)
-    updates_of({"feedback": "step_ahead"})
-    updates_of({"parameters": {"sparsity": 0}})
-    assert not found
-    updates_of({})
-    logger.removeHandler(handler)
-    return found
-
-
-@pytest.mark.slow
-def test_passes_that_lag_behind_are_warned_of() -> None:
-    (first, *more), second = processes.run(2, warnings_of)
-    assert "parameters with feedback = 'local': passes run at weights that lag" in first
-    assert not more
-    assert not second
 
 
 def fail(rank: int, world_size: int) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import gc
 import sys
 
+import pytest
+
 from dct_plugin.integrations.host import lost_peers
+
+
+@pytest.fixture(autouse=True)
+def _a_hook_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of other tests in this process may have left theirs behind another hook."""
+    monkeypatch.setattr(lost_peers, "_excepthook", type(lost_peers._excepthook)())
 
 
 class Job:

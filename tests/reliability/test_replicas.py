@@ -55,6 +55,10 @@ def _drifts(rank: int, world_size: int, action: str, ahead: bool) -> tuple[list[
     return lines, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+def _taken_over(lines: list[str]) -> list[str]:
+    return [line for line in lines if "took over" in line]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_drifted_parameter_stops_all_ranks(ahead: bool) -> None:
@@ -68,9 +72,9 @@ def test_a_drifted_parameter_stops_all_ranks(ahead: bool) -> None:
 def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
     results = run(3, _drifts, "resync", False)
     assert all(torch.equal(weights, results[0][1]) for _, weights in results)
-    (line,) = results[0][0]
+    (line,) = _taken_over(results[0][0])
     assert "2.weight on rank(s) 1; all took over those of rank 0" in line
-    assert not results[1][0]
+    assert not _taken_over(results[1][0])
 
 
 def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> tuple[str, list[str]]:
@@ -112,9 +116,9 @@ def test_a_drifted_parameter_of_megatron() -> None:
     resync = {**section, "data_parallel": {**data, "verify": {"every": 2, "action": "resync"}}}
     first, second = run(2, _drifts_in_megatron, job.with_dct(resync, bf16=True), True)
     assert first[0] == second[0]
-    (line,) = first[1]
+    (line,) = _taken_over(first[1])
     assert "0.module.decoder.final_layernorm.weight (fp32 copy) on ranks 0, 1 (no majority)" in line
-    assert second[1] == []
+    assert not _taken_over(second[1])
     # Under the distributed optimizer every rank has its own part of the masters.
     sharded = job.with_dct(resync, bf16=True, distributed_optimizer=True)
     first, second = run(2, _drifts_in_megatron, sharded, False)
