@@ -2,7 +2,8 @@
 
 At the first start on a machine DeepSpeed has torch compile an operator, for minutes and in silence. A
 process that is killed meanwhile leaves a lock file, and all others wait for it forever. Here a lock names its
-process, and a lock of a process that is gone is removed. Imports the standard library only.
+process, and a lock of a process that is gone is removed. From torch 2.15 on the kernel frees the lock; a
+process then only says that it compiles or waits. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -32,8 +33,17 @@ _STALE = 300.0
 _WRAPPED = "_dct_wrapped"
 
 
+def locks_stay() -> bool:
+    """Return whether the lock of a process that is killed stays: before torch 2.15."""
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")
+
+
 def locks() -> list[Path]:
-    """Return the lock files of DeepSpeed's compilations that exist now."""
+    """Return the lock files of DeepSpeed's compilations that exist now, if they mean that others wait."""
+    if not locks_stay():
+        return []
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
     return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/deepspeed*/lock"))
 
@@ -79,6 +89,14 @@ def watched() -> Iterator[None]:
     The lock prints what the process waits for, or does, for longer than :data:`SAY_AFTER` seconds. A lock of
     a process that is gone is removed.
     """
+    if not locks_stay():
+        doing = "compiling a part of DeepSpeed, or waiting for a process that does"
+        timer = _later(lambda: f"still {doing}: that takes minutes, once on this machine")
+        try:
+            yield
+        finally:
+            timer.cancel()
+        return
     from torch.utils import cpp_extension
 
     class WatchedBaton(cpp_extension.FileBaton):

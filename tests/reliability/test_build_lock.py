@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from dct_plugin.integrations.host import build_lock
+
+LOCKS_STAY = pytest.mark.skipif(not build_lock.locks_stay(), reason="the kernel frees this torch's locks")
 
 
 def test_a_lock_that_was_left_behind_is_said_to_be_old(tmp_path: Path) -> None:
@@ -21,6 +24,21 @@ def test_a_lock_that_was_left_behind_is_said_to_be_old(tmp_path: Path) -> None:
     assert "nothing has changed in its folder for 60 minutes" in build_lock.advice(lock)
 
 
+def test_a_long_compilation_says_so_where_the_kernel_frees_locks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    monkeypatch.setattr(build_lock, "SAY_AFTER", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    said = ""
+    with build_lock.watched():
+        while "once on this machine" not in said:  # other tests' threads may speak, too
+            said += capfd.readouterr().err
+    assert "dct: still compiling a part of DeepSpeed, or waiting for a process that does" in said
+    assert build_lock.locks() == []
+
+
+@LOCKS_STAY
 @pytest.mark.slow
 def test_any_process_that_waits_says_so(tmp_path: Path) -> None:
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
@@ -63,6 +81,7 @@ assert cpp_extension.FileBaton is file_baton.FileBaton
     assert compiling.startswith(f"dct: still compiling in {lock.parent}")
 
 
+@LOCKS_STAY
 @pytest.mark.slow
 def test_the_lock_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
     lock = tmp_path / "deepspeed_shm_comm" / "lock"

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dct_plugin.integrations.host import build_lock
 from support import processes, with_local_feedback
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
@@ -40,6 +41,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def _refuse_stale_lock(variables: dict[str, str]) -> None:
     """A DeepSpeed that is killed while it compiles leaves a lock, on which all later ones wait in silence."""
+    if not build_lock.locks_stay():
+        return
     folder = Path(variables.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     for lock in folder.glob("*/deepspeed*/lock"):
         age = time.time() - lock.stat().st_mtime
