@@ -18,6 +18,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
+from support.interpreted_masks import needs_masks
+
 from dct_plugin import kernels
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
 from dct_plugin.config.methods import BoundMethod
@@ -31,9 +33,13 @@ from dct_plugin.kernels.triton.backend import TritonBackend
 from dct_plugin.kernels.triton.embedding import TritonCodeKernels
 from dct_plugin.model_parallel.compressors import COMPRESSORS, Site
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="the interpreter is off: tests/gpu has these kernels",
+    ),
+    needs_masks,
+]
 HOST, DEVICE = ReferenceEmbeddingKernels(), TritonCodeKernels()
 
 

@@ -12,15 +12,21 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
+from support.interpreted_masks import needs_masks
+
 from dct_plugin.embedding.device_requests import DistinctRows
 from dct_plugin.embedding.request_message import Bags, RowRequest, read_request, write_request
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN
 from dct_plugin.kernels.triton.requests import TritonRequestKernels
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="the interpreter is off: tests/gpu has these kernels",
+    ),
+    needs_masks,
+]
 HOST, CPU = ReferenceBackend(WRITTEN), torch.device("cpu")
 #: Rows of each owner's tables: few, which are all named or need bitmaps; many; one table, and none.
 OWNERS = [[3, 40], [300, 90_000, 5], [700_000], [], [1200]]
