@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from .metrics import Metrics, Record
+from .metrics import HOST, PLUGIN, Metrics, Record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -178,9 +178,9 @@ class HostTraffic:
             sent += _GLOO_MESSAGE * _OPERATIONS[operation].gloo_messages(ranks)
         numel = sum(tensor.numel() for tensor in flat)
         if _own.recorded is None:
-            self._metrics.record(Record(f"host_{operation}", sent, sent, numel, tensors=0))
+            self._metrics.record(Record(f"{HOST}{operation}", sent, sent, numel, tensors=0))
         else:
-            self._metrics.record(Record("plugin", 0, sent, numel, tensors=0))
+            self._metrics.record(Record(PLUGIN, 0, sent, numel, tensors=0))
 
 
 _started: list[HostTraffic] = []

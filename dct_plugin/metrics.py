@@ -93,6 +93,12 @@ class _Sums:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
+#: Tensor classes of the framework's own traffic begin with this.
+HOST = "host_"
+
+#: Tensor class of collectives of the plugin that carry no messages.
+PLUGIN = "plugin"
+
 #: Milliseconds that sums and records have.
 _TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms")
 
@@ -404,7 +410,7 @@ class Metrics:
             return
         rows = {cls: _row(sums, steps) for cls, sums in window.items()}
         for cls, row in rows.items() if self.has_nodes else ():
-            row["inter_node"] = None if cls.startswith("host_") else row["sent_bytes"]
+            row["inter_node"] = None if cls.startswith(HOST) else row["sent_bytes"]
             row["intra_node"] = round(window[cls].intra_node / steps, 1)
         if self._file is not None:
             head = {"step": step, "steps": steps}
@@ -474,13 +480,13 @@ _CLASS_NAMES = {
     "embedding_ids": "requests for embedding rows",
     "pipeline": "activations between stages",
     "pipeline_gradient": "gradients between stages",
-    "plugin": "checks and averages of the plugin",
-    "host_all_reduce": "the framework's own all-reduces",
-    "host_all_gather": "the framework's own all-gathers",
-    "host_reduce_scatter": "the framework's own reduce-scatters",
-    "host_all_to_all": "the framework's own all-to-alls",
-    "host_broadcast": "the framework's own broadcasts",
-    "host_send": "tensors that the framework sends between ranks",
+    PLUGIN: "checks and averages of the plugin",
+    f"{HOST}all_reduce": "the framework's own all-reduces",
+    f"{HOST}all_gather": "the framework's own all-gathers",
+    f"{HOST}reduce_scatter": "the framework's own reduce-scatters",
+    f"{HOST}all_to_all": "the framework's own all-to-alls",
+    f"{HOST}broadcast": "the framework's own broadcasts",
+    f"{HOST}send": "tensors that the framework sends between ranks",
 }
 
 
@@ -510,6 +516,11 @@ def _tensorboard_writer(directory: str, rank: int) -> Any:
     except OSError as error:
         reason = f"must be a directory that can be written ({error.strerror or error})"
         raise _fault("tensorboard", directory, reason, rank) from error
+
+
+def is_estimate(cls: str) -> bool:
+    """Return whether the bytes of a tensor class follow from the sizes of collectives, not from messages."""
+    return cls.startswith(HOST) or cls == PLUGIN
 
 
 def format_bytes(count: float) -> str:

@@ -13,6 +13,7 @@ from dct_plugin.links.interleave import Figures, interleaved, warmed
 from dct_plugin.links.namespaces import Links
 from dct_plugin.links.rates import rate_name
 from dct_plugin.links.team import NETWORKS, Team
+from dct_plugin.metrics import is_estimate
 
 from .figures import Run
 
@@ -32,9 +33,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:
-    """Sum of the named figures over the tensor classes, for every step."""
+    """Sum of the named figures over the classes of the plugin's messages, for every step."""
     sums: dict[int, float] = {}
     for line in metrics:
+        if is_estimate(line["class"]):
+            continue
         sums[line["step"]] = sums.get(line["step"], 0.0) + sum(line[name] for name in names)
     return sums
 

@@ -12,18 +12,22 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import Metrics
 
 
 @contextmanager
 def unrecorded(model: nn.Module, metrics: Metrics) -> Iterator[None]:
-    """Inside, the model's tables count no bytes: those of an evaluation are not those of training."""
+    """Inside, nothing that is sent is counted: bytes of an evaluation are not those of training."""
     modules: list[Any] = [m for m in model.modules() if getattr(m, "metrics", None) is metrics]
     for module in modules:
         module.metrics = None
-    yield
-    for module in modules:
-        module.metrics = metrics
+    try:
+        with own_traffic():
+            yield
+    finally:
+        for module in modules:
+            module.metrics = metrics
 
 
 def bytes_per_step(engine: Any, metrics: Metrics, steps: int) -> dict[str, dict[str, float]]:

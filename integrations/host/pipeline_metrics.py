@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from dct_plugin.metrics import Metrics, Record
+from dct_plugin.metrics import HOST, Metrics, Record
 from dct_plugin.stream import Encoded
 
 
@@ -37,7 +37,7 @@ class PipelineMetrics(NamedTuple):
     def sent_whole(self, tensor: Tensor) -> None:
         """Record a tensor that was sent as it is."""
         nbytes = tensor.numel() * tensor.element_size()
-        self.metrics.record(Record("host_send", nbytes, nbytes, tensor.numel(), tensors=0))
+        self.metrics.record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel(), tensors=0))
 
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:

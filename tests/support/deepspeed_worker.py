@@ -29,6 +29,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dct_plugin.metrics import HOST
+
 
 class Net(nn.Module):
     """Odd sizes, so that partitions cut parameters; one parameter larger than the reduction buckets."""
@@ -307,9 +309,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         if result["attached"]:
             reducer, total = engine.dct.reducer, engine.dct.metrics.summary()
             own = [
-                part
-                for name, part in total.classes.items()
-                if "/" not in name and not name.startswith("host_")
+                part for name, part in total.classes.items() if "/" not in name and not name.startswith(HOST)
             ]
             result.update(
                 streams=sorted(reducer.streams),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dct_plugin.metrics import HOST
 from dct_plugin.tools.bench import megatron_cpu
 from support import with_local_feedback
 
@@ -287,7 +288,7 @@ def _run(
     if session is not None:
         session.end_step()
         found = session.metrics.summary().classes
-        classes = {n: dict(vars(part)) for n, part in found.items() if not n.startswith("host_")}
+        classes = {n: dict(vars(part)) for n, part in found.items() if not n.startswith(HOST)}
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     return Outcome(
         losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,

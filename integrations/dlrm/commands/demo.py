@@ -24,7 +24,7 @@ from dct_plugin.output import check_target, command, versions, write
 
 from ..figures import BASELINE
 from ..settings import MODEL_SECTION
-from .shared import Job, chosen_format, complete, launch, read_json
+from .shared import Job, chosen_format, complete, launch
 
 
 @dataclass(frozen=True)
@@ -287,6 +287,7 @@ def deepspeed_config(preset: Preset, given: Options) -> dict[str, Any]:
         ConfigError: The file is no JSON object, the ``dct`` section is wrong, or the batch cannot be split.
     """
     from dct_plugin.config import DCTConfig
+    from dct_plugin.config.dct import read_json
 
     file = given.config
     content: dict[str, Any] = {} if file is None else read_json(file)

@@ -22,7 +22,7 @@ from dct_plugin.output import check_target, command, versions, write
 
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
-from .shared import Job, chosen_format, complete, launch, read_json
+from .shared import Job, chosen_format, complete, launch
 
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2, "table": 1}
@@ -197,6 +197,7 @@ def configurations(
             name, or a batch cannot be split over the ranks.
     """
     from dct_plugin.config import DCTConfig
+    from dct_plugin.config.dct import read_json
 
     make = partial(configuration, model=model, exchange=exchange, ranks=ranks)
     configs: dict[str, dict[str, Any]] = {}

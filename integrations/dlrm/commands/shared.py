@@ -95,25 +95,6 @@ def chosen_format(
     return format
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        ConfigError: It cannot be read, or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return content
-
-
 def complete(
     content: dict[str, Any], *, optimizer: dict[str, Any], batch_size: int, ranks: int, source: str
 ) -> dict[str, Any]:
