@@ -1,4 +1,4 @@
-"""What step-ahead adds to a step, in milliseconds of one core and in bytes, without a host and without ranks.
+"""Measure what step-ahead adds to a step, in milliseconds of one core and in bytes, without a host or ranks.
 
 The passes are the same in every host: squared gradients are followed once per reduction (ZeRO-2: at every
 micro-batch), weights are displaced once per optimizer step. Times are of the processor, medians.

@@ -1,4 +1,4 @@
-"""What thresholded gradients cost under Adam, through the real DeepSpeed engine: a character-level GPT.
+"""Measure the loss of thresholded gradients under Adam, with DeepSpeed's engine and a character-level GPT.
 
 Starts local ranks that train the same small GPT (350,976 parameters) from the same weights on the same
 batches, once for every setting and seed; the settings differ in the ``dct`` section of the JSON alone. AdamW

@@ -1,4 +1,4 @@
-"""What a user loses in the first hour: README's block for torch DDP as pasted, on the text of ``adam.py``.
+"""Measure the loss of a user's first hour: README's block for torch DDP as pasted, on ``adam.py``'s text.
 
 The block is read from README.md and executed. Beside it stand settings that a user may choose instead; those
 that are known to lose log a warning. Adam (or ``--optimizer Lion``), 300 steps, no weight decay, no clipping.
@@ -94,7 +94,7 @@ class Engine(powersgd.Engine):
 
 
 def configure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
-    """Of an engine."""
+    """Return the options that a rank trains one setting with."""
     return {"optimizer": args.optimizer, "lr": args.lr, "steps": args.steps, **SETTINGS[setting]}
 
 

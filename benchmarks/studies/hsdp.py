@@ -1,4 +1,4 @@
-"""What thresholded gradients between nodes cost under FSDP2: the GPT, data and schedule of ``adam.py``.
+"""Measure the loss of thresholded gradients between nodes under FSDP2, with the GPT and data of ``adam.py``.
 
 Two nodes of one rank are two ranks of torch DDP (bitwise, ``tests/fsdp/test_fsdp.py``). Two nodes of two
 ranks are as many compressors on the same sequences: each rank takes half of its node's.

@@ -1,4 +1,4 @@
-"""What PowerSGD and thresholded gradients cost, and the bytes they send: the text model of ``adam.py``.
+"""Measure the loss and the bytes of PowerSGD and of thresholded gradients: the text model of ``adam.py``.
 
 torch DDP with torch's own PowerSGD hook (error feedback, warm start; dense for the first 60 steps; one
 bucket, since its collectives follow no fixed order on gloo otherwise) and with the plugin's hook, after 60
@@ -74,7 +74,7 @@ class Engine:
 
 
 def configure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
-    """Of an engine."""
+    """Return the options that a rank trains one setting with."""
     options = json.loads(args.optimizer_params)
     options.pop("torch_adam", None)
     return {"optimizer": {"lr": args.lr, **options}, **SETTINGS[setting]}

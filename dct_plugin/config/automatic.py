@@ -28,7 +28,7 @@ class Choice(NamedTuple):
     reason: str
     """Why, and with which start, for the log; empty where there is nothing to say."""
     is_second_best: bool = False
-    """Whether step-ahead would be better, and cannot be had."""
+    """True where step-ahead would be better and cannot be had."""
 
 
 def chosen(
@@ -79,9 +79,9 @@ class Judgement(NamedTuple):
 
     settings: DataParallelConfig
     line: str
-    """What the feedback became, or that the settings are known to lose; may be empty."""
+    """Says which feedback was chosen, or that the settings are known to lose; empty where neither is so."""
     warns: bool
-    """Whether the line is a warning."""
+    """True where the line is a warning."""
 
 
 def judged(

@@ -42,7 +42,7 @@ class KnownLoss(NamedTuple):
     """A setting that is known to lose; it applies where all of its conditions do."""
 
     loss: str
-    """What was lost, and in which training."""
+    """The measured loss, and the training that lost it."""
     change: str
     """The line of the section to change."""
     source: str

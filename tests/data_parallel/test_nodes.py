@@ -307,7 +307,7 @@ def test_ranks_that_fail_or_differ_are_named_and_a_poisoned_step_leaves_no_trace
 
 
 def _chosen(rank: int, world_size: int, host: str) -> dict[str, str]:
-    """What is chosen for the option; ``host`` names the machine of every rank."""
+    """Return the nodes chosen for the option; ``host`` names the machine of every rank."""
     found = {}
     nodes_module._log_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch, logged() as lines:
