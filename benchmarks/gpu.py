@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -38,7 +37,6 @@ from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload
 from dct_plugin.codecs.slots import slot_bytes
 from dct_plugin.codecs.stats import read_figures
 from dct_plugin.kernels import Job, get_backend
-from dct_plugin.kernels.embedding_format import Outgoing
 from dct_plugin.kernels.reference import ReferenceBackend
 
 AIM = 0.7  # of the copy bandwidth, on the bytes that selection has to move
@@ -142,47 +140,6 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         kernels.write_slot(writer, halves[1], 0)
         add("sum of 2 frames", lambda: kernels.sum_slots(frames, bounds, [target], 0.5), 2 * once)
     return bandwidth, rows
-
-
-def bounded(repeats: int) -> list[Row]:
-    """Error-bounded codes of 26 tables' vectors for 7 peers, on the device and by way of the host: whole
-    calls, waits included.
-    """
-    host, device = get_backend("cpu").embedding_kernels(), get_backend("cuda").code_kernels()
-    lengths = np.full(26, 2048 * 16 // 8, dtype=np.int64)
-    parts = [
-        Outgoing(torch.randn(int(lengths.sum()), device="cuda"), lengths, np.full(26, 0.05)) for _ in range(7)
-    ]
-    nbytes = 4 * sum(part.x.numel() for part in parts)
-    rows: list[Row] = []
-
-    def add(what: str, call: Callable[[], Any], message_bytes: int) -> None:
-        call()
-        times = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - begin))
-        row = {"what": what, "ms": statistics.median(times), "min_ms": min(times)}
-        rows.append(row | {"vectors_bytes": nbytes, "message_bytes": message_bytes})
-
-    def by_host(bit_cost: int) -> list[Tensor]:
-        coded = host.encode([part._replace(x=part.x.cpu()) for part in parts], bit_cost)
-        return [each.message.cuda() for each in coded if each.message is not None]
-
-    for name, bit_cost in (("packed", 0), ("Rice", 1 << 20)):
-        size = sum(message.numel() for message in by_host(bit_cost))
-        add(f"encode by the host, {name}", lambda cost=bit_cost: by_host(cost), size)
-    if device is not None:
-        coded = device.encode(parts, 0)
-        payloads = [each.message[:-1] for each in coded if each.message is not None]
-        size = sum(payload.numel() for payload in payloads)
-        outs = [torch.empty_like(part.x) for part in parts]
-        add("encode on the device, packed", lambda: device.encode(parts, 0), size)
-        add("decode on the device", lambda: device.decode(payloads, [lengths] * 7, outs), size)
-    return rows
 
 
 # ---- steps --------------------------------------------------------------------------------------------
@@ -374,9 +331,6 @@ def main(
     show(rows, f"{numel:,} entries, {density:.2%} kept, copy_ at {bandwidth / 1e9:.0f} GB/s", console)
     best = max(row["share_of_copy"] for row in rows if row["what"].startswith("select"))
     console.print(f"best selection: {best:.0%} of the copy bandwidth (aim: {AIM:.0%})")
-
-    result["bounded"] = bounded(repeats)
-    show(result["bounded"], "error-bounded codes: 26 tables, 7 peers, batch 2048, dimension 16", console)
 
     def write() -> None:
         if json_file:

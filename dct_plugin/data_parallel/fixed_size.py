@@ -26,13 +26,10 @@ from ..errors import PayloadError
 from ..kernels import GRAD_DTYPES
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
-from ..transport.fixed_size import FixedSizeExchange, MessageSize, SlotTransfer
+from ..transport.fixed_size import FixedSizeExchange, SlotTransfer
 from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Phase
-
-#: Size of a message of which nothing is known but the sizes of the messages before it.
-_UNKNOWN = MessageSize(entries=1)
 
 
 @dataclass
@@ -115,8 +112,7 @@ class FixedSizeReductions:
             self._exchanges[plan.fingerprint] = []
         exchange = FixedSizeExchange(self._group.exchange, plan.fingerprint)
         self._exchanges[plan.fingerprint].append(exchange)
-        sizes = [_UNKNOWN] * len(sent)
-        exchange.remember(sizes, _numbered(sent), sizes, _numbered(received))
+        exchange.remember(_numbered(sent), _numbered(received))
 
     # -- under way ---
 
@@ -165,8 +161,7 @@ class FixedSizeReductions:
         if phase.to_all:
             writers = [pending.writers[-1] if pending.sent else pending.writers[0]] * ranks
         written = phase.write(plan, writers)
-        sizes = [_UNKNOWN] * ranks
-        slots = exchange.slots(sizes, sizes, self._group.device, own=True, shared=phase.to_all)
+        slots = exchange.slots(self._group.device, shared=phase.to_all)
         self._kernels.write_slot(writers[rank], slots.slot_from(rank), exchange.fingerprint, lacks)
         if not phase.to_all:
             for receiver in range(ranks):
@@ -185,8 +180,7 @@ class FixedSizeReductions:
         """Tell the ranks that wait for the phases that were not sent. Never raises."""
         exchanges = self._exchanges.get(pending.plan.fingerprint, [])[len(pending.sent) :]
         for exchange, phase in zip(exchanges, pending.phases[len(pending.sent) :], strict=False):
-            sizes = [_UNKNOWN] * self._group.world_size
-            exchange.fail(exchange.slots(sizes, sizes, self._group.device, own=True, shared=phase.to_all))
+            exchange.fail(exchange.slots(self._group.device, shared=phase.to_all))
 
     # -- finished ---
 
@@ -225,15 +219,15 @@ class FixedSizeReductions:
                 if affected & set(destination.senders):
                     destination.add_again([messages[sender] for sender in destination.senders])
         for result in results:
-            slots = result.phase.slots
-            result.phase.exchange.remember(slots.sent, result.sent, slots.got, result.got)
+            result.phase.exchange.remember(result.sent, result.got)
             self._group.account(result.phase.written, whole)
         self._spare.append(pending.writers)
         self._finished(pending.plan)
 
     def _check(self, plan: ReductionPlan, phase: Phase, result: _Result) -> None:
-        most = dict(enumerate(phase.largest_messages(plan)))
-        result.phase.exchange.checked_sizes({r: row[:2] for r, row in result.rows.items()}, most)
+        slots = result.phase.exchange
+        headers = [row[:2] for row in result.rows.values()]
+        slots.exchange.checked_sizes(headers, slots.fingerprint, phase.largest_messages(plan))
         for sender, error in enumerate(result.errors):
             if error:
                 problem = KERNEL_ERRORS[error]

@@ -32,11 +32,9 @@ from ..config import EmbeddingChannelConfig, KernelConfig
 from ..host_traffic import own_traffic
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
-from ..stream import as_flat, wire_dtype
+from ..stream import as_flat
 from ..transport.exchange import Exchange
-from ..transport.fixed_size import FixedSizeExchange
 from .bounds import Limits, TableLimits
-from .device_vectors import DeviceVectors, coded_size
 from .messages import Mask, VectorBlock, VectorMessages
 from .timer import ExchangeTimer
 from .vector_codec import VectorCodec
@@ -105,34 +103,17 @@ class EmbeddingExchange(TableLimits):
         codec = VectorCodec(config, name=name, backend=self.backend, host=self.host_kernels)
         self.messages = VectorMessages(codec, dim)
         self._transport: Exchange | None = None
-        self._slots: dict[tuple[str, bool], FixedSizeExchange] = {}
 
     def transport(self, group: dist.ProcessGroup | None, device: torch.device) -> Exchange:
         """Return the transport to the ranks of ``group``."""
         known = self._transport
         if known is None or known.group is not group or known.device != device:
             self._transport = known = Exchange(group, device)
-            self._slots.clear()
         return known
 
     def fingerprint(self, direction: str) -> int:
         """Return the fingerprint by which ranks out of step are found."""
         return zlib.crc32(self.name.encode()) + (direction == "backward")
-
-    def slots(
-        self, transport: Exchange, direction: str, *, quantised: bool, masked: bool
-    ) -> FixedSizeExchange | None:
-        """Return the fixed-size exchange of a direction; None if the host writes messages, or has to know
-        their sizes.
-        """
-        backend = self.backend(transport.device)
-        coded = not quantised or self.messages.codec.on_device(transport.device) is not None
-        if masked or not coded or not backend.writes_slots:
-            return None
-        key = direction, quantised
-        if key not in self._slots:
-            self._slots[key] = FixedSizeExchange(transport, self.fingerprint(direction))
-        return self._slots[key]
 
     def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
         """Send ``vectors``, [rows, dim], those for rank 0 first; return what all ranks sent here, in rank
@@ -178,50 +159,33 @@ class _RoundTrip:
         dense = sum(route.samples[r] for r in self._peers) * owner.tables * owner.dim
         if not owner.config.enabled:
             return self._send_uncompressed(timer, way, vectors)
-        kept = None
-        device = self._on_device(timer, way, blocks)
-        if device is not None and limits.bound is not None:
-            bounds = owner.bounds(limits)
-            received = device.bounded([bounds[tables] for tables in route.sent_tables])
-        elif device is not None:
-            received = device.values(wire_dtype(vectors.dtype, owner.config.value_dtype, dense=True))
-        else:
-            with self._transport.preparing():
-                sent = owner.messages.encode(self._vector_blocks(blocks), self._rank)
-            arrived = self._exchange(timer, way, sent.data)
-            received, masks = owner.messages.decode(arrived, self._rank, sent.own, way.received_rows)
-            masks[self._rank] = sent.masks[self._rank]
-            self._sent_masks, self._received_masks = sent.masks, masks
-            kept = sent.kept if limits.threshold else None
-        self._record(timer, way, blocks, dense=dense, kept=kept)
+        with self._transport.preparing():
+            sent = owner.messages.encode(self._vector_blocks(blocks), self._rank)
+        arrived = self._exchange(timer, way, sent.data)
+        received, masks = owner.messages.decode(arrived, self._rank, sent.own, way.received_rows)
+        masks[self._rank] = sent.masks[self._rank]
+        self._sent_masks, self._received_masks = sent.masks, masks
+        self._record(timer, way, blocks, dense=dense, kept=sent.kept if limits.threshold else None)
         return received.view(-1, owner.dim)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Send the gradient of what arrived; return that of the vectors, [rows, dim]."""
-        owner, route, config = self._owner, self._route, self._owner.config
+        owner, route = self._owner, self._route
         way = _Direction("backward", route.received_rows, route.sent_rows, self._limits.gradients)
         blocks = gradient.split([sum(rows) for rows in way.sent_rows])
         timer = ExchangeTimer(self._transport)
         dense = route.samples[self._rank] * sum(route.own_tables[r] for r in self._peers) * owner.dim
-        if not config.enabled:
+        if not owner.config.enabled:
             return self._scaled(self._send_uncompressed(timer, way, gradient))
-        kept = None
-        device = self._on_device(timer, way, blocks)
-        if device is not None and way.bounded:
-            received = device.bounded(None, config.gradient_bound or 0.0)
-        elif device is not None:
-            received = device.values(wire_dtype(gradient.dtype, config.value_dtype, dense=True))
-        else:
-            with self._transport.preparing():
-                sent = owner.messages.encode_gradients(
-                    blocks, self._rank, way.sent_rows, self._received_masks, quantised=way.bounded
-                )
-            arrived = self._exchange(timer, way, sent.data)
-            received, _ = owner.messages.decode(
-                arrived, self._rank, sent.own, way.received_rows, self._sent_masks
+        with self._transport.preparing():
+            sent = owner.messages.encode_gradients(
+                blocks, self._rank, way.sent_rows, self._received_masks, quantised=way.bounded
             )
-            kept = sent.kept
-        self._record(timer, way, blocks, dense=dense, kept=kept)
+        arrived = self._exchange(timer, way, sent.data)
+        received, _ = owner.messages.decode(
+            arrived, self._rank, sent.own, way.received_rows, self._sent_masks
+        )
+        self._record(timer, way, blocks, dense=dense, kept=sent.kept)
         return self._scaled(received.view(-1, owner.dim))
 
     def _scaled(self, gradient: Tensor) -> Tensor:
@@ -244,50 +208,18 @@ class _RoundTrip:
             found.append(VectorBlock(block, rows, mask, None if applied is None else applied[tables]))
         return found
 
-    def _on_device(
-        self, timer: ExchangeTimer, way: _Direction, blocks: Sequence[Tensor]
-    ) -> DeviceVectors | None:
-        """Return what exchanges messages of fixed size; None if sizes have to be exchanged."""
-        # By what all ranks know: there may be no masks on one of them.
-        slots = self._slots(way)
-        if slots is None or not slots.known:
-            return None
-        lengths = self._owner.messages.lengths
-        return DeviceVectors(
-            self._owner.messages.codec,
-            slots,
-            blocks,
-            [lengths(rows) for rows in way.sent_rows],
-            [lengths(rows) for rows in way.received_rows],
-            rounded=way.name == "forward",
-            lap=timer.lap,
-        )
-
-    def _slots(self, way: _Direction) -> FixedSizeExchange | None:
-        limits = self._limits
-        return self._owner.slots(self._transport, way.name, quantised=way.bounded, masked=limits.threshold)
-
     def _exchange(self, timer: ExchangeTimer, way: _Direction, messages: Sequence[Tensor]) -> list[Tensor]:
         """Exchange messages with their sizes."""
-        owner, slots = self._owner, self._slots(way)
+        owner = self._owner
         timer.lap()
         received = self._transport.all_to_all(
             messages,
-            owner.fingerprint(way.name) if slots is None else slots.fingerprint,
+            owner.fingerprint(way.name),
             bounds=[_most_bytes(rows, owner.dim) for rows in way.received_rows],
         )
         timer.lap()
         most = max(timer.sent_bytes, sum(received[r].numel() for r in self._peers))
         owner.messages.codec.observe(most, timer.last_seconds)
-        if slots is not None:
-            sent, got = (
-                [coded_size(owner.messages.lengths(rows)) for rows in each]
-                for each in (way.sent_rows, way.received_rows)
-            )
-            sent_bytes, got_bytes = (
-                {r: each.numel() for r, each in enumerate(part)} for part in (messages, received)
-            )
-            slots.remember(sent, sent_bytes, got, got_bytes)
         return received
 
     @own_traffic()

@@ -26,7 +26,6 @@ from ..kernels.embedding_format import (
     MAX_CODE,
     RAW,
     ZERO,
-    CodeKernels,
     EmbeddingKernels,
     Encoded,
     IntArray,
@@ -71,7 +70,7 @@ def encode_bounded(
     return results
 
 
-def relative_parts(parts: Sequence[Outgoing], relative: float, kernels: CodeKernels) -> list[Outgoing]:
+def relative_parts(parts: Sequence[Outgoing], relative: float, kernels: EmbeddingKernels) -> list[Outgoing]:
     """Return ``parts`` with bounds relative to the root mean square of each segment."""
     with np.errstate(over="ignore", invalid="ignore"):
         bounds = [relative * square**0.5 for square in kernels.mean_squares(parts)]

@@ -101,14 +101,10 @@ class RequestBuilder:
         """
         if not isinstance(categorical, Tensor) or categorical.dim() != 2:
             return self._bags(_as_bags(categorical, len(self.limits)))
-        ids = _on_host(self.checked(categorical)).contiguous()
+        if categorical.shape[1] != len(self.limits):
+            raise ValueError(_shape_error(categorical, len(self.limits)))
+        ids = _on_host(categorical).contiguous()
         return self._distinct_rows(ids, kernels) if self.deduplicates else self._all_rows(ids)
-
-    def checked(self, ids: Tensor) -> Tensor:
-        """Return ``ids``, int [B, F]; raise ``ValueError`` if F is not the number of tables."""
-        if ids.shape[1] != len(self.limits):
-            raise ValueError(_shape_error(ids, len(self.limits)))
-        return ids
 
     def ids_to_peers(self, lookup: BatchLookup) -> int:
         """Count the ids that would cross if every sample asked for its own rows."""
@@ -116,7 +112,7 @@ class RequestBuilder:
         tables = [t for owner, each in enumerate(self.placement) if owner != self.rank for t in each]
         return sum(lookup.pooled[t][0].numel() if t in lookup.pooled else samples for t in tables)
 
-    def out_of_range(self, table: int, found: int) -> IndexError:
+    def _out_of_range(self, table: int, found: int) -> IndexError:
         """Return the error for an id that its table does not have."""
         return IndexError(
             f"{self.name}: rank {self.rank}: id {found} is outside table {table}, "
@@ -130,7 +126,7 @@ class RequestBuilder:
         try:
             rows, counts, positions = kernels.distinct_rows(ids, self.order, self.limits, self.base)
         except OutOfRange as error:
-            raise self.out_of_range(error.column, error.found) from None
+            raise self._out_of_range(error.column, error.found) from None
         requests = []
         of_tables = iter(counts.tolist())
         for tables in self.placement:
@@ -145,7 +141,7 @@ class RequestBuilder:
         outside = ((ids < 0) | (ids >= torch.from_numpy(self.limits))).nonzero()
         if len(outside):
             sample, table = outside[0].tolist()
-            raise self.out_of_range(table, int(ids[sample, table]))
+            raise self._out_of_range(table, int(ids[sample, table]))
         requests = []
         for tables, first_rows in zip(self.placement, self.first_rows, strict=True):
             several = len(tables)
@@ -165,7 +161,7 @@ class RequestBuilder:
             if bag.ids.numel():
                 low, high = torch.stack(torch.aminmax(bag.ids)).tolist()
                 if low < 0 or high >= self.limits[table]:
-                    raise self.out_of_range(table, low if low < 0 else high)
+                    raise self._out_of_range(table, low if low < 0 else high)
         samples = len(bags[0].lengths) if bags else 0
         positions: list[Tensor | None] = [None] * len(bags)
         pooled: dict[int, tuple[Tensor, Tensor]] = {}

@@ -1,8 +1,8 @@
 """How the numbers of a message are coded: error-bounded codes, or values of one floating type.
 
 A message is a payload and one byte that says how to read it. Error-bounded codes
-(:mod:`~dct_plugin.embedding.error_bounded`) of all ranks are written in one call, and read in one call: on
-the device if its kernels do that, else on the host.
+(:mod:`~dct_plugin.embedding.error_bounded`) of all ranks are written in one call, and read in one call,
+on the host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..codecs.values import ValueDtype
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
-from ..kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, Encoded, IntArray, Outgoing
-from ..kernels.fallbacks import say_once
+from ..kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
 from ..stream import encode_all
 from .error_bounded import decode_bounded, encode_bounded, relative_parts
 
@@ -56,7 +55,6 @@ class VectorCodec:
         self.bit_cost = _SLOWEST
         self.backend = backend
         self._host = host
-        self._on_device: dict[torch.device, DeviceCodeKernels | None] = {}
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Note how long an exchange took; the fastest of the last ones tells of the link."""
@@ -64,18 +62,11 @@ class VectorCodec:
             measured = int(1e12 * seconds / (8 * nbytes))
             self.bit_cost = min(measured, self.bit_cost + self.bit_cost // 16 + 1, _SLOWEST)
 
-    def on_device(self, device: torch.device) -> DeviceCodeKernels | None:
-        """Return the kernels that code tensors on ``device``; None if the host does."""
-        if device not in self._on_device:
-            self._on_device[device] = self.backend(device).code_kernels()
-        return self._on_device[device]
-
     # -- error-bounded codes ---
 
     def to_code(self, flat: Tensor) -> Tensor:
-        """Return ``flat`` in fp32 where it is coded."""
-        where = flat.device if self.on_device(flat.device) is not None else "cpu"
-        return flat.to(where, torch.float32)
+        """Return ``flat`` in fp32 on the host, where it is coded."""
+        return flat.to("cpu", torch.float32)
 
     def encode(
         self, parts: Mapping[int, Outgoing], *, relative: float | None = None, decoded: bool = False
@@ -89,11 +80,9 @@ class VectorCodec:
         if not parts:
             return {}
         outgoing = list(parts.values())
-        on_device, host = self.on_device(outgoing[0].x.device), self._host()
+        host = self._host()
         if relative is not None:
-            outgoing = relative_parts(outgoing, relative, on_device or host)
-        if on_device is not None:
-            return dict(zip(parts, on_device.encode(outgoing, 0, decoded=decoded), strict=True))
+            outgoing = relative_parts(outgoing, relative, host)
         encoded = encode_bounded(
             outgoing,
             host,
@@ -124,22 +113,14 @@ class VectorCodec:
         sources = list(payloads)
         if not sources:
             return
-        kernels = self.on_device(outs[sources[0]].device)
-        if kernels is not None:
-            opened = kernels.decode(
-                list(payloads.values()), [lengths[s] for s in sources], [outs[s] for s in sources]
-            )
-            found = dict(zip(sources, opened, strict=True))
-            self._refuse(what, {s: each.fault for s, each in found.items() if each is not None})
-            sources = [s for s, each in found.items() if each is None]
-            if not sources:
-                return
-            say_once("a rank sends Rice codes or deflated ones, which the host reads, with copies of them")
         hosts = [outs[s] if outs[s].device.type == "cpu" else torch.empty(len(outs[s])) for s in sources]
         faults = decode_bounded(
             [payloads[s].cpu() for s in sources], [lengths[s] for s in sources], hosts, self._host()
         )
-        self._refuse(what, dict(zip(sources, faults, strict=True)))
+        for source, fault in zip(sources, faults, strict=True):
+            if fault is not None:
+                with self.blame(what, source):
+                    raise PayloadError(fault)
         for source, host in zip(sources, hosts, strict=True):
             if host is not outs[source]:
                 outs[source].copy_(host)
@@ -157,16 +138,6 @@ class VectorCodec:
         return writer.message, encoded.totals().nnz
 
     # -- errors ---
-
-    def refuse(self, what: str, source: int, fault: str) -> None:
-        """Raise the error for a message of rank ``source`` with a fault."""
-        with self.blame(what, source):
-            raise PayloadError(fault)
-
-    def _refuse(self, what: str, faults: Mapping[int, str | None]) -> None:
-        for source, fault in faults.items():
-            if fault is not None:
-                self.refuse(what, source, fault)
 
     @contextmanager
     def blame(self, what: str, source: int) -> Iterator[None]:

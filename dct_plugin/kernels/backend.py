@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
@@ -23,7 +22,7 @@ from ..codecs.payload import Payload
 from ..codecs.stats import Stats
 from .checks import check_difference
 from .embedding_cpu import host_embedding_kernels
-from .embedding_format import DeviceCodeKernels, EmbeddingKernels, RequestKernels
+from .embedding_format import EmbeddingKernels
 from .job import Job, Tau
 
 
@@ -189,23 +188,6 @@ class Backend(ABC):
     def embedding_kernels(self) -> EmbeddingKernels:
         """Return the kernels of the embedding exchange that work on the host."""
         return host_embedding_kernels()
-
-    def code_kernels(self) -> DeviceCodeKernels | None:
-        """Return the kernels that write and read error-bounded codes on this device; None: the host does."""
-        return None
-
-    def request_kernels(
-        self, tables: Sequence[int], limits: Sequence[int], rank: int, where: torch.device
-    ) -> RequestKernels | None:
-        """Return the kernels that write and read requests for rows on this device; None: the host does.
-
-        Args:
-            tables: Number of tables of each rank.
-            limits: Rows of each rank's tables.
-            rank: This rank, of which nothing is asked.
-            where: The device.
-        """
-        return None
 
     # -- messages in slots of fixed size (codecs.slots), where the backend ``writes_slots`` ---
 

@@ -48,9 +48,6 @@ MAX_CODE = 1 << 15
 #: against. Measured on one core by benchmarks/embedding_codecs.py.
 RICE_COST = 2000
 
-#: Place in :attr:`CodedMessages.sizes` of what is wrong with a message; 0: nothing.
-STATUS = 2
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -89,14 +86,14 @@ class Outgoing(NamedTuple):
     Attributes:
         x: fp32 [numel] on the host, contiguous: segments one after the other.
         lengths: int64 [segments], entries of each.
-        bounds: Absolute error bounds, float64 [segments], >= 0; for a device's kernels there, too.
+        bounds: Absolute error bounds, float64 [segments], >= 0.
         send: Whether a message is wanted; what stays here is only rounded.
         kind: The byte that is put behind the payload.
     """
 
     x: Tensor
     lengths: IntArray
-    bounds: FloatArray | Tensor
+    bounds: FloatArray
     send: bool = True
     kind: int = 0
 
@@ -131,20 +128,18 @@ class Decoding(NamedTuple):
     raw: int | None = None
 
 
-class CodeKernels(ABC):
-    """Kernels that write and read error-bounded codes, on the host or on a device.
+class EmbeddingKernels(ABC):
+    """The hot loops of the embedding exchange: error-bounded codes, ids and rows, all on the host.
 
-    Every implementation gives the same bytes and values. Tensors of parts, messages and outputs lie where the
-    kernels work.
+    Every implementation gives the same bytes and values.
     """
 
     name: str
 
     @abstractmethod
-    def mean_squares(self, parts: Sequence[Outgoing]) -> Sequence[FloatArray | Tensor]:
-        """Return the mean of the squares of every segment, float64 [segments] of each part.
-
-        The host's kernels sum in fp32 from first to last, those of a device in another order.
+    def mean_squares(self, parts: Sequence[Outgoing]) -> list[FloatArray]:
+        """Return the mean of the squares of every segment, float64 [segments] of each part, summed in fp32
+        from first to last.
         """
 
     @abstractmethod
@@ -155,36 +150,23 @@ class CodeKernels(ABC):
 
         Args:
             parts: The parts for all ranks.
-            bit_cost: Picoseconds that a bit takes on the wire, against :data:`RICE_COST`. At 0, and on a
-                device, codes are packed.
+            bit_cost: Picoseconds that a bit takes on the wire, against :data:`RICE_COST`. At 0 codes are
+                packed.
             decoded: Return ``decoded`` of parts that are sent, too.
-            codes: Return ``codes``, where the host writes them.
+            codes: Return ``codes``.
         """
 
     @abstractmethod
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> Sequence[Decoding | None]:
+    ) -> list[Decoding]:
         """Do the inverse of :meth:`encode`.
 
         Args:
             payloads: uint8, without the kind; nothing in them is believed unchecked.
             lengths: The lengths of the segments of each.
             outs: fp32 [numel], contiguous, filled. Where there is a fault, anything may be in it.
-
-        Returns:
-            A result for each payload; None for a payload that a device leaves to the host.
         """
-
-
-class EmbeddingKernels(CodeKernels):
-    """The hot loops of the embedding exchange on the host: also ids and rows."""
-
-    @abstractmethod
-    def decode(
-        self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Decoding]:
-        """Do the inverse of :meth:`encode`; nothing is left to others."""
 
     @abstractmethod
     def distinct_rows(
@@ -212,138 +194,6 @@ class EmbeddingKernels(CodeKernels):
 
         Args:
             out, rows, x: fp32 [any, dim], int64 [n], fp32 [n, dim], contiguous.
-        """
-
-
-@dataclass(frozen=True)
-class DeviceMessages:
-    """Messages on a device, whose sizes the host does not know.
-
-    Attributes:
-        buffer: uint8, with all of them.
-        starts: First byte of each, and the one behind the last.
-    """
-
-    buffer: Tensor
-    starts: list[int]
-
-    def head(self, number: int, room: int) -> Tensor:
-        """Return the first bytes of a message, at most ``room`` of them; some more may follow."""
-        start, end = self.starts[number], self.starts[number + 1]
-        return self.buffer[start : min(end, start + room)]
-
-
-@dataclass(frozen=True)
-class CodedMessages(DeviceMessages):
-    """Messages of error-bounded codes.
-
-    Attributes:
-        sizes: int64 [messages, 4]: bytes of the payload, which the byte of its kind follows; the rest is for
-            :attr:`finite`.
-        values: fp32 [numel] of each, what a receiver gets; None if not wanted.
-    """
-
-    sizes: Tensor
-    values: list[Tensor] | None
-
-    @property
-    def finite(self) -> Tensor:
-        """bool [messages] on the device: whether all entries are finite, and ``values`` with them."""
-        return self.sizes[:, STATUS] == 0
-
-
-class DeviceCodeKernels(CodeKernels):
-    """Kernels of a device that also work without the host's knowing sizes."""
-
-    @abstractmethod
-    def write(self, parts: Sequence[Outgoing], *, decoded: bool = False) -> CodedMessages:
-        """Quantise, and write the messages, packed; do not wait for the device.
-
-        Args:
-            parts: The parts for all ranks, at least one; ``x`` on the device.
-            decoded: Return ``values`` of parts that are sent, too.
-        """
-
-    @abstractmethod
-    def open(
-        self,
-        buffer: Tensor,
-        starts: Sequence[int],
-        nbytes: Tensor,
-        most: int,
-        lengths: Sequence[IntArray],
-        outs: Sequence[Tensor],
-    ) -> Tensor:
-        """Read payloads; do not wait for the device.
-
-        Args:
-            buffer: uint8, a multiple of 4 bytes.
-            starts: First byte of each payload, a multiple of 4.
-            nbytes: int64 [payloads] on the device, their sizes: at least one byte of the buffer follows each.
-            most: Bytes that none exceeds.
-            lengths, outs: See :meth:`decode`.
-
-        Returns:
-            int64 [payloads, 4], for :meth:`opened`.
-        """
-
-    @abstractmethod
-    def opened(
-        self, figures: Sequence[int], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Decoding | None]:
-        """Return the results of :meth:`open`, from its figures on the host; see :meth:`decode`."""
-
-
-@dataclass(frozen=True)
-class WrittenRequests(DeviceMessages):
-    """Requests for rows.
-
-    Attributes:
-        nbytes: int64 [owners] on the device.
-    """
-
-    nbytes: Tensor
-
-
-class OpenedRequests(NamedTuple):
-    """Requests that arrived, as they are on the device.
-
-    Attributes:
-        rows: int64 [requests, any]: rows of the shard's matrix that each names, ascending.
-        figures: int64 [requests, 3 + tables]: samples; 1 if the host has to read the request; rows, of all
-            tables and of each.
-    """
-
-    rows: Tensor
-    figures: Tensor
-
-
-class RequestKernels(ABC):
-    """Kernels of a device that write and read requests for distinct rows of all tables of every owner."""
-
-    @abstractmethod
-    def write(self, rows: Tensor, starts: Tensor, samples: int) -> WrittenRequests:
-        """Write the requests of a rank's samples; do not wait for the device.
-
-        Args:
-            rows: int64 [any], distinct rows, numbered through their owner's tables, ascending; one owner's
-                behind the other's.
-            starts: int64 [owners + 1] on the device: where each owner's begin, and the end.
-            samples: Samples of the rank.
-        """
-
-    @abstractmethod
-    def open(
-        self, buffer: Tensor, starts: Sequence[int], nbytes: Tensor, most: int, first_rows: Sequence[int]
-    ) -> OpenedRequests:
-        """Read requests to this rank; do not wait for the device.
-
-        Args:
-            buffer: uint8, a multiple of 8 bytes.
-            starts: First byte of each request, a multiple of 4.
-            nbytes: int64 [requests] on the device, their sizes.
-            most: Bytes that none exceeds.
-            first_rows: First rows of the own tables in the shard, and the one behind the last table.
         """
 
 

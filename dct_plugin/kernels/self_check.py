@@ -7,12 +7,10 @@ result is compared bit by bit with that of :class:`.reference.ReferenceBackend` 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +22,6 @@ from ..codecs.stats import read_stats
 from ..codecs.values import ValueDtype
 from .backend import Backend
 from .checks import PACK_BLOCK
-from .embedding_format import Outgoing
-from .embedding_reference import ReferenceEmbeddingKernels
 from .job import GRAD_DTYPES, Job
 from .reference import ReferenceBackend
 
@@ -242,51 +238,6 @@ def _residuals(pair: _Pair) -> None:
     pair.alike("differences", passes)
 
 
-def _embedding_codes(pair: _Pair) -> None:
-    """Compare error-bounded codes that the device writes and reads."""
-    codec = pair.backend.code_kernels()
-    if codec is None:
-        return
-    lengths = np.array([1500, 0, 40, 1461], dtype=np.int64)
-    bounds = np.array([0.01, 1.0, 1e-9, 0.3])
-    part = Outgoing(_random(6), lengths, bounds, kind=1)
-    (expected,) = ReferenceEmbeddingKernels().encode([part], 0, decoded=True)
-    (found,) = codec.encode([part._replace(x=part.x.to(pair.device))], 0, decoded=True)
-    out = torch.zeros(_NUMEL, device=pair.device)
-    assert expected.message is not None
-    assert expected.decoded is not None
-    (opened,) = codec.decode([expected.message[:-1].to(pair.device)], [lengths], [out])
-    if opened is None or opened.fault is not None or found.message is None or found.decoded is None:
-        raise _Difference(f"error-bounded codes are refused: {opened}")
-    _compare("error-bounded codes", expected.message, found.message.cpu())
-    _compare("rounded embeddings", expected.decoded, found.decoded.cpu())
-    _compare("decoded embeddings", expected.decoded, out.cpu())
-
-
-def _embedding_requests(pair: _Pair) -> None:
-    """Compare requests for rows, which the device writes and reads, with index sections of the reference."""
-    first_rows, samples = [0, 300, 3000, 3005], 200
-    requests = pair.backend.request_kernels([3, 0], [first_rows[-1], 0], 1, pair.device)
-    if requests is None:
-        return
-    rows = torch.arange(0, first_rows[-1], 17)
-    starts = torch.tensor([0, len(rows), len(rows)], device=pair.device)
-    written = requests.write(rows.to(pair.device), starts, samples)
-    nbytes = int(written.nbytes[0])
-    message = written.head(0, nbytes).cpu()
-    _, _, index = pair.reference.encode_indices(rows, first_rows[-1])
-    body = message.numpy().tobytes()
-    _compare("positions in a request", index, message[-index.numel() :])
-    if int.from_bytes(body[28:32], "little") != zlib.crc32(body[32:], zlib.crc32(body[:28] + bytes(4))):
-        raise _Difference("the checksum of a request is wrong")
-    mine = pair.backend.request_kernels([3], [first_rows[-1]], -1, pair.device)
-    assert mine is not None
-    named, figures = mine.open(written.buffer, [0], written.nbytes[:1], nbytes, first_rows)
-    counts = torch.searchsorted(rows, torch.tensor(first_rows)).diff().tolist()
-    _compare("figures of a request", torch.tensor([[samples, 0, len(rows), *counts]]), figures.cpu())
-    _compare("rows of a request", rows, named[0, : len(rows)].cpu())
-
-
 #: Everything that is compared, by the name of the kernels.
 CHECKS: dict[str, Callable[[_Pair], None]] = {
     "selection": _selection,
@@ -295,8 +246,6 @@ CHECKS: dict[str, Callable[[_Pair], None]] = {
     "batches and slots": _buckets,
     "thresholds": _thresholds,
     "residuals": _residuals,
-    "embedding codes": _embedding_codes,
-    "embedding requests": _embedding_requests,
 }
 
 

@@ -7,21 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.host_reads import HostReads
 from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
 from dct_plugin.embedding.bounds import TableLimits
-from dct_plugin.embedding.device_requests import DistinctRows
 from dct_plugin.embedding.request_exchange import RequestExchange
 from dct_plugin.embedding.request_message import RowRequest, read_request, write_request
 from dct_plugin.embedding.requests import BatchLookup, RequestBuilder
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding_format import EmbeddingKernels, OutOfRange
+from dct_plugin.kernels.embedding_format import EmbeddingKernels
 
 CARDINALITIES, PLACEMENT = (9, 300, 4), [[1], [0, 2]]
 CPU = torch.device("cpu")
@@ -114,29 +112,6 @@ def test_tables_of_millions_of_rows_are_sorted_too() -> None:
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 10**6))
-def test_rows_found_where_the_ids_are_are_those_found_on_the_host(
-    samples: int, limits: list[int], seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    order, base = rng.permutation(len(limits)), rng.integers(0, 2**33, len(limits))
-    ids = torch.stack([torch.from_numpy(rng.integers(0, n, samples)) for n in limits], dim=1)
-    distinct = DistinctRows(order, np.array(limits), base, torch.device("cpu"))
-    with HostReads() as reads:
-        found = distinct.find(ids)
-    assert not reads.places
-    assert int(found.outside[0]) == ids.numel()
-    found = found.rows[: int(found.counts.sum())], found.counts, found.positions
-    for one, other in zip(found, REFERENCE.distinct_rows(ids, order, np.array(limits), base), strict=True):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    table = int(order[-1])
-    ids[samples // 2, table] = limits[table]
-    with pytest.raises(OutOfRange) as raised:
-        distinct.check(ids, distinct.find(ids).outside.tolist())
-    assert (raised.value.column, raised.value.found) == (table, limits[table])
-
-
 def test_equal_bags_cross_once() -> None:
     bags = Bags(torch.tensor([1, 2, 1, 2, 3]), torch.tensor([2, 2, 0, 1]))
     _, (_, second) = asked([bags, bags, bags], error_bound=0.1)
@@ -167,7 +142,7 @@ def test_every_truncation_and_every_changed_byte_is_refused(message: Tensor) -> 
     owner = RequestExchange(builder, TableLimits(config, tables=2, name="tables"), "tables")
     for size in range(message.numel()):
         with pytest.raises(PayloadError, match="tables: rank 1: request from rank 0"):
-            owner.read(message[:size].clone(), 0)
+            owner._read(message[:size].clone(), 0)
     for at in range(message.numel()):
         damaged = message.clone()
         damaged[at] ^= 0x41

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels.triton import embedding_kernels, message_kernels, request_kernels, selection_kernels
+from dct_plugin.kernels.triton import message_kernels, selection_kernels
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus"), "*fp32"),
@@ -28,9 +28,6 @@ _OTHERWISE = {
     "begin_slot": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
     "fill_slot": {"parts": "i32"},
     "add": {"message": "i32"},
-    "mark_rows": {"starts": "*i64"},
-    "head_request": {"tables": "*i64"},
-    "open_requests": {"limit": "i64"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
 _BF16, _INT4 = 1, 4
@@ -70,20 +67,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "place": [{}],
     "add": [{"SCALED": True}],
     "mark": [{}],
-    "overflow_at": [{"GRAD": 0}],
-    "extremes": [{}],
-    "plan_codes": [{}],
-    "write_codes": [{"DECODED": True}],
-    "checksum": [{"AT": 4, "COUNTED": False}, {"AT": 7, "COUNTED": True}],
-    "seal_codes": [{}],
-    "open_codes": [{}],
-    "judge": [{}],
-    "read_codes": [{}],
-    "mark_rows": [{}],
-    "write_rows": [{}],
-    "head_request": [{}],
-    "seal_request": [{}],
-    "open_requests": [{}],
     "begin_slot": [{"ANSWERS": True}],
     "fill_slot": [{}],
 }
@@ -91,7 +74,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    modules = (message_kernels, embedding_kernels, selection_kernels, request_kernels)
+    modules = (message_kernels, selection_kernels)
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
     types = _POINTERS | _OTHERWISE.get(name, {})
     signature = {

@@ -55,9 +55,7 @@ try:
         tables,
         upload,
     )
-    from .embedding import TritonCodeKernels
     from .messages import RICE_ON_HOST, OpenedMessages, open_all, open_payload_on_device, split_messages
-    from .requests import TritonRequestKernels
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -302,16 +300,6 @@ class TritonBackend(Backend):
             return
         with self._batch(held.device) as batch:
             batch.difference(wanted, held, out)
-
-    # -- embeddings ---
-
-    def code_kernels(self) -> TritonCodeKernels:
-        return TritonCodeKernels()
-
-    def request_kernels(
-        self, tables: Sequence[int], limits: Sequence[int], rank: int, where: torch.device
-    ) -> TritonRequestKernels:
-        return TritonRequestKernels(tables, limits, rank, where)
 
 
 def _kth_largest(

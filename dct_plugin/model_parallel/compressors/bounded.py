@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...config.methods import BoundMethod
 from ...errors import PayloadError
-from ...kernels.embedding_format import DeviceCodeKernels, EmbeddingKernels, IntArray, Outgoing
-from ...kernels.fallbacks import say_once
+from ...kernels.embedding_format import EmbeddingKernels, IntArray, Outgoing
 from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
@@ -28,8 +27,7 @@ class Bounded(ActivationCompressor[BoundMethod]):
     Source: dual-level adaptive lossy compression (Feng et al., SC 2024, arXiv:2407.04272), whose bound is
     absolute; here it is ``error_bound`` times the root mean square of the tensor, so that one setting serves
     activations and gradients of any scale. No entry that arrives is further off. A tensor with a non-finite
-    entry decodes to NaN. Where the tensors' kernels write codes themselves, they are packed; else the host
-    writes and reads them.
+    entry decodes to NaN. The host writes and reads the codes.
     """
 
     exact = False
@@ -39,40 +37,25 @@ class Bounded(ActivationCompressor[BoundMethod]):
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         began = time.perf_counter()
-        on_device = self._device_kernels(parts[0].device) if parts else None
         outgoing = []
         for part in parts:
             lengths = _segments(part.shape)
-            rows = rows_of(part) if on_device is not None else rows_of(part).cpu()
+            rows = rows_of(part).cpu()
             scale = rows.square().mean().sqrt() if rows.numel() else rows.new_zeros(())
             bound = torch.where(scale.isfinite(), self.config.error_bound * scale.to(torch.float64), 0.0)
-            bounds = bound.repeat(len(lengths))
-            outgoing.append(
-                Outgoing(rows.reshape(-1), lengths, bounds if on_device is not None else bounds.numpy())
-            )
-        encoded = on_device.encode(outgoing, 0) if on_device else self._kernels().encode(outgoing, _BIT_COST)
+            outgoing.append(Outgoing(rows.reshape(-1), lengths, bound.repeat(len(lengths)).numpy()))
         messages = []
-        for one, part in zip(encoded, parts, strict=True):
+        for one, part in zip(self._kernels().encode(outgoing, _BIT_COST), parts, strict=True):
             assert one.message is not None
             messages.append(one.message.to(part.device))
         return self.written(messages, [None] * len(messages), parts, began)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
-        on_device, lengths, opened = self._device_kernels(out.device), _segments(out.shape), None
-        values = torch.empty(out.numel(), device=out.device)
-        if on_device is not None:
-            (opened,) = on_device.decode([message[:-1]], [lengths], [values])
-            if opened is None:
-                say_once("a rank sends Rice codes, which the host reads, with copies of them")
-        if opened is None:
-            values = torch.empty(out.numel())
-            (opened,) = self._kernels().decode([message[:-1].cpu()], [lengths], [values])
+        values = torch.empty(out.numel())
+        (opened,) = self._kernels().decode([message[:-1].cpu()], [_segments(out.shape)], [values])
         if opened.fault is not None:
             raise PayloadError(opened.fault)
         add(out, values.to(out.device))
-
-    def _device_kernels(self, device: torch.device) -> DeviceCodeKernels | None:
-        return backend_beside(self.site.kernels, device).code_kernels()
 
     def _kernels(self) -> EmbeddingKernels:
         return backend_beside(self.site.kernels, torch.device("cpu")).embedding_kernels()
