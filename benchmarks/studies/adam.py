@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,22 +150,32 @@ def text_of(path: Path) -> tuple[Any, Any]:
     return data[:cut], data[cut:]
 
 
-def model_of(seed: int) -> Any:
-    """A GPT with tied embeddings; the same on every rank."""
+def model_of(
+    seed: int,
+    width: int = WIDTH,
+    layers: int = LAYERS,
+    sequence: int = SEQUENCE,
+    *,
+    vectors: bool = True,
+) -> Any:
+    """A GPT with tied embeddings; the same on every rank. Without ``vectors`` it has matrices alone."""
     import torch
     from torch import nn
     from torch.nn import functional
 
+    norm = partial(nn.LayerNorm, width, elementwise_affine=vectors)
+    linear = partial(nn.Linear, bias=vectors)
+
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.attention, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.before_attention, self.before_mlp = norm(), norm()
+            self.attention, self.out = linear(width, 3 * width), linear(width, width)
+            self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
         def forward(self, x: Any) -> Any:
             rows, length, _ = x.shape
-            qkv = self.attention(self.before_attention(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
+            qkv = self.attention(self.before_attention(x)).view(rows, length, 3, HEADS, width // HEADS)
             mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
             return x + self.down(functional.gelu(self.up(self.before_mlp(x))))
@@ -172,13 +183,13 @@ def model_of(seed: int) -> Any:
     class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.symbols, self.positions = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-            self.last = nn.LayerNorm(WIDTH)
+            self.symbols, self.positions = nn.Embedding(SYMBOLS, width), nn.Embedding(sequence, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.last = norm()
             for module in self.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
                     nn.init.normal_(module.weight, std=0.02)
-                if isinstance(module, nn.Linear):
+                if isinstance(module, nn.Linear) and vectors:
                     nn.init.zeros_(module.bias)
 
         def forward(self, x: Any) -> Any:
@@ -191,15 +202,15 @@ def model_of(seed: int) -> Any:
     return GPT()
 
 
-def held_out_loss(engine: Any, held_out: Any) -> float:
+def held_out_loss(engine: Any, held_out: Any, sequence: int = SEQUENCE) -> float:
     """Nats per character."""
     import torch
     from torch.nn import functional
 
-    loss, count, offsets = 0.0, 0, torch.arange(SEQUENCE)
+    loss, count, offsets = 0.0, 0, torch.arange(sequence)
     with torch.no_grad():
-        for start in range(0, len(held_out) - SEQUENCE - 1, 64 * SEQUENCE):
-            firsts = torch.arange(start, min(start + 64 * SEQUENCE, len(held_out) - SEQUENCE - 1), SEQUENCE)
+        for start in range(0, len(held_out) - sequence - 1, 64 * sequence):
+            firsts = torch.arange(start, min(start + 64 * sequence, len(held_out) - sequence - 1), sequence)
             where = firsts[:, None] + offsets
             logits = engine(held_out[where]).view(-1, SYMBOLS).float()
             loss += float(functional.cross_entropy(logits, held_out[where + 1].view(-1), reduction="sum"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,9 @@ from .gloo import GlooTransport
 from .tcp import Connections, TcpTransport
 
 logger = logging.getLogger("dct_plugin.transport")
+
+#: Transports of process groups that have one of their own, by the class of the group.
+TRANSPORTS: dict[type[dist.ProcessGroup], Callable[[dist.ProcessGroup | None], Transport]] = {}
 
 
 def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
@@ -37,6 +40,9 @@ def _warn_of_copies(device: torch.device) -> None:
 
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """Return a transport of messages that lie on ``device``; a collective."""
+    whole: Any = group if group is not None else dist.group.WORLD
+    if type(whole) in TRANSPORTS:
+        return TRANSPORTS[type(whole)](group)
     if device.type != "cpu":
         return DeviceTransport(group, device)
     if dist.get_world_size(group) > 1:

@@ -1,0 +1,312 @@
+"""What thresholded gradients cost by the number of compressors: 2 to 64 of them, in one process.
+
+Every compressor is a thread with a replica of a small GPT (106,432 parameters), an optimizer, and the
+library's reducer, step-ahead and updates of weights (``one_process.py``). All runs share a global batch of 64
+sequences of 32 characters, so that those of a seed are paired with one dense run. AdamW, clipping,
+learning-rate warm-up and cosine. Held-out loss in nats per character. Bytes are those of a rank
+and step after the start, with the headers of the messages, and the mean of all ranks.
+
+    python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --results FILE
+    python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --results FILE \\
+        --compressors 8 16 --settings 0.99 "0.97 int2"
+
+``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import one_process
+import torch
+import torch.distributed as dist
+from adam import SYMBOLS, held_out_loss, model_of, text_of
+from torch import Tensor
+from torch.nn import functional
+
+from dct_plugin.config import DataParallelConfig, MetricsConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.metrics import Metrics, Summary
+from dct_plugin.transport.nodes import Nodes
+
+#: The model, and the sequences of a step of all compressors together.
+WIDTH, LAYERS, SEQUENCE, BATCH = 64, 2, 32, 64
+LR, LR_WARMUP, WEIGHT_DECAY, CLIP = 2e-3, 60, 0.01, 1.0
+
+#: Nearly all entries are thresholded, as in models of a useful size.
+COMMON: dict[str, Any] = {
+    "feedback": "step_ahead",
+    "warmup_steps": 60,
+    "sparsity_warmup_steps": 180,
+    "min_numel": 1024,
+}
+START = COMMON["warmup_steps"] + COMMON["sparsity_warmup_steps"]
+
+
+def _section(sparsity: float, answers: float | None = None, **options: Any) -> dict[str, Any]:
+    """A section with the sparsity up, and that of the owners' answers."""
+    if answers is not None:
+        options["expert"] = {"server_density": (1 - answers) / (1 - sparsity)}
+        options["exchange"] = "two_phase"
+    return {**COMMON, "sparsity": sparsity, **options}
+
+
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "0.99 direct": _section(0.99, exchange="direct"),
+    "0.99": _section(0.99, exchange="two_phase"),
+    "0.99 int4": _section(0.99, value_dtype="int4", exchange="two_phase"),
+    "0.98 int4": _section(0.98, 0.95, value_dtype="int4"),
+    "0.97 int4": _section(0.97, 0.93, value_dtype="int4"),
+    "0.97 int2": _section(0.97, 0.93, value_dtype="int2"),
+    "0.95 int2": _section(0.95, 0.90, value_dtype="int2"),
+    "0.99 + updates": _section(0.99, parameters={"sparsity": 0.97}),
+    "0.97 int2 + updates": _section(
+        0.97, value_dtype="int2", parameters={"sparsity": 0.93, "value_dtype": "int4"}
+    ),
+}
+
+
+class Run(NamedTuple):
+    """What names a run."""
+
+    setting: str
+    ranks: int
+    per_node: int
+    """Ranks that are one compressor together."""
+    seed: int
+    steps: int
+
+
+class Rank:
+    """A rank: a replica of the model, its optimizer, and what exchanges gradients and weights.
+
+    Args:
+        model: Replica of the model.
+        section: Settings of the exchange.
+        per_node: So many consecutive ranks are one compressor together.
+    """
+
+    def __init__(self, model: torch.nn.Module, section: Mapping[str, Any], per_node: int = 1) -> None:
+        self.model, self.named = model, dict(model.named_parameters())
+        config, self.rank, self.count = DataParallelConfig.of(section), dist.get_rank(), dist.get_world_size()
+        nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
+        self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
+        self.reducer = GradientReducer(config, metrics=self.metrics, nodes=nodes)
+        if self.reducer.node is not None:
+            with one_process.apart():
+                _ = self.reducer.exchange.group, self.reducer.node.exchange.group
+        self.updates = None
+        if config.parameters is not None:
+            self.updates = ParameterUpdates(config, metrics=self.metrics, nodes=nodes)
+        self.shards = dict(self._shards())
+        self.masters = self.named if self.updates is None else dict(self._masters())
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        units = units_of(self.optimizer, [list(self.named.values())])
+        pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
+        self.ahead = self.reducer.add_on(StepAheadAddOn).prepare(self.named.items(), units, **pending)
+        self.ahead.attach(model)
+
+    def _shards(self) -> Iterator[tuple[str, list[Shard]]]:
+        """Yield the owners of each parameter's parts, as ZeRO has them."""
+        each, start = -(-sum(p.numel() for p in self.named.values()) // self.count), 0
+        for name, parameter in self.named.items():
+            yield name, shards_in(start, parameter.numel(), each)
+            start += parameter.numel()
+
+    def _masters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the master weights of the parts that this rank owns."""
+        for name, parameter in self.named.items():
+            for part in self._part(name, parameter.detach().view(-1), self.rank):
+                yield name, torch.nn.Parameter(part.clone())
+
+    def _part(self, name: str, tensor: Tensor, owner: int) -> list[Tensor]:
+        """Return the part of a tensor that a rank owns, or none."""
+        return [tensor[s.start : s.stop] for s in self.shards[name] if s.owner == owner]
+
+    def step(self, loss: Callable[[torch.nn.Module], Tensor], lr: float) -> None:
+        """One optimizer step on this rank's loss; a collective."""
+        self.optimizer.param_groups[0]["lr"] = lr
+        loss(self.model).backward()
+        self.ahead.restore()
+        entries = [(name, p.grad.view(-1)) for name, p in self.named.items() if p.grad is not None]
+        if self.updates is None:
+            self.reducer.all_reduce(entries, scale=1.0 / self.count)
+        else:
+            owned = [(name, gradient, self.shards[name]) for name, gradient in entries]
+            self.reducer.reduce_scatter(owned, scale=1.0 / self.count)
+            gradients = dict(entries)
+            for name, master in self.masters.items():
+                (master.grad,) = self._part(name, gradients[name], self.rank)
+        self._clip()
+        self.optimizer.step()
+        if self.updates is not None:
+            self._update(self.updates)
+        self.model.zero_grad()
+        self.ahead.forget()
+        self.reducer.end_step()
+        self.metrics.step(self.reducer.step)
+
+    def _clip(self) -> None:
+        gradients = [master.grad for master in self.masters.values()]
+        square = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        if self.updates is not None:
+            dist.all_reduce(square)
+        factor = float(CLIP / (square.sqrt() + 1e-6))
+        if factor < 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def gather_weights(self) -> None:
+        """Bring all working weights to the masters, in full; a collective."""
+        everyone = one_process.gather(
+            {name: master.detach().clone() for name, master in self.masters.items()}
+        )
+        for owner, masters in enumerate(everyone):
+            for name, master in masters.items():
+                self._part(name, self.named[name].data.view(-1), owner)[0].copy_(master)
+
+    @torch.no_grad()
+    def _update(self, updates: ParameterUpdates) -> None:
+        """Bring the working weights to the masters: all of them, or those that pass a threshold."""
+        if updates.full(torch.float32):
+            self.gather_weights()
+            updates.record_full(sum(parameter.numel() for parameter in self.named.values()), 4)
+        else:
+            entries = [(name, p.data.view(-1), self.shards[name]) for name, p in self.named.items()]
+            updates.update(entries, lambda name: self.masters[name].data)
+        updates.end_step()
+
+
+def nodes_of(rank: int, count: int, per_node: int) -> Nodes:
+    """Return nodes of consecutive ranks."""
+    ranks = range(count)
+    return Nodes(tuple(tuple(ranks[first : first + per_node]) for first in ranks[::per_node]), rank)
+
+
+def train(rank: int, run: Run, model: torch.nn.Module, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Train one rank, and return the figures of all; a collective."""
+    training, held_out = data
+    section = SETTINGS[run.setting]
+    worker = Rank(copy.deepcopy(model), COMMON if section is None else section, run.per_node)
+    generator, offsets = torch.Generator().manual_seed(run.seed), torch.arange(SEQUENCE)
+    for step in range(run.steps):
+        rate = min(1.0, (step + 1) / LR_WARMUP) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / run.steps)))
+        starts = torch.randint(len(training) - SEQUENCE - 1, (BATCH,), generator=generator)
+        where = starts.chunk(worker.count)[rank][:, None] + offsets
+        x, y = training[where], training[where + 1].view(-1)
+        worker.step(
+            lambda model, x=x, y=y: functional.cross_entropy(model(x).view(-1, SYMBOLS), y), LR * rate
+        )
+    worker.ahead.detach()
+    figures = {}
+    if worker.updates is not None:
+        figures["loss_of_working_weights"] = (
+            held_out_loss(worker.model, held_out, SEQUENCE) if rank == 0 else 0
+        )
+        worker.gather_weights()
+    weights = torch.cat([parameter.detach().view(-1) for parameter in worker.named.values()])
+    figures["ranks_identical"] = all(torch.equal(weights, other) for other in one_process.gather(weights))
+    sent = one_process.gather(steady_bytes(worker.metrics.summary()))
+    if rank == 0:
+        figures["loss"] = held_out_loss(worker.model, held_out, SEQUENCE)
+        steps = run.steps - min(run.steps, START)
+        for what in sent[0]:
+            figures[what] = sum(each[what] for each in sent) / len(sent) / max(steps, 1)
+    return figures
+
+
+def steady_bytes(summary: Summary) -> dict[str, float]:
+    """Return the bytes that a rank sent after the start, and those of a dense ring."""
+    found = {"sent": 0.0, "dense": 0.0}
+    for cls, part in summary.classes.items():
+        dense, sent = summary.start_bytes.get(cls, (0.0, 0.0))
+        found["sent"] += part.sent_bytes - sent
+        found["dense"] += part.dense_bytes - dense
+    return found
+
+
+def missing(runs: Iterable[Run], results: Path) -> Iterator[Run]:
+    """Yield the runs that have no result."""
+    done = {run_of(row) for row in rows_of(results)}
+    yield from (run for run in runs if run not in done)
+
+
+def rows_of(results: Path) -> list[dict[str, Any]]:
+    """Return the results so far."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def run_of(row: Mapping[str, Any]) -> Run:
+    """Return the run that a result is of."""
+    return Run(**{name: row[name] for name in Run._fields})
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table: differences to the dense run of the seed with their interval, and bytes."""
+    dense = {(row["steps"], row["seed"]): row["loss"] for row in rows if row["setting"] == "dense"}
+    lines = [
+        "| compressors | setting | seeds | - dense (95 %) | kB per step | fewer |",
+        "|--:|---|--:|--:|--:|--:|",
+    ]
+    groups: dict[tuple[int, int, str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["setting"] != "dense" and (row["steps"], row["seed"]) in dense:
+            key = row["ranks"] // row["per_node"], row["per_node"], row["setting"], row["steps"]
+            groups.setdefault(key, []).append(row)
+    for (compressors, per_node, setting, steps), those in sorted(groups.items()):
+        difference = paired([row["loss"] - dense[steps, row["seed"]] for row in those])
+        sent, whole = (sum(row[what] for row in those) / len(those) for what in ("sent", "dense"))
+        name = setting if per_node == 1 else f"{setting}, nodes of {per_node}"
+        fewer = f"{whole / sent:.1f}x" if sent else ""
+        lines.append(f"| {compressors} | {name} | {len(those)} | {difference} | {sent / 1e3:.2f} | {fewer} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train what has no result yet, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
+    parser.add_argument("--compressors", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--per-node", type=int, default=1, help="ranks of a compressor")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["0.99"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines of every run")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = text_of(args.text)
+    for seed in args.seeds:
+        runs = [Run("dense", 1, 1, seed, args.steps)]
+        for setting, compressors in itertools.product(args.settings, args.compressors):
+            runs.append(Run(setting, compressors * args.per_node, args.per_node, seed, args.steps))
+        for run in missing(runs, args.results):
+            began, model = time.process_time(), model_of(seed, WIDTH, LAYERS, SEQUENCE, vectors=False)
+            figures = one_process.run(run.ranks, partial(train, run=run, model=model, data=data))[0]
+            result = {**run._asdict(), **figures, "seconds": time.process_time() - began}
+            with args.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+            print(json.dumps(result), flush=True)
+    print(table([row for row in rows_of(args.results) if row["steps"] == args.steps]))
+
+
+if __name__ == "__main__":
+    main()
