@@ -48,6 +48,8 @@ class ParameterUpdates(StreamGroup):
         kernels: Which kernels run; the defaults when None.
         step: Optimizer steps so far.
         nodes: Nodes of the group: updates cross between them once, and are gathered inside.
+        gathers: With nodes: False where a rank has weights that only the ranks with its position in other
+            nodes have, and owners of shards are nodes: nothing is gathered inside.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ParameterUpdates(StreamGroup):
         kernels: KernelConfig | None = None,
         step: int = 0,
         nodes: Nodes | None = None,
+        gathers: bool = True,
     ) -> None:
         self.config = config.parameters or ParametersConfig()
         settings = config.model_copy(
@@ -80,7 +83,7 @@ class ParameterUpdates(StreamGroup):
             nodes=nodes,
         )
         self._between_nodes = None
-        if nodes is not None:
+        if nodes is not None and gathers:
             node = NodeRanks(nodes, group, self.device, config.min_numel, metrics)
             self._between_nodes = UpdatesBetweenNodes(
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead
@@ -105,7 +108,7 @@ class ParameterUpdates(StreamGroup):
 
     def record_full(self, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full: nothing is pending."""
-        self._forget()
+        self.forget()
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
@@ -170,7 +173,8 @@ class ParameterUpdates(StreamGroup):
         """An optimizer step is over; one that was skipped has updated nothing."""
         self.step += 1
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """The host has brought working weights to the masters: nothing is pending."""
         self._phase.forget()
         if self._between_nodes is not None:
             self._between_nodes.pending.clear()
@@ -184,7 +188,7 @@ class ParameterUpdates(StreamGroup):
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.streams.clear()
-        self._forget()
+        self.forget()
         self.step = step if state is None else int(state["step"])
         self.loaded = {} if state is None else dict(state["streams"])
 

@@ -30,7 +30,7 @@ from ..feedback import ScratchBuffers, unpacked
 from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
 from .module_hooks import register_hooks
-from .node_ranks import NodeRanks
+from .node_ranks import NodeRanks, Part, common
 from .plan import ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
 from .second_moments import Moments, MomentsPart, SecondMoments
@@ -139,6 +139,7 @@ class StepAhead:
     ) -> None:
         self._parameters = dict(parameters)
         self._node: NodeRanks | None = None
+        self._held: Mapping[str, Part] | None = None
         self._unit_of, self._residual_of, self._gradient_unit = unit_of, residual_of, gradient_unit
         self._held_back_of, self._pending_of = held_back_of, pending_of
         self._times = min(world_size, MOST_TIMES)
@@ -153,11 +154,16 @@ class StepAhead:
         """Depth of calls of ``state_dict`` that began while weights were displaced."""
         self._handles: list[Any] = []
 
-    def share_with(self, node: NodeRanks) -> None:
-        """Displace by residuals of which each rank of a node has a part: a rank displaces its part of the
-        weights, and they are gathered inside the node.
+    def share_with(self, node: NodeRanks, held: Mapping[str, Part] | None = None) -> None:
+        """Displace by residuals of which each rank of a node has a part.
+
+        Args:
+            node: The ranks of the node.
+            held: By name, which entries of a tensor a parameter's data are, which the host gathers inside the
+                node; None: parameters are whole, a rank displaces its part, and parts are gathered here.
         """
         self._node = self.moments.node = node
+        self._held = held
 
     # -- where passes run ---
 
@@ -252,18 +258,19 @@ class StepAhead:
 
     def _compute(self) -> None:
         self._displaced.begin()
-        node, computed = self._node, []
+        node, computed = self._node if self._held is None else None, []
         if node is not None and all(self._residual_of(name) is None for name in self._parameters):
             return  # on all ranks of the node
         for name, parameter in self._parameters.items():
             unit, weight = self._unit_of(parameter), parameter.data
             if not parameter.requires_grad or unit is None or not weight.is_contiguous():
                 continue
-            part = slice(0, weight.numel())
+            part, first = slice(0, weight.numel()), 0 if self._held is None else self._held[name][0]
             if node is not None:
                 if not node.is_divided(weight.numel()):
                     continue
                 part = slice(*node.part(name, weight.numel()))
+                first = part.start
             expected, pending = self._expected(name, part.stop - part.start), self._pending_of(name)
             if expected[0] is None and pending is None and node is None:
                 continue
@@ -276,7 +283,7 @@ class StepAhead:
             displaced(
                 own,
                 expected,
-                moments if node is None or moments is None else MomentsPart(moments, part.start),
+                moments if self._node is None or moments is None else MomentsPart(moments, first),
                 unit,
                 gradient_unit=self._gradient_unit(),
                 pending=None if pending is None else (*pending, self._times),
@@ -292,6 +299,8 @@ class StepAhead:
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float]:
         """Return what this rank has not sent of a parameter's gradients, and the share of it that counts."""
         residual = self._residual_of(name)
+        if residual is not None and self._held is not None:
+            residual = self._of_held(name, residual)
         if residual is None or self.moments.of(name) is None or residual.numel() != numel:
             return None, 0.0
         share = self.coefficients.of(name)
@@ -301,6 +310,20 @@ class StepAhead:
                 both = torch.mul(residual, share, out=self._scratch.take("both", residual))
             both[shard.start : shard.stop].add_(part)
         return (residual, share) if both is None else (both, 1.0)
+
+    def _of_held(self, name: str, residual: Tensor) -> Tensor:
+        """Return the residual of the entries that a parameter's data are, as far as this rank has it: hosts
+        and :class:`NodeRanks` divide a tensor in places that differ by a few entries.
+        """
+        assert self._node is not None
+        assert self._held is not None
+        held, part = self._held[name], self._node.part(name, self._parameters[name].numel())
+        if held == part or residual.numel() != part[1] - part[0]:
+            return residual
+        start, stop = common(held, part)
+        aligned = self._scratch.take("held", self._parameters[name].data).zero_()
+        aligned[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
+        return aligned
 
     def _decay_of(self, parameter: torch.nn.Parameter) -> float | None:
         unit = self._unit_of(parameter)
@@ -379,6 +402,7 @@ class StepAheadAddOn(AddOn):
         *,
         unit: float = 1.0,
         pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
+        held: Mapping[str, Part] | None = None,
     ) -> StepAhead:
         """Take in what ``"feedback": "step_ahead"`` needs to know of the host; to be called before the
         first reduction.
@@ -390,6 +414,7 @@ class StepAheadAddOn(AddOn):
                 when the sum over the ranks becomes the gradient by a factor, one over that factor and over
                 the number of ranks.
             pending_of: See :class:`StepAhead`; where updates of the weights are thresholded.
+            held: See :meth:`StepAhead.share_with`; where a rank has slices of a node's weights.
 
         Returns:
             To be attached to the model, or asked to displace and restore its weights.
@@ -406,7 +431,7 @@ class StepAheadAddOn(AddOn):
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
         )
         if self._group.node is not None:
-            self._ahead.share_with(self._group.node)
+            self._ahead.share_with(self._group.node, held)
         self._ahead.load_state_dict(self._loaded, step=group.step)
         return self._ahead
 

@@ -18,12 +18,13 @@ from ..host.steps import StepHooks
 from .buckets import is_expert
 from .checkpointing import CheckpointFiles, RankState
 from .displacement import DisplacedPasses
+from .node_copies import DisplacedCopies, NodeCopies
 from .nonfinite import SkippedSteps
 from .part import EngineContext, EnginePart
 from .path import GradientPath
 from .paths import activation_paths_of
 from .support import is_pipeline
-from .weight_updates import ThresholdedGather
+from .weight_updates import WeightUpdates
 
 
 class Attachment:
@@ -57,20 +58,26 @@ class Attachment:
         self.description = self._describe()
         streams = [activation.streams for activation in self.activations.values()]
         self.steps.members = [self.reducer, *self.experts.values(), *streams]
-        self._gather: ThresholdedGather | None = None
+        self._gather: WeightUpdates | None = None
         self.ahead: StepAhead | None = None
         self._parts: list[EnginePart] = []
         settings = config.data_parallel
         if settings.enabled:
             self._parts.append(self._path)
-            if settings.parameters is not None and path.weight_layout is not None:
-                self._gather = ThresholdedGather(context, path.weight_layout, self._path.name_of)
+            if settings.parameters is not None:
+                self._gather = self._path.weight_updates(context)
+            if self._gather is not None:
                 self._parts.append(self._gather)
                 self.steps.members = [*self.steps.members, self._gather.updates]
         self._parts += self.activations.values()
         self._parts.append(SkippedSteps(context, transactional=self._path.transactional))
         if settings.enabled and settings.feedback.looks_ahead:
-            displaced = DisplacedPasses(self._path, None if self._gather is None else self._gather.updates)
+            displaced: DisplacedCopies | DisplacedPasses
+            if isinstance(self._gather, NodeCopies):
+                displaced = DisplacedCopies(self._path, self._gather)
+            else:
+                updates = None if self._gather is None else self._gather.updates
+                displaced = DisplacedPasses(self._path, updates)
             self.ahead = displaced.ahead
             self._parts.append(displaced)
         state = RankState(context, self._path, self._gather, self.activations)

@@ -25,7 +25,7 @@ from ..host.patches import Function, Patches
 from .part import EngineContext, EnginePart
 from .path import ActivationPath, GradientPath
 from .support import is_pipeline
-from .weight_updates import ThresholdedGather
+from .weight_updates import WeightUpdates
 
 logger = logging.getLogger("dct_plugin")
 
@@ -40,13 +40,13 @@ class RankState:
     Attributes:
         context: The engine.
         path: The path of its gradients.
-        gather: Its gather of updated weights, if that is thresholded.
+        gather: The updates of its weights, if they are thresholded.
         activations: The paths of its activations, by their names.
     """
 
     context: EngineContext
     path: GradientPath
-    gather: ThresholdedGather | None
+    gather: WeightUpdates | None
     activations: Mapping[str, ActivationPath]
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,10 +32,13 @@ class DisplacedPasses(EnginePart):
         self._engine = path.engine
         groups = path.named_parameters()
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
-        pending = {} if updates is None else {"pending_of": updates.pending_of}
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
-        self.ahead = path.reducer.add_on(StepAheadAddOn).prepare(pairs, unit_of, unit=unit, **pending)
+        add_on = path.reducer.add_on(StepAheadAddOn)
+        if updates is None:
+            self.ahead = add_on.prepare(pairs, unit_of, unit=unit)
+        else:
+            self.ahead = add_on.prepare(pairs, unit_of, unit=unit, pending_of=updates.pending_of)
 
     def install(self, patches: Patches) -> None:
         if is_pipeline(self._engine):

@@ -43,6 +43,7 @@ class Job:
         quantized_gradients, zenflow, deepcompile, autoep: Features of DeepSpeed that are on.
         autocast_fp16: Whether ``torch_autocast`` scales the loss.
         separate_gradients: Whether ZeRO reduces gradients that are not contiguous, and may lose them on CPU.
+        ranks_per_copy: ZeRO-3: ranks that have a copy of the weights between them (hpZ); 1 without.
         version: Version of DeepSpeed; empty where none is installed.
     """
 
@@ -69,6 +70,7 @@ class Job:
     autoep: bool = False
     autocast_fp16: bool = False
     separate_gradients: bool = False
+    ranks_per_copy: int = 1
     version: str = ""
 
     @classmethod
@@ -116,6 +118,7 @@ class Job:
             autocast_fp16=_on(content, "torch_autocast")
             and dtype in ("fp16", "float16", "half", "torch.float16"),
             separate_gradients=stage in (1, 2) and zero.get("contiguous_gradients") is False and loses_loose,
+            ranks_per_copy=int(_number(zero.get("zero_hpz_partition_size", 1))),
             version=version,
         )
 

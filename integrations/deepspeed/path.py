@@ -17,7 +17,7 @@ from ..host.signatures import Target
 from ..host.streams import ActivationStreams
 from .part import EngineContext, EnginePart
 from .support import ENGINE_ATTRIBUTES, require_attributes, require_targets
-from .weight_updates import WeightLayout
+from .weight_updates import ThresholdedGather, WeightLayout, WeightUpdates
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
@@ -118,6 +118,12 @@ class GradientPath(EnginePart, ABC):
         if groups is None:
             groups = [group["params"] for group in self.optimizer.param_groups]
         return [[(self.name_of(i, parameter), parameter) for parameter in g] for i, g in enumerate(groups)]
+
+    def weight_updates(self, context: EngineContext) -> WeightUpdates | None:
+        """Return what thresholds the updates of the weights; None where DeepSpeed gathers none."""
+        if self.weight_layout is None:
+            return None
+        return ThresholdedGather(context, self.weight_layout, self.name_of)
 
     def sizes(self) -> dict[str, int]:
         """Return the number of entries of each stream, by its name."""

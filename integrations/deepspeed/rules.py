@@ -21,6 +21,10 @@ from ..host.versions import parse
 from .job import Job
 from .section import READ_BY_PLUGIN, SECTION
 
+_WITHOUT_COPIES = (
+    "under ZeRO stage 3 step-ahead displaces copies of the weights in the nodes, which are kept with "
+    "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters"
+)
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
     "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
@@ -61,8 +65,8 @@ def applied(job: Job, config: DCTConfig) -> DCTConfig:
 
 def obstacle(job: Job, config: DCTConfig) -> str:
     """Return why a job cannot have step-ahead feedback; empty if it can."""
-    if job.stage == 3:
-        return "under ZeRO stage 3 no rank has the whole weights that step-ahead displaces"
+    if job.stage == 3 and (job.ranks_per_copy <= 1 or config.data_parallel.parameters is None):
+        return _WITHOUT_COPIES
     if config.model_parallel.expert_gradients and job.experts:
         return "expert_gradients: step-ahead displaces the weights of all ranks alike, and experts differ"
     return ""
@@ -145,7 +149,7 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
         return
     if job.trains:
         if job.stage == 3:
-            for key, reason in _under_zero3(settings, fp16=job.precision == "fp16"):
+            for key, reason in _under_zero3(job, settings):
                 given = show(attrgetter(key)(settings))
                 yield f"dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
         elif settings.parameters is not None:
@@ -210,24 +214,26 @@ def _against_experts(settings: DataParallelConfig) -> str:
     return ""
 
 
-def _under_zero3(settings: DataParallelConfig, *, fp16: bool) -> Iterator[tuple[str, str]]:
+def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
-    if settings.feedback.looks_ahead or settings.feedback.steps_locally:
-        yield (
-            "feedback",
-            "no rank has the whole weights that passes are displaced from, or that its optimizer would step; "
-            "leave it out",
-        )
-    if settings.parameters is not None:
+    copies = job.ranks_per_copy > 1
+    if settings.feedback.steps_locally:
+        yield "feedback", "no rank has the whole weights that its optimizer would step; leave it out"
+    elif settings.feedback.looks_ahead and not (copies and settings.parameters is not None):
+        yield "feedback", f"{_WITHOUT_COPIES}; set both, or leave it out"
+    if settings.parameters is not None and not copies:
         yield (
             "parameters",
-            "modules gather their parameters when they need them, there is no update that all ranks take "
-            "over; leave it out (zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
+            "modules gather their parameters from all ranks when they need them, and no rank keeps a copy "
+            "that takes updates. With several ranks per node set zero_optimization.zero_hpz_partition_size "
+            "to their number, which keeps a copy in each node. One rank per node would need all the weights "
+            "in its memory: take ZeRO stage 1 or 2, or leave parameters out "
+            "(zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
         )
     if settings.verify is not None:
         yield (
             "verify",
             "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",
         )
-    if settings.nonfinite_action == "skip" and not fp16:
+    if settings.nonfinite_action == "skip" and job.precision != "fp16":
         yield "nonfinite_action", "DeepSpeed looks for such gradients in fp16 alone here; set it to 'pass'"

@@ -132,6 +132,7 @@ def facts_of(engine: Any) -> Job:
         deepcompile=_calls(engine, "is_deepcompile_enabled"),
         autoep=getattr(engine, "_autoep_folding_spec", None) is not None,
         autocast_fp16=autocast,
+        ranks_per_copy=engine.zero_hpz_partition_size(),
         separate_gradients=loose and not reduces_loose_gradients(engine.device),
         version=deepspeed.__version__,
     )

@@ -9,6 +9,7 @@ sent, the copy is made and DeepSpeed gathers. Groups of expert parameters are le
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -67,7 +68,21 @@ class _FlatParameter(NamedTuple):
     shards: list[Shard]
 
 
-class ThresholdedGather(EnginePart):
+class WeightUpdates(EnginePart):
+    """Updates of an engine's weights after a step, thresholded.
+
+    Attributes:
+        updates: Exchanges them.
+    """
+
+    updates: ParameterUpdates
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Bring all working weights to the masters, in full; a collective."""
+
+
+class ThresholdedGather(WeightUpdates):
     """The gather of updated weights of a DeepSpeed optimizer, thresholded.
 
     Args:
@@ -109,7 +124,6 @@ class ThresholdedGather(EnginePart):
         patches.intercept(self._optimizer, "step", self._step)
 
     def gather(self) -> None:
-        """Bring all working weights to the masters, in full; a collective."""
         self._optimizer.update_lp_params()
         for index in self._groups:
             self._record_full(self._flat[index])

@@ -4,7 +4,7 @@ DeepSpeed averages a bucket of gradients and scatters it in ``__avg_scatter_grad
 ``reduce_scatter: false``, in ``__avg_scatter_contiguous_grads``, which moves a whole all-reduce. Both become
 the reducer's ``reduce_scatter`` to the owners: rank ``r`` of ``P`` has the ``r``-th ``ceil(numel / P)``
 entries of every parameter. Buckets, streams, accumulation over micro-batches, clipping, and the gathers of
-parameters before each module stay DeepSpeed's.
+parameters before each module stay DeepSpeed's; with hpZ :mod:`.node_copies` keeps what they gather from.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.plan import shards_in
 
 from ..host.patches import Function, Patches
+from .node_copies import NodeCopies
 from .part import EngineContext
 from .path import GradientPath
 from .support import precision_of, targets_of
@@ -38,6 +39,8 @@ class Zero3Path(GradientPath):
         **{
             _SCATTER: "params_to_reduce communication_data_type",
             _SCATTER_CONTIGUOUS: "buffer_to_reduce communication_data_type",
+            "invalidate_secondary_tensor": "",
+            "_partition_all_parameters": "",
         },
     )
     attributes = (
@@ -58,6 +61,10 @@ class Zero3Path(GradientPath):
     def describe(self) -> str:
         stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
         return f"ZeRO stage {stage}, {precision}, reduce-scatter, residuals in {self._residual_dtype}"
+
+    def weight_updates(self, context: EngineContext) -> NodeCopies:
+        pairs = [pair for group in self.named_parameters() for pair in group]
+        return NodeCopies(context, self.reducer, pairs)
 
     def install(self, patches: Patches) -> None:
         patches.intercept(self.optimizer, _SCATTER, self._scatter)

@@ -181,6 +181,8 @@ class Look:
 
     def after_forward(self) -> None:
         moved = [p for p, at in zip(self.parameters, self.storages, strict=True) if p.data_ptr() != at]
+        if self.engine.zero_optimization_stage() == 3:  # copies are displaced, not parameters
+            return
         self.displaced += len(moved)
         passes = [p.detach().clone() for p in moved]
         if moved and getattr(self.engine.__dict__.get("dct"), "ahead", None) is not None:

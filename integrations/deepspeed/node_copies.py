@@ -1,0 +1,345 @@
+"""ZeRO-3 with hpZ: the copy of the weights in each node stays, and gets thresholded updates.
+
+With ``zero_hpz_partition_size`` DeepSpeed keeps each parameter a second time, divided over the ranks of a
+node (the secondary tensor), gathers it there in the backward pass, and drops it after every step: the next
+forward pass gathers from all ranks. Here training passes gather inside the node alone. After a step the rank
+that holds a slice in the owners' node sends what changed to the ranks that hold the slice in other nodes, and
+every one of them, itself included, adds exactly what was sent. What was not sent stays between the owners'
+partition and the copy.
+
+DeepSpeed's own partitions are always exact, and so is whatever is gathered from them: evaluation,
+``GatheredParameters``, checkpoints, persistent parameters. The copy is dropped, and gathered anew in full, in
+warm-up, after a checkpoint, and when somebody wrote weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dct_plugin.config.data_parallel import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.node_ranks import Part
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
+from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.errors import ConfigError
+from dct_plugin.transport.nodes import KEY, Nodes
+
+from ..host.patches import Function, Patches
+from .part import EngineContext, EnginePart
+from .path import GradientPath
+from .weight_updates import WeightUpdates
+
+_KEY = "zero_optimization.zero_hpz_partition_size"
+
+
+class HeldSlice:
+    """This rank's slice of the copy of a parameter in its node.
+
+    It has what :class:`~dct_plugin.data_parallel.step_ahead.StepAhead` needs of a parameter: the shape is the
+    whole parameter's, :attr:`data` is the slice, and to set it changes what DeepSpeed gathers.
+
+    Args:
+        name: Name of the parameter's stream.
+        parameter: The parameter.
+        layout: Positions in the data-parallel group of each node's ranks.
+        position: This rank's position in its node.
+    """
+
+    def __init__(self, name: str, parameter: Any, layout: Sequence[Sequence[int]], position: int) -> None:
+        self.name, self.parameter, self.position = name, parameter, position
+        self._each = parameter.partition_numel()
+        size = self._each * len(layout)
+        stop = min(parameter.ds_numel, (position + 1) * size)
+        self.bounds: Part = (min(position * size, stop), stop)
+        """The entries of the parameter that the slice has, without padding."""
+        self.shards = [shard for node, ranks in enumerate(layout) if (shard := self._owned(node, ranks))]
+        """The parts of the slice that each node's ranks own."""
+        self.copy: Tensor | None = None
+        """The slice as all nodes have it, with padding."""
+        self._shown: Tensor | None = None
+        self._padded: Tensor | None = None
+
+    def _owned(self, node: int, ranks: Sequence[int]) -> Shard | None:
+        first, last = self.bounds
+        start, stop = (max(first, min(last, bound * self._each)) for bound in (ranks[0], ranks[-1] + 1))
+        return Shard(node, start - first, stop - first) if start < stop else None
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self.parameter.ds_shape
+        return shape
+
+    def numel(self) -> int:
+        return int(self.parameter.ds_numel)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.parameter.ds_tensor.device
+        return device
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(self.parameter.requires_grad)
+
+    @property
+    def _version(self) -> int:
+        return 0 if self.copy is None else int(self.copy._version)
+
+    def data_ptr(self) -> int:
+        return self.data.data_ptr()
+
+    @property
+    def weights(self) -> Tensor:
+        """The slice as all nodes have it, 1-D, without padding."""
+        assert self.copy is not None
+        return self.copy[: self.bounds[1] - self.bounds[0]]
+
+    @property
+    def data(self) -> Tensor:
+        return self.weights if self._shown is None else self._shown
+
+    @data.setter
+    def data(self, slice_: Tensor) -> None:
+        assert self.copy is not None
+        if slice_.data_ptr() == self.copy.data_ptr():
+            self._shown = None
+            self.show(self.copy)
+        elif slice_.numel() == self.copy.numel():
+            self._shown = slice_
+            self.show(slice_)
+        else:
+            self._shown = slice_
+            if self._padded is None:
+                self._padded = torch.zeros_like(self.copy)
+            self._padded[: slice_.numel()].copy_(slice_)
+            self.show(self._padded)
+
+    def show(self, secondary: Tensor | None) -> None:
+        """Let DeepSpeed gather from a slice, or, without one, from the owners' partitions."""
+        self.parameter.ds_secondary_tensor = secondary
+
+
+class NodeCopies(WeightUpdates):
+    """The copies of the weights in the nodes, which training passes gather from.
+
+    Args:
+        context: The engine.
+        reducer: Sums its gradients, inside nodes first.
+        parameters: ``(name of the stream, parameter)`` of all that are trained.
+
+    Raises:
+        ConfigError: DeepSpeed's copies are not one in each node.
+    """
+
+    def __init__(
+        self, context: EngineContext, reducer: GradientReducer, parameters: Sequence[tuple[str, Any]]
+    ) -> None:
+        engine, config = context.engine, context.config
+        nodes = self._nodes(engine, config.data_parallel, reducer)
+        assert reducer.node is not None
+        self._module, self._optimizer, self._node = engine.module, engine.optimizer, reducer.node
+        self.updates = ParameterUpdates(
+            config.data_parallel,
+            engine.seq_data_parallel_group,
+            metrics=context.metrics,
+            device=engine.device,
+            kernels=config.kernels,
+            nodes=nodes,
+            gathers=False,
+        )
+        layout, position = reducer.layout, self._node.position
+        self._own = layout[self.updates.rank]
+        """Positions in the data-parallel group of this node's ranks."""
+        copied = [pair for pair in parameters if not pair[1].ds_persist and pair[1].ds_numel]
+        copied.sort(key=lambda pair: -pair[1].ds_tensor.element_size())
+        self.slices = [HeldSlice(name, each, layout, position) for name, each in copied]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._slice_of = {rank: rank // len(layout) for rank in self._own}
+        """By rank of this node: the position whose slice has its partitions."""
+        self._masters: dict[str, Tensor] = {}
+        self.ahead: StepAhead | None = None
+        self._stepping = self._shown = False
+        self._handle: Any = None
+
+    @staticmethod
+    def _nodes(engine: Any, settings: DataParallelConfig, reducer: GradientReducer) -> Nodes:
+        """Return the nodes, each of which has one of DeepSpeed's copies."""
+        ranks, asked = reducer.group_size, engine.zero_hpz_partition_size()
+        size, nodes = min(asked, ranks), reducer.nodes
+        start = f"rank {engine.global_rank}: {_KEY} = {asked} with dct.data_parallel.parameters: "
+        if size == ranks:
+            raise ConfigError(
+                f"{start}all {ranks} ranks have one copy between them, and no update crosses between nodes; "
+                f"set it to the ranks of one of several nodes, or leave parameters out"
+            )
+        if nodes is None:
+            raise ConfigError(
+                f"{start}{KEY} = {settings.nodes!r} makes no nodes of the {ranks} ranks, and a copy is kept "
+                f"in each {size} of them; set {KEY} to {size}"
+            )
+        if reducer.layout != [list(range(first, first + size)) for first in range(0, ranks, size)]:
+            found = ", ".join(str(list(node)) for node in nodes.ranks)
+            raise ConfigError(
+                f"{start}DeepSpeed keeps a copy in each {size} consecutive ranks, but the nodes are {found} "
+                f"({nodes}); set it to {len(nodes.ranks[0])} and start ranks host by host, or set {KEY} to "
+                f"{size}"
+            )
+        return nodes
+
+    def install(self, patches: Patches) -> None:
+        patches.intercept(self._optimizer, "invalidate_secondary_tensor", self._invalidate)
+        for parameter in self._parameters:
+            patches.intercept(parameter, "partition", self._partition)
+        hook = ModuleHook(
+            lambda module, *_: self._before_pass(module.training and torch.is_grad_enabled()), self._module
+        )
+        self._handle = self._module.register_forward_pre_hook(hook, prepend=True)
+
+    def close(self) -> None:
+        self.gather()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def before_step(self) -> None:
+        self._stepping = True
+
+    def after_step(self) -> None:
+        self._stepping = False
+
+    def gather(self) -> None:
+        """Drop the copies: the next pass gathers from the owners' partitions, which are exact."""
+        if not self._held:
+            return
+        if self.ahead is not None:
+            self.ahead.forget()
+        self.updates.forget()
+        self._masters.clear()
+        self._release()
+        for each in self.slices:
+            each.copy = None
+            each.show(None)
+        self._shown = False
+
+    @property
+    def _held(self) -> bool:
+        return bool(self.slices) and self.slices[0].copy is not None
+
+    @property
+    def _full(self) -> bool:
+        """Whether nothing is thresholded in this step."""
+        return not self.slices or self.updates.full(self.slices[0].parameter.ds_tensor.dtype)
+
+    # -- which weights passes gather ---
+
+    def _before_pass(self, trains: bool) -> None:
+        if trains and not self._held and not self._full:
+            self._fill()
+        if self._held:
+            self._show(trains)
+
+    def _show(self, trains: bool) -> None:
+        """Let passes gather from the copies, displaced with step-ahead, or else exact weights."""
+        if self.ahead is not None and not trains:
+            self.ahead.restore()
+        if trains != self._shown:
+            self._release()
+            for each in self.slices:
+                each.show(each.copy if trains else None)
+            self._shown = trains
+        if self.ahead is not None and trains:
+            self.ahead.displace()
+
+    def _release(self) -> None:
+        """Free what DeepSpeed has gathered so far."""
+        if any(each.parameter.ds_status.name != "NOT_AVAILABLE" for each in self.slices):
+            self._optimizer._partition_all_parameters()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Make the copies from the owners' partitions; a collective of all ranks."""
+        self._release()
+        for each in self.slices:
+            parameter = each.parameter
+            if parameter.ds_secondary_tensor is None:
+                parameter.all_gather([parameter])
+                parameter.partition([parameter])
+            each.copy = parameter.ds_secondary_tensor
+        self._shown = True
+
+    def _partition(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        if keywords.get("has_been_updated"):  # GatheredParameters in which weights were written
+            self.gather()
+        return original(*args, **keywords)
+
+    # -- updates ---
+
+    def _invalidate(self, original: Function) -> None:
+        """Update the copies where DeepSpeed drops its secondary tensors, after a step."""
+        if not self._stepping or self._full:
+            self.gather()
+        elif self._held:
+            self._update()
+        self._shown = False
+        original()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        if self.ahead is not None:
+            self.ahead.forget()
+        self._collect_masters()
+        entries = [(each.name, each.weights, each.shards) for each in self.slices if each.shards]
+        self.updates.update(entries, self._masters.__getitem__)
+
+    def _collect_masters(self) -> None:
+        """Get the partitions of this rank's slices that ranks of this node own; a collective of these."""
+        node, own = self._node, self._node.position
+        parts = [each.parameter.ds_tensor.detach() for each in self.slices]
+        mine = self._slice_of[self._own[own]]
+        outgoing = [parts if position == mine else [] for position in range(node.size)]
+        senders = [position for position, rank in enumerate(self._own) if self._slice_of[rank] == own]
+        like = [parts if position in senders else [] for position in range(node.size)]
+        names = [each.name for each in self.slices]
+        received = node.swap("masters", outgoing, like, list(zip(names, parts, strict=True)))
+        if own in senders:
+            received[own] = parts
+        for index, each in enumerate(self.slices):
+            shard = next((s for s in each.shards if s.owner == self.updates.rank), None)
+            if shard is not None:
+                whole = torch.cat([received[position][index] for position in senders])
+                self._masters[each.name] = whole[: shard.stop - shard.start]
+
+
+class DisplacedCopies(EnginePart):
+    """Step-ahead: training passes gather displaced copies. Owners' partitions are never displaced.
+
+    Args:
+        path: The path of the engine's gradients.
+        copies: The copies in the nodes.
+
+    Attributes:
+        ahead: Displaces and restores them.
+
+    Raises:
+        ConfigError: The step of the engine's optimizer is not known.
+    """
+
+    def __init__(self, path: GradientPath, copies: NodeCopies) -> None:
+        groups = [[parameter for _, parameter in group] for group in path.named_parameters()]
+        units = units_of(path.optimizer, groups)
+        pairs: Any = [(each.name, each) for each in copies.slices if each.shards]
+        self.ahead = copies.ahead = path.reducer.add_on(StepAheadAddOn).prepare(
+            pairs,
+            lambda held: units(held.parameter),  # type: ignore[attr-defined]
+            unit=1.0 / (path.scale * path.reducer.group_size),
+            pending_of=copies.updates.pending_of,
+            held={each.name: each.bounds for each in copies.slices},
+        )
+
+    def before_step(self) -> None:
+        self.ahead.restore()

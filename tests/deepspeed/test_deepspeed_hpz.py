@@ -1,0 +1,106 @@
+"""ZeRO-3 with hpZ on real engines: thresholded updates for copies in two nodes of two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.deepspeed_launch import Results, Run, config, launch
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FP16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 4, "hysteresis": 1}
+EXACT = {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100, "nodes": 2}
+SPARSE = {"sparsity": 0.95, "min_numel": 100, "nodes": 2, "feedback": "step_ahead", "warmup_steps": 1}
+#: Everything that differs is sent, but DeepSpeed's own gather is not asked.
+ALL = {"parameters": {"sparsity": 1e-9, "value_dtype": "fp32"}}
+UPDATES = {"parameters": {"sparsity": 0.9}}
+
+
+def settings(precision: str = "fp32", zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    keys = {"stage3_param_persistence_threshold": 100, "zero_hpz_partition_size": 2, **(zero or {})}
+    return config(3, precision, optimizer="AdamW", zero=keys, **more)
+
+
+CASES: dict[str, Any] = {
+    "fp32": settings(),
+    "bf16": settings("bf16", gradient_accumulation_steps=2, gradient_clipping=0.1),
+    # Every module gathers its parameters anew in the backward pass.
+    "bf16-twice": settings("bf16", {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}),
+    # The sums of four gradients in bf16 are exact, in whatever order.
+    "bf16-communicate-fp32": settings("bf16", communication_data_type="fp32"),
+    "fp16": settings(fp16=FP16),
+}
+
+
+def run(kind: str, name: str, steps: int, section: dict[str, Any] | None, **more: Any) -> Run:
+    dct = {} if section is None else {"dct": {"data_parallel": section}}
+    return {"id": f"{kind}/{name}", "config": {**CASES[name], **dct}, "steps": steps, **more}
+
+
+def tolerance(name: str) -> float:
+    return 1e-4 if name == "fp32" else 2e-2
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("hpz")
+    plan: list[Run] = []
+    for name in CASES:
+        save = str(folder / name)
+        plan += [
+            run("plain", name, 4, None),
+            run("gathered", name, 4, EXACT),
+            run("full", name, 4, EXACT | {"parameters": {"sparsity": 0, "value_dtype": "fp32"}}),
+            run("all", name, 4, EXACT | ALL),
+            run("updated", name, 30, SPARSE | UPDATES),
+            run("whole", name, 6, SPARSE | UPDATES, save=save, save_after=3),
+            run("rest", name, 6, SPARSE | UPDATES, load=save, seed=2),
+        ]
+    return launch(4, plan, folder / "four", DCT_TEST_FP16_ON_CPU="1")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sparsity_0_is_deepspeed(four: Results, name: str) -> None:
+    """With the same gradients the same bits; nodes add up gradients in another order than DeepSpeed."""
+    for rank in four:
+        plain, gathered, full = (rank[f"{kind}/{name}"] for kind in ("plain", "gathered", "full"))
+        for what in ("losses", "norms", "scales", "skipped", "hash"):
+            assert full[what] == gathered[what], what
+        if name == "bf16-communicate-fp32":
+            assert full["hash"] == plain["hash"]
+        assert full["losses"] == pytest.approx(plain["losses"], rel=tolerance(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_that_get_every_update_are_the_weights(four: Results, name: str) -> None:
+    for rank in four:
+        gathered, updated = rank[f"gathered/{name}"], rank[f"all/{name}"]
+        if name.startswith("bf16"):  # differences of weights in 16 bits are exact
+            for what in ("losses", "norms", "hash"):
+                assert updated[what] == gathered[what], what
+        assert updated["losses"] == pytest.approx(gathered["losses"], rel=tolerance(name))
+    assert four[0][f"all/{name}"]["classes"]["parameter"]["sent"] > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_falls_and_ranks_stay_in_step(four: Results, name: str) -> None:
+    for rank in four:
+        found = rank[f"updated/{name}"]
+        assert found["hash"] == four[0][f"updated/{name}"]["hash"]
+        assert found["after"] < found["before"]
+    # Slices of two owners each: of the first one both are in the first node.
+    sent = [rank[f"updated/{name}"]["classes"]["parameter"] for rank in four]
+    assert [bool(each["dense"]) for each in sent] == [True, False, False, True]
+    assert sum(each["sent"] for each in sent) < sum(each["dense"] for each in sent) / 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_goes_on_bitwise(four: Results, name: str) -> None:
+    """Also the run that wrote the checkpoint has dropped its copies."""
+    for rank in four:
+        whole, rest = rank[f"whole/{name}"], rank[f"rest/{name}"]
+        assert rest["loaded"]
+        for what in ("losses", "norms", "hash", "residual"):
+            assert rest[what] == whole[what], what
