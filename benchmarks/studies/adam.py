@@ -34,6 +34,7 @@ SEQUENCE, BATCH, WIDTH, LAYERS, HEADS, SYMBOLS = 64, 8, 96, 3, 4, 95
 #: Options that make runs comparable; with setting and seed they name one.
 JOB = (
     "ranks",
+    "per_node",
     "batch",
     "stage",
     "precision",
@@ -233,8 +234,14 @@ def config_of(args: argparse.Namespace, setting: str) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     section = SETTINGS[setting]
+    if args.stage == 3:
+        # DeepSpeed's default is for large models, and would keep this one whole on every rank.
+        config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 1000,
+            "zero_hpz_partition_size": args.per_node,
+        }
     if section is not None:
-        config["dct"] = {"data_parallel": section}
+        config["dct"] = {"data_parallel": {**section, "nodes": args.per_node}}
     return config
 
 
@@ -330,7 +337,7 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not args.results.exists():
         return []
     rows = (json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if all(row[key] == getattr(args, key) for key in JOB)]
+    return [row for row in rows if all(row.get(key, 1) == getattr(args, key) for key in JOB)]
 
 
 def _missing(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -378,6 +385,9 @@ def parser_of(
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per rank")
+    parser.add_argument(
+        "--per-node", type=int, default=1, help="so many ranks are a node; under ZeRO-3 they have a copy (hpZ)"
+    )
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0 to 3")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of working weights")
     parser.add_argument("--steps", type=int, default=1200)
