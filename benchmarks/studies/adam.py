@@ -386,7 +386,10 @@ def parser_of(
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per rank")
     parser.add_argument(
-        "--per-node", type=int, default=1, help="so many ranks are a node; under ZeRO-3 they have a copy (hpZ)"
+        "--per-node",
+        type=int,
+        default=1,
+        help="so many ranks are a node; under ZeRO-3 they have a copy (hpZ)",
     )
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage: 0 to 3")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of working weights")

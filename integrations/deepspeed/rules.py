@@ -21,10 +21,6 @@ from ..host.versions import parse
 from .job import Job
 from .section import READ_BY_PLUGIN, SECTION
 
-_WITHOUT_COPIES = (
-    "under ZeRO stage 3 step-ahead displaces copies of the weights in the nodes, which are kept with "
-    "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters"
-)
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
     "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
@@ -66,7 +62,10 @@ def applied(job: Job, config: DCTConfig) -> DCTConfig:
 def obstacle(job: Job, config: DCTConfig) -> str:
     """Return why a job cannot have step-ahead feedback; empty if it can."""
     if job.stage == 3 and (job.ranks_per_copy <= 1 or config.data_parallel.parameters is None):
-        return _WITHOUT_COPIES
+        return (
+            "under ZeRO stage 3 no rank has the whole weights that step-ahead displaces (copies in nodes can "
+            "be displaced: docs/nodes.md#zero-3)"
+        )
     if config.model_parallel.expert_gradients and job.experts:
         return "expert_gradients: step-ahead displaces the weights of all ranks alike, and experts differ"
     return ""
@@ -220,7 +219,11 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
     if settings.feedback.steps_locally:
         yield "feedback", "no rank has the whole weights that its optimizer would step; leave it out"
     elif settings.feedback.looks_ahead and not (copies and settings.parameters is not None):
-        yield "feedback", f"{_WITHOUT_COPIES}; set both, or leave it out"
+        yield (
+            "feedback",
+            "no rank has the whole weights that step-ahead displaces. It can displace copies in nodes: set "
+            "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters; or leave feedback out",
+        )
     if settings.parameters is not None and not copies:
         yield (
             "parameters",
