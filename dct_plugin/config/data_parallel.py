@@ -20,7 +20,8 @@ GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"]
 class ParametersConfig(Section):
     """Thresholded updates of the weights, from the owner of a part of them to all ranks.
 
-    They apply under ZeRO-1, ZeRO-2 and Megatron's distributed optimizer. Dense steps, the ramp after them
+    They apply under ZeRO-1, ZeRO-2, ZeRO-3 with copies of the weights in nodes
+    (``zero_hpz_partition_size``), and Megatron's distributed optimizer. Dense steps, the ramp after them
     and the threshold mechanics are those of ``dct.data_parallel``.
     """
 

@@ -222,7 +222,8 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
         yield (
             "feedback",
             "no rank has the whole weights that step-ahead displaces. It can displace copies in nodes: set "
-            "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters; or leave feedback out",
+            "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters, or leave feedback "
+            "out",
         )
     if settings.parameters is not None and not copies:
         yield (
