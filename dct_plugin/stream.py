@@ -209,6 +209,10 @@ class Compressor(Stream):
         self._saved_threshold: dict[str, Any] | None = None
         self._loaded: Saved | None = None
 
+    def set_value_dtype(self, value_dtype: str) -> None:
+        """Send values in another type from now on."""
+        self._value_dtype = ValueDtype.parse(value_dtype)
+
     # -- the public pair ---
 
     def compress(self, tensor: Tensor) -> Payload:

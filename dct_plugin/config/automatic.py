@@ -1,7 +1,8 @@
-"""``"feedback": "auto"``: what it becomes for an optimizer, and what settings are known to lose."""
+"""Automatic choices: the feedback for an optimizer, the settings of a quality class, and known losses."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from .data_parallel import DataParallelConfig
@@ -19,6 +20,55 @@ _UNTOLD = (
     "the optimizer was not told: local error feedback, which with Adam is known to lose (0.2 nats at 0.99 "
     "after 1,200 steps, 0.9 after 300)"
 )
+
+
+#: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
+_SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
+#: Most ranks for which step-ahead at 0.99 lost nothing that could be measured.
+_SAFE_RANKS = 4
+
+
+class Setting(NamedTuple):
+    """A sparsity and the type of its values, as the automatic mode chooses them."""
+
+    sparsity: float = 0.0
+    value_dtype: str | None = None
+    """Type of the values; None: the dense exchange of the framework."""
+
+    @property
+    def is_dense(self) -> bool:
+        return self.value_dtype is None
+
+    @property
+    def strength(self) -> tuple[float, int]:
+        """Order from gentle to strong: by sparsity, then by bits left out."""
+        return self.sparsity, -_VALUES.get(self.value_dtype or "", 32)
+
+    def __str__(self) -> str:
+        return "dense" if self.is_dense else f"sparsity {self.sparsity:g}, {self.value_dtype} values"
+
+
+def settings_within(config: DataParallelConfig) -> list[Setting]:
+    """Return what the automatic mode may choose under a configuration whose sparsity is the most that its
+    quality class allows; the dense exchange comes first.
+    """
+    if config.quality == "exact":
+        return [Setting()]
+    most_bits = _VALUES.get(config.value_dtype, 32)
+    values = [name for name, bits in _VALUES.items() if bits <= most_bits] or [config.value_dtype]
+    sparsities = [each for each in _SPARSITIES if each < config.sparsity]
+    sparsities += [config.sparsity] if config.sparsity else []
+    return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
+
+
+def safe_sparsity(settings: DataParallelConfig, training: Training) -> float:
+    """Return the highest sparsity that lost nothing measurable in a training (``docs/quality.md``)."""
+    family = training.family
+    if family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
+        return 0.99 if settings.feedback.keeps_residual else 0.0
+    if family.loses_by_delay and settings.feedback.looks_ahead:
+        return 0.99 if training.ranks <= _SAFE_RANKS else GENTLE
+    return 0.0
 
 
 class Choice(NamedTuple):
@@ -100,6 +150,8 @@ def judged(
         untold: What to do so that the optimizer is told.
     """
     settings, line, is_second_best = chosen(written, training, steps=steps, obstacle=obstacle)
+    if settings.quality == "safe":
+        settings = _changed(settings, sparsity=min(settings.sparsity, safe_sparsity(settings, training)))
     found = next(known_losses(settings, training), None)
     if found is not None and is_second_best:
         line += f" (known to lose {found.loss})"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -139,6 +139,14 @@ class DataParallelConfig(Section):
 
     0.9 where quality matters most, 0.99 on slow links, 0 to measure the plugin's own cost.
     """
+    quality: Literal["exact", "safe", "bytes"] | None = None
+    """Choose by measurement, at the start and whenever steps or the link change, with `sparsity` and
+    `value_dtype` as the most that is taken away: only the dense exchange (exact), settings that lost nothing
+    measurable with this optimizer and number of ranks (safe), or all of them (bytes). null takes the settings
+    as they are. `"sparsity": "auto"` stands for 0.99 and `safe`.
+
+    Where the link is not known or changes ([how it decides](automatic.md)).
+    """
     value_dtype: GradientType = "bf16"
     """Type of the kept values on the wire; the rounding error stays in the residual. int8 has one scale per
     256 values; int4 and int2 have a sign and 8 or 2 levels between two scales.
@@ -217,6 +225,14 @@ class DataParallelConfig(Section):
     expert: ExpertSettings = ExpertSettings()
     """Settings for tests and studies."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_auto(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("sparsity") == "auto":
+            given = {name: value for name, value in values.items() if name != "sparsity"}
+            return {"quality": "safe", **given}
+        return values
+
     @model_validator(mode="after")
     def _options_fit_together(self) -> Self:
         for message in self._conflicts():
@@ -234,6 +250,10 @@ class DataParallelConfig(Section):
                 yield f"{packed} does not go with {feedback}: the residual is the distance of the weights"
         if self.feedback.steps_locally and self.nodes not in ("auto", 1):
             yield f"nodes = {self.nodes} does not go with {feedback}: every rank has weights of its own"
+        if self.quality is not None and self.adaptive is not None:
+            yield f"quality = '{self.quality}' does not go with adaptive: both choose the sparsity"
+        if self.quality is not None and self.feedback.steps_locally:
+            yield f"quality = '{self.quality}' does not go with {feedback}: gradients are not exchanged"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
         if self.feedback.steps_locally:
@@ -245,6 +265,10 @@ class DataParallelConfig(Section):
     @property
     def summary(self) -> str:
         """The share of entries sent, and the feedback for the others, in words."""
+        if self.quality is not None:
+            return (
+                f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
+            )
         return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}"
 
     @property

@@ -46,6 +46,11 @@ class AddOn:
         """Return those of ``names`` that :meth:`after_reduce` compares between ranks."""
         return []
 
+    @property
+    def dense(self) -> bool:
+        """True if gradients of this step are to be summed densely, as the host would."""
+        return False
+
     def sparsity(self, name: str) -> Sparsity | None:
         """Return the sparsity of a tensor in this step; None leaves it to the configuration."""
         return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
+from .automatic import AutomaticSparsity
 from .local import LocalUpdatesAddOn
 from .step_ahead import StepAheadAddOn
 
 #: In the order in which they see a reduction.
-ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, LocalUpdatesAddOn)
+ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, LocalUpdatesAddOn, AutomaticSparsity)
 
 
 def add_ons_of(context: ReducerContext) -> list[AddOn]:

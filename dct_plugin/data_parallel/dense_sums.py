@@ -1,4 +1,4 @@
-"""Steps in which nothing is thresholded: warm-up, and a group of one rank."""
+"""Steps in which nothing is thresholded: warm-up, a group of one rank, and those that an add-on wants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..feedback import unpacked
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
+from .add_on import AddOn
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import StreamGroup
 
@@ -27,6 +28,8 @@ class DenseSums:
 
     def __init__(self, group: StreamGroup, warmup_steps: int) -> None:
         self._group, self._warmup_steps = group, warmup_steps
+        self.add_ons: Sequence[AddOn] = ()
+        """Add-ons of the reducer, which may want a dense step."""
         self._agreed: BoundedTable[None] = BoundedTable()
         """Fingerprints of what all ranks were found to sum densely."""
         self._suspects: list[tuple[list[str], Tensor]] = []
@@ -37,7 +40,8 @@ class DenseSums:
     @property
     def active(self) -> bool:
         """True if this step's gradients are summed densely."""
-        return self._group.world_size == 1 or self._group.step < self._warmup_steps
+        starting = self._group.step < self._warmup_steps
+        return self._group.world_size == 1 or starting or any(each.dense for each in self.add_ons)
 
     def reduce(self, plan: ReductionPlan, whole: Record) -> None:
         """Sum the tensors of ``plan`` over the ranks; a collective."""

@@ -95,6 +95,7 @@ class GradientReducer(StreamGroup):
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
         )
         self.add_ons = add_ons_of(ReducerContext(self, config, self.topology, self.average_tensors))
+        self._dense.add_ons = self.add_ons
 
     def find(self, kind: type[_AddOn]) -> _AddOn | None:
         """Return the add-on of a kind; None if the configuration does not ask for it."""

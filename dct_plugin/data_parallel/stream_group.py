@@ -118,6 +118,8 @@ class StreamGroup:
         self.loaded: dict[str, dict[str, Any]] = {}
         """Loaded states of streams that were not used since."""
         self.nonfinite_reported = False
+        self.reduce_seconds = 0.0
+        """Time so far in reductions, in the thread that runs them."""
 
     def streams_state(self) -> dict[str, Any]:
         """Return the states of all streams, also of those that were loaded and not used since."""
@@ -139,6 +141,12 @@ class StreamGroup:
                 stream.load_state_dict(self.loaded.pop(name))
             self.streams[name] = stream
         return stream
+
+    def set_value_dtype(self, value_dtype: str) -> None:
+        """Send the kept values of all streams in another type from now on."""
+        self.settings = self.settings.model_copy(update={"value_dtype": value_dtype})
+        for stream in self.streams.values():
+            stream.set_value_dtype(value_dtype)
 
     def return_to_residual(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""
@@ -237,6 +245,7 @@ class StreamGroup:
         sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
         elsewhere = whole.exchange_ms + whole.decode_ms
         yield
+        self.reduce_seconds += time.perf_counter() - began
         whole.sent_bytes += exchange.sent_bytes - sent
         whole.waited_ms += exchange.waited_ms - waited
         elsewhere -= whole.exchange_ms + whole.decode_ms

@@ -216,7 +216,7 @@ class DataParallelHook(Hook):
             if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
                 return  # already done: Megatron calls again at the end of the first batch
             self.models.name_rest(group)
-            if self.session.step < self.config.dense_steps:
+            if self.session.step < self.config.dense_steps and self.config.quality is None:
                 if self._ahead:
                     self.reductions.show(group)
                 original(group, *arguments, **keywords)
@@ -230,7 +230,9 @@ class DataParallelHook(Hook):
 
     def is_left_alone(self, group: Any) -> bool:
         """Return whether Megatron reduces a bucket group itself."""
-        if ranks_of(group).size() == 1 or (self.config.sparsity == 0 and self.session.pass_through):
+        if ranks_of(group).size() == 1 or (
+            self.config.sparsity == 0 and self.config.quality is None and self.session.pass_through
+        ):
             return True
         if group.ddp_config.num_distributed_optimizer_instances > 1:
             raise DCTError(

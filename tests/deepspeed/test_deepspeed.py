@@ -161,6 +161,11 @@ SKIPPED = [
 ]  # fmt: skip
 
 
+#: Chooses by itself among all settings.
+AUTOMATIC = {"data_parallel": {**SPARSE["data_parallel"], "quality": "bytes"}}
+CHOOSING = ["zero0-fp32", "zero1-bf16-fp32accumulation", "zero2-fp32-contiguous"]
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("deepspeed")
@@ -172,6 +177,7 @@ def two(folder: Path) -> Results:
     plan += [run(name, SPARSE, 40, "sparse/") for name in LEARNING]
     plan += [run(name, SPARSE, 4, "sparse/") for name in IN_STEP]
     plan += [run(f"{name}-overlap", SPARSE, 4, "sparse/") for name in OVERLAPPED]
+    plan += [run(name, AUTOMATIC, 60, "automatic/") for name in CHOOSING]
     plan += [r for name in CHECKPOINTED for r in checkpointed(name, folder)]
     plain = str(folder / "plain")
     plan += [
@@ -310,6 +316,12 @@ def test_ranks_in_step_at_99(two: Results, name: str) -> None:
     skip_what_deepspeed_cannot(name)
     found = in_step(two, f"sparse/{name}")
     assert found["sent"] < found["dense"]
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_ranks_that_choose_the_sparsity_stay_in_step(two: Results, name: str) -> None:
+    found = in_step(two, f"automatic/{name}")
+    assert found["after"] < found["before"]
 
 
 @pytest.mark.parametrize("name", FOUR)

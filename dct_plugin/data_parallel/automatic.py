@@ -1,0 +1,402 @@
+"""Sparsity chosen by measurement: the gentlest setting that makes a step fastest, on this link and processor.
+
+The first steps are dense and timed. Then every setting that the quality class allows is timed on random
+entries (coding, decoding, bytes), the link is probed in the job's own exchange, and the time of a step is
+predicted:
+
+    step = rest + exposed * (coding + decoding + rounds * latency + bytes / rate)
+
+``rest`` is the dense step without its exposed reduction. ``exposed`` is the share of the dense reduction that
+the backward pass did not hide. The settings with the least predictions, and the dense exchange, then run for
+some steps each, and the fastest one stays. Windows of steps and of probes are compared with those of the
+decision: where a step or the link departs, the ranks decide again. Source of the idea: Espresso (Wang et al.,
+EuroSys 2023), which decides from a measured timeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codecs.message import MessageWriter
+from ..config.automatic import Setting, settings_within
+from ..host_traffic import own_traffic
+from ..metrics import format_bytes
+from ..stream import Compressor
+from .add_on import AddOn, ReducerContext
+from .stream_group import Sparsity, StreamGroup
+
+logger = logging.getLogger("dct_plugin")
+
+#: Sends every entry exactly, so that nothing is owed before the dense exchange takes over.
+_FLUSH = Setting(0.0, "fp32")
+#: Entries on which a setting is timed, and bytes of the link's probe.
+_ENTRIES, _PROBE = 1 << 17, 1 << 17
+#: Repetitions of each; the least time counts.
+_REPEATS = 3
+
+
+class Pace(NamedTuple):
+    """Numbers of steps, and ratios of times."""
+
+    measured: int = 12
+    """The least number of dense steps at the start."""
+    settle: int = 3
+    """Steps after a change that are not timed."""
+    trial: int = 10
+    """Timed steps of a setting that is tried."""
+    tried: int = 3
+    """Most settings that are tried in one decision, besides the current one."""
+    likely: float = 1.2
+    """Settings are tried whose prediction is at most so many times the best one."""
+    window: int = 25
+    """Steps from one comparison with the decision to the next."""
+    probes: int = 8
+    """Windows from one probe of the link to the next."""
+    departs: float = 1.25
+    """Factor by which two windows in turn differ from the decision before there is another one."""
+    link_departs: float = 2.0
+    """Factor by which the link's rate differs before there is another decision."""
+    alike: float = 1.03
+    """Settings within this factor of the fastest are as fast: the gentlest one is taken."""
+
+
+class Coding(NamedTuple):
+    """Seconds and bytes of a setting for one entry of a tensor."""
+
+    encode: float
+    decode: float
+    nbytes: float
+
+
+class Link(NamedTuple):
+    """What the probe of the link found."""
+
+    latency: float
+    """Seconds of a round of small messages."""
+    byte: float
+    """Seconds for one more byte to every other rank."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a probe."""
+        return self.latency + _PROBE * self.byte
+
+
+class Prediction(NamedTuple):
+    """The predicted time of a step in seconds, by its parts, with one setting."""
+
+    setting: Setting
+    rest: float
+    coding: float
+    exchange: float
+
+    @property
+    def total(self) -> float:
+        return self.rest + self.coding + self.exchange
+
+
+class CostModel(NamedTuple):
+    """Figures of a training, the same on all ranks, from which the time of a step is predicted.
+
+    Attributes:
+        rest: Seconds of a step without the exposed part of its reduction.
+        exposed: Share of a reduction that the backward pass does not hide.
+        dense: Seconds of a dense reduction; None: computed from ``link``.
+        codings: Figures of every setting.
+        link: Figures of the link.
+        large, small: Entries that are thresholded, and bytes of tensors that never are.
+        ranks: Ranks that exchange messages.
+        direct: Whether every rank sends its messages to all others.
+    """
+
+    rest: float
+    exposed: float
+    dense: float | None
+    codings: dict[Setting, Coding]
+    link: Link
+    large: int
+    small: int
+    ranks: int
+    direct: bool
+
+    def predict(self, setting: Setting) -> Prediction:
+        """Return the prediction for a setting."""
+        ring = 2.0 / self.ranks  # of P-1 messages of a byte: a ring sends 2 (P-1) / P
+        if setting.is_dense:
+            modelled = self.link.latency + (4 * self.large + self.small) * ring * self.link.byte
+            exchange = modelled if self.dense is None else self.dense
+            return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
+        coding = self.codings[setting]
+        answers = 0.0 if self.direct else 1.0 / self.ranks
+        per_entry = coding.encode * (1.0 + answers) + coding.decode * (self.ranks if self.direct else 2.0)
+        crossing = coding.nbytes * (1.0 if self.direct else ring)
+        rounds = self.link.latency * (1.0 if self.direct else 2.0)
+        exchange = rounds + (crossing * self.large + ring * self.small) * self.link.byte
+        return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
+
+
+def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
+    """Return the settings worth a trial: those with the least predictions, the gentlest of the best first."""
+    best = min(each.total for each in predictions)
+    near = sorted((each for each in predictions if each.total <= pace.likely * best), key=lambda p: p.total)
+    alike = [each.setting for each in near if each.total <= pace.alike * best]
+    first = min(alike, key=lambda setting: setting.strength)
+    return [first, *(each.setting for each in near if each.setting != first)][: pace.tried]
+
+
+def fastest(seconds: Mapping[Setting, float], pace: Pace) -> Setting:
+    """Return the gentlest of the settings that are as fast as the fastest one."""
+    least = min(seconds.values())
+    alike = [setting for setting, measured in seconds.items() if measured <= pace.alike * least]
+    return min(alike, key=lambda setting: setting.strength)
+
+
+class AutomaticSparsity(AddOn):
+    """Chooses sparsity and value type for all tensors of a reducer, or the dense exchange.
+
+    Args:
+        group: Streams and process group.
+        settings: What the quality class allows; the first one is the dense exchange.
+        direct: Whether every rank sends its messages to all others.
+    """
+
+    key = "automatic"
+    pace = Pace()
+
+    def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
+        self._group, self._settings, self._direct = group, settings, direct
+        self.current = settings[0]
+        """The setting of the coming step, the same on all ranks."""
+        self._sizes: dict[str, int] = {}
+        self._seconds: list[float] = []
+        self._began = 0.0
+        self._steps_left = -1
+        """Steps until the next decision; negative: there is none."""
+        self._start(None)
+
+    @classmethod
+    def configured(cls, context: ReducerContext) -> AutomaticSparsity | None:
+        config, group = context.config, context.group
+        if config.quality is None or group.world_size == 1:
+            return None
+        allowed = settings_within(config)
+        if group.fixed_size:  # slots are laid out for one type of values
+            allowed = [each for each in allowed if each.value_dtype in (None, config.value_dtype)]
+        return cls(group, allowed, direct=context.topology.name == "direct")
+
+    @property
+    def dense(self) -> bool:
+        return self.current.is_dense
+
+    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        self._sizes.update((name, tensor.numel()) for name, tensor in entries)
+
+    def sparsity(self, name: str) -> Sparsity:
+        if self.current == _FLUSH:
+            return Sparsity(1.0)
+        return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Time the step, and decide where a decision is due; a collective of the host's group then."""
+        now = time.perf_counter()
+        if self._began:
+            self._seconds.append(now - self._began)
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            with own_traffic(recorded=False):
+                self._steps_left = next(self._decisions, -1)
+        self._began = time.perf_counter()  # a decision is no part of the next step
+
+    def state_dict(self) -> Any:
+        return {"current": tuple(self.current)}
+
+    def load_state_dict(self, state: Any, *, step: int) -> None:
+        known = None if state is None else Setting(*state["current"])
+        self._start(known if known in self._settings else None)
+
+    # -- decisions ---
+
+    def _start(self, known: Setting | None) -> None:
+        self._use(self._settings[0] if known is None else known)
+        self._seconds.clear()
+        self._decisions = self._decide(is_known=known is not None)
+        self._steps_left = next(self._decisions, -1)
+
+    def _decide(self, *, is_known: bool) -> Iterator[int]:
+        """Yield the number of steps until the next decision; on all ranks alike.
+
+        Args:
+            is_known: Whether a training goes on with its setting; otherwise the first steps are dense.
+        """
+        if len(self._settings) == 1:
+            return
+        pace, group = self.pace, self._group
+        began, hidden = group.reduce_seconds, self._hidden_seconds()
+        steps = pace.settle + pace.trial
+        if not is_known:
+            steps = max(group.schedule.warmup_steps - group.step, pace.settle + pace.measured)
+        yield steps
+        reduction = (group.reduce_seconds - began) / steps
+        exposed = 1.0 - (self._hidden_seconds() - hidden) / steps / reduction if reduction else 1.0
+        measured = reduction if self.dense else None
+        now, link, why = self._median(), self._probe(), "measured"
+        while True:
+            model = self._model(now, measured, exposed, link)
+            predictions = [model.predict(each) for each in self._settings]
+            seconds = {self.current: now}
+            for setting in likely(predictions, pace):
+                if setting not in seconds:
+                    yield from self._change_to(setting)
+                    yield pace.settle + pace.trial
+                    seconds[setting] = self._median()
+            chosen = fastest(seconds, pace)
+            yield from self._change_to(chosen)
+            self._report(chosen, seconds, predictions, link, why)
+            now, link, why = yield from self._watch(seconds[chosen], link)
+            measured = None
+
+    def _change_to(self, setting: Setting) -> Iterator[int]:
+        """Take a setting. The dense exchange waits until nothing is owed; the start's density falls first."""
+        schedule, step = self._group.schedule, self._group.step
+        if setting.is_dense and not self.dense:
+            self._use(_FLUSH)
+            yield 1
+        self._use(setting)
+        if not setting.is_dense and schedule.starting(step):
+            yield schedule.warmup_steps + schedule.ramp_steps - step
+
+    def _watch(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
+        """Go on until steps or link depart from the decision; return both, and why, in words."""
+        pace, departures = self.pace, 0
+        for window in itertools.count(1):
+            yield pace.window
+            now = self._median()
+            departures += 1
+            if 1 / pace.departs < now / reference < pace.departs:
+                departures = 0
+            if departures >= 2 or window % pace.probes == 0:
+                found = self._probe()
+                change = found.seconds / link.seconds
+                if departures >= 2:
+                    return now, found, f"steps take {1e3 * now:.0f} ms, were {1e3 * reference:.0f}"
+                if not 1 / pace.link_departs < change < pace.link_departs:
+                    return now, found, f"the link takes {change:.2g} times as long"
+        raise AssertionError("unreachable")
+
+    def _use(self, setting: Setting) -> None:
+        self.current, group = setting, self._group
+        if setting.value_dtype is not None and setting.value_dtype != group.settings.value_dtype:
+            group.set_value_dtype(setting.value_dtype)
+
+    # -- measurements, the same on all ranks ---
+
+    def _median(self) -> float:
+        """Return the median seconds of the last steps, of the slowest rank; a collective."""
+        last, self._seconds = self._seconds[-self.pace.trial :], []
+        return self._agreed([statistics.median(last)])[0]
+
+    def _agreed(self, figures: Sequence[float]) -> list[float]:
+        """Return the largest of all ranks' figures; a collective of the host's group."""
+        agreed = torch.tensor(figures, dtype=torch.float64, device=self._group.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group.group)
+        return agreed.tolist()
+
+    def _hidden_seconds(self) -> float:
+        """Return the seconds so far that reductions passed beside the backward pass."""
+        metrics = self._group.metrics
+        if metrics is None:
+            return 0.0
+        summary = metrics.summary()
+        return 1e-3 * summary.hidden_ms * summary.steps
+
+    def _probe(self) -> Link:
+        """Time small and large messages in the job's own exchange; a collective."""
+        exchange, found = self._group.exchange, []
+        for size in (1, _PROBE):
+            message = torch.zeros(size, dtype=torch.uint8, device=self._group.device)
+            times = []
+            for _ in range(_REPEATS + 1):
+                began = time.perf_counter()
+                exchange.all_gather(message)
+                times.append(time.perf_counter() - began)
+            found.append(min(times[1:]))  # the first waits for other ranks
+        latency, large = self._agreed(found)
+        return Link(latency, max(large - latency, 0.0) / _PROBE)
+
+    def _model(self, now: float, reduction: float | None, exposed: float, link: Link) -> CostModel:
+        """Return the model of a training whose steps take ``now`` seconds; a collective.
+
+        Args:
+            now: Seconds of a step with the current setting.
+            reduction: Seconds of a dense reduction; None: follows from the link.
+            exposed: Share of reductions that the backward pass does not hide.
+            link: Figures of the link.
+        """
+        group, names = self._group, [each for each in self._settings if not each.is_dense]
+        timed = self._agreed(
+            [figure for setting in names for figure in _time_coding(group, setting)]
+            + [exposed, reduction or 0.0]
+        )
+        codings = {setting: Coding(*timed[3 * i : 3 * i + 3]) for i, setting in enumerate(names)}
+        small = sum(4 * numel for name, numel in self._sizes.items() if group.is_small(name, numel))
+        large = sum(self._sizes.values()) - small // 4
+        exposed, reduction = min(max(timed[-2], 0.05), 1.0), timed[-1] if reduction is not None else None
+        model = CostModel(
+            0.0, exposed, reduction, codings, link, large, small, group.world_size, self._direct
+        )
+        return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
+
+    def _report(
+        self,
+        chosen: Setting,
+        seconds: Mapping[Setting, float],
+        predictions: Sequence[Prediction],
+        link: Link,
+        why: str,
+    ) -> None:
+        """Log the decision with its reason in milliseconds, on the first rank."""
+        if self._group.group_rank:
+            return
+        predicted = next(each for each in predictions if each.setting == chosen)
+        others = ", ".join(
+            f"{setting} {1e3 * measured:.1f}" for setting, measured in seconds.items() if setting != chosen
+        )
+        logger.warning(
+            "dct: step %d: %s: %.1f ms a step%s; predicted %.1f (coding %.1f, exchange %.1f); link %s/s, "
+            "%.2f ms (%s)",
+            self._group.step,
+            chosen,
+            1e3 * seconds[chosen],
+            f" ({others})" if others else "",
+            1e3 * predicted.total,
+            1e3 * predicted.coding,
+            1e3 * predicted.exchange,
+            "without limit" if not link.byte else format_bytes((self._group.world_size - 1) / link.byte),
+            1e3 * link.latency,
+            why,
+        )
+
+
+def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
+    """Time the coding and decoding of random entries, the least of some repetitions."""
+    data = torch.randn(_ENTRIES, device=group.device)
+    stream = Compressor(group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype)
+    total, found = torch.zeros_like(data), []
+    for _ in range(_REPEATS):
+        writer, began = MessageWriter(group.device), time.perf_counter()
+        stream.observe(stream.encode(data, [(0, _ENTRIES, writer)], 1.0 - setting.sparsity))
+        encoded = time.perf_counter()
+        group.backend.decode_add(writer.message, total)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        found.append((encoded - began, time.perf_counter() - encoded, writer.message.numel()))
+    return Coding(*(min(figures) / _ENTRIES for figures in zip(*found, strict=True)))

@@ -1,0 +1,192 @@
+"""The automatic mode: what it may choose and predicts; ranks switch alike and lose nothing."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.processes import run
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.config.automatic import Setting, judged, settings_within
+from dct_plugin.config.known_losses import Training
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.automatic import (
+    AutomaticSparsity,
+    Coding,
+    CostModel,
+    Link,
+    Pace,
+    fastest,
+    likely,
+)
+from dct_plugin.errors import ConfigError
+
+DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
+
+
+def _config(**settings: Any) -> DataParallelConfig:
+    return DataParallelConfig.of(settings)
+
+
+# -- what may be chosen ---
+
+
+def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> None:
+    assert _config(sparsity="auto") == _config(sparsity=0.99, quality="safe")
+    assert _config(sparsity="auto", quality="bytes") == _config(quality="bytes")
+    with pytest.raises(ConfigError, match=r'dct\.data_parallel\.sparsity = "often"'):
+        _config(sparsity="often")
+    with pytest.raises(ConfigError, match=r"quality = 'bytes' does not go with adaptive"):
+        _config(quality="bytes", adaptive="accordion")
+    with pytest.raises(ConfigError, match=r"quality = 'safe' does not go with feedback = 'local_updates'"):
+        _config(quality="safe", feedback="local_updates")
+
+
+def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
+    assert settings_within(_config(quality="exact")) == [DENSE]
+    found = settings_within(_config(quality="bytes"))
+    assert found[:2] == [DENSE, Setting(0.0, "bf16")]
+    assert set(found[2:]) == {
+        Setting(*each) for each in itertools.product((0.9, 0.97, 0.99), ("bf16", "int8", "int4"))
+    }
+    gentle = settings_within(_config(quality="bytes", sparsity=0.95, value_dtype="int8"))
+    assert gentle == [DENSE, Setting(0.0, "int8")] + [
+        Setting(s, values) for s in (0.9, 0.95) for values in ("int8", "int4")
+    ]
+    assert settings_within(_config(quality="bytes", sparsity=0)) == [DENSE, Setting(0.0, "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "stage", "most"),
+    [
+        (["Adagrad"], 8, 0, 0.99),
+        (["AdamW"], 4, 1, 0.99),
+        (["AdamW"], 16, 1, 0.9),
+        (["Lion"], 2, 0, 0.0),
+        ([], 2, 0, 0.0),
+    ],
+)
+def test_safe_takes_only_what_lost_nothing(optimizer: list[str], ranks: int, stage: int, most: float) -> None:
+    training = Training(optimizer, ranks=ranks, stage=stage)
+    assert judged(_config(sparsity="auto"), training).settings.sparsity == most
+    assert judged(_config(quality="bytes"), training).settings.sparsity >= 0.9
+
+
+def test_safe_sends_every_entry_where_step_ahead_cannot_be_had() -> None:
+    training = Training(["AdamW"], ranks=2, stage=3)
+    assert judged(_config(sparsity="auto"), training, obstacle="ZeRO-3").settings.sparsity == 0.0
+
+
+# -- predictions ---
+
+
+def _model(rate: float, **changes: Any) -> CostModel:
+    codings = {
+        GENTLE: Coding(4e-9, 1e-9, 0.3),
+        STRONG: Coding(3e-9, 1e-10, 0.03),
+    }
+    model = CostModel(0.1, 1.0, None, codings, Link(1e-4, 8 / rate), 10_000_000, 4_000, 2, True)
+    return model._replace(**changes)
+
+
+def test_the_faster_the_link_the_less_is_left_out() -> None:
+    def best(rate: float) -> Setting:
+        model = _model(rate)
+        return min((DENSE, GENTLE, STRONG), key=lambda each: model.predict(each).total)
+
+    assert [best(rate) for rate in (1e8, 1e12)] == [STRONG, DENSE]
+
+
+def test_a_prediction_is_the_sum_of_its_parts_and_a_measured_reduction_counts() -> None:
+    made = _model(1e9).predict(STRONG)
+    assert made.coding == pytest.approx(1e7 * (3e-9 + 2 * 1e-10))
+    assert made.exchange == pytest.approx(1e-4 + 8e-9 * (0.03 * 1e7 + 4_000))
+    assert made.total == pytest.approx(0.1 + made.coding + made.exchange)
+    assert _model(1e9, dense=0.5, exposed=0.5).predict(DENSE).total == pytest.approx(0.35)
+    half = _model(1e9, exposed=0.5).predict(STRONG)
+    assert (half.coding, half.exchange) == pytest.approx((made.coding / 2, made.exchange / 2))
+    two_phase = _model(1e9, direct=False, ranks=8).predict(STRONG)
+    assert two_phase.exchange == pytest.approx(2e-4 + 8e-9 * (0.03 * 1e7 + 4_000) / 4)
+
+
+def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> None:
+    pace = Pace(tried=2)
+
+    def tried(rate: float) -> list[Setting]:
+        return likely([_model(rate, rest=0.3).predict(each) for each in (DENSE, GENTLE, STRONG)], pace)
+
+    assert tried(1e12) == [DENSE, STRONG]
+    assert tried(2e9) == [STRONG, GENTLE]
+    assert tried(1e8) == [STRONG]
+    assert fastest({STRONG: 1.0, GENTLE: 1.02, DENSE: 1.5}, pace) == GENTLE
+    assert fastest({STRONG: 1.0, GENTLE: 1.05, DENSE: 1.5}, pace) == STRONG
+
+
+# -- in a reducer ---
+
+#: Seconds of a step with each setting, on a slow link, and on a fast one.
+_SLOW, _FAST = {DENSE: 2.0, GENTLE: 1.5, STRONG: 1.0}, {DENSE: 1.0, GENTLE: 1.5, STRONG: 2.0}
+_STEPS = 60
+
+
+def _trained(rank: int, world_size: int) -> dict[str, Any]:
+    """Reduce gradients while the link gets fast in mid-run; the times of steps are told, not measured."""
+    config = _config(sparsity=0.99, quality="bytes", value_dtype="bf16", min_numel=10)
+    pace = Pace(measured=2, settle=1, trial=2, tried=2, window=3, probes=2)
+
+    def median(self: AutomaticSparsity) -> float:
+        times = _SLOW if reducer.step < _STEPS // 2 else _FAST
+        # The first rank is the slowest one: all must follow it.
+        return self._agreed([times.get(self.current, 3.0) / (1 + rank)])[0]
+
+    def probe(self: AutomaticSparsity) -> Link:
+        return Link(1e-4, 1e-6 if reducer.step < _STEPS // 2 else 1e-12)
+
+    allowed = [DENSE, GENTLE, STRONG]
+    with (
+        patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=probe),
+        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config: allowed),
+    ):
+        reducer = GradientReducer(config)
+        automatic = reducer.add_on(AutomaticSparsity)
+        generator = torch.Generator().manual_seed(rank)
+        given, got, used, states = torch.zeros(5_000), torch.zeros(5_000), [], None
+        for step in range(_STEPS):
+            gradient = torch.randn(5_000, generator=generator)
+            given += gradient
+            reducer.all_reduce([("weight", gradient)])
+            got += gradient
+            used.append(automatic.current)
+            reducer.end_step()
+            if step == _STEPS // 2 - 1:
+                states = reducer.state_dict()
+        resumed = GradientReducer(config)
+        resumed.load_state_dict(states)
+        residual = reducer.streams["weight"].residual
+        return {
+            "used": used,
+            "given": given,
+            "got": got,
+            "owed": 0.0 if residual is None else float(residual.current.abs().max()),
+            "resumed": resumed.add_on(AutomaticSparsity).current,
+        }
+
+
+@pytest.mark.slow
+def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
+    ranks = run(2, _trained)
+    first = ranks[0]["used"]
+    assert all(each["used"] == first for each in ranks)
+    assert torch.equal(ranks[0]["got"], ranks[1]["got"])
+    assert first[0] == DENSE
+    assert first[_STEPS // 2 - 1] == STRONG  # the slow link
+    assert first[-1] == DENSE  # the fast one
+    assert all(each["resumed"] == STRONG for each in ranks)
+    # Nothing is owed once the exchange is dense again: all that was given has arrived.
+    assert all(each["owed"] == 0.0 for each in ranks)
+    total = sum(each["given"] for each in ranks)
+    assert torch.allclose(ranks[0]["got"], total, atol=0.05)
