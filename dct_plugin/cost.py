@@ -22,9 +22,9 @@ from typing import Literal
 
 from .errors import ConfigError
 
-_Method = Literal["none", "threshold", "quantise", "lowrank", "transform"]
+_Method = Literal["none", "threshold", "quantise", "transform"]
 #: Classes of activation compression whose coding takes time.
-CODED: tuple[_Method, ...] = ("threshold", "quantise", "lowrank", "transform")
+CODED: tuple[_Method, ...] = ("threshold", "quantise", "transform")
 #: Steps of coding and decoding a tensor and its gradient.
 _CODING = {
     "crossing": "tensor, whatever its size, for {}",
@@ -228,7 +228,6 @@ class Activation:
         method: As in ``dct.model_parallel.pipeline``.
         bits: Of a number on the wire.
         density: Share of the entries that ``threshold`` sends.
-        rank: Of ``lowrank``.
         rate: Bits per entry of ``transform``.
         group: Numbers below 16 bits that share a scale, but for ``threshold``.
     """
@@ -236,7 +235,6 @@ class Activation:
     method: _Method
     bits: int = 16
     density: float = 1.0
-    rank: int = 0
     group: int = 128
     rate: float = 0.0
 
@@ -250,9 +248,6 @@ class Activation:
             # Means and scales, and directions in a tenth of the steps.
             beside = 16.0 * (1.0 + self.directions) + 0.825 * model.hidden * self.directions
             return (self.rate + beside / model.tokens,) * 2
-        if self.method == "lowrank":
-            code = number * self.rank / model.hidden
-            return code + 8.0 * self.rank / model.tokens, code
         return (number * self.density,) * 2
 
     @property
@@ -269,9 +264,7 @@ class Activation:
         if self.method == "none":
             return {} if self.bits == 32 else {"cast": 2.0 * entries}
         density, products = self.density, 0.0
-        if self.method == "lowrank":
-            density, products = self.rank / hidden, 6.0 * self.rank * entries
-        elif self.method == "transform":
+        if self.method == "transform":
             density, products = self.directions, (4.0 * self.directions + 2.0 / messages) * hidden * entries
         numbers = density * entries
         counts = {"crossing": 1.0, "entry": entries, "number": numbers, "product": products}
@@ -301,7 +294,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "threshold 0.9 bf16": Activation("threshold", density=0.1),
     "threshold 0.9 int8": Activation("threshold", 8, 0.1),
     **{f"quantise {bits}": Activation("quantise", bits) for bits in (8, 4, 2)},
-    "lowrank 8, 4 bits": Activation("lowrank", 4, rank=8),
     "transform 1.42 bits": Activation("transform", rate=1.42),
 }
 
@@ -471,10 +463,6 @@ MEASURED = Machine(
         "threshold_number": 1.461e-08,
         "quantise_crossing": 0.0002472,
         "quantise_entry": 6.657e-09,
-        "lowrank_crossing": 0.0004635,
-        "lowrank_entry": 3.301e-09,
-        "lowrank_number": 1.706e-09,
-        "lowrank_product": 1.322e-11,
         "transform_crossing": 0.001072,
         "transform_number": 7.895e-09,
         "transform_product": 2.441e-11,

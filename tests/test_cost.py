@@ -74,7 +74,7 @@ def test_bytes_of_an_entry_are_those_of_a_payload(name: str) -> None:
 def test_bytes_of_an_activation_are_those_of_its_compressor(name: str) -> None:
     way, model = ACTIVATIONS[name], Transformer(1, 512, 4, 128)
     values = {"value_dtype": "int8"} if way.method == "threshold" and way.bits == 8 else {}
-    known = {"sparsity": 1.0 - way.density, "bits": way.bits, "rank": max(1, way.rank), "rate": way.rate}
+    known = {"sparsity": 1.0 - way.density, "bits": way.bits, "rate": way.rate}
     methods = {method.label(): method for method in models(TensorConfig.model_fields["forward"])}
     own = methods[way.method]
     settings = {key: known[key] for key in known if key in own.model_fields}
@@ -210,7 +210,7 @@ def test_coding_is_fitted_class_by_class_and_measured_there_and_back() -> None:
     for one in found:
         counts = one.method.coding(one.rows, one.hidden)
         assert machine.seconds(counts) == pytest.approx(one.seconds, rel=1e-6)
-    for way, rows, hidden in activations(((64, 32, 0.1, 4),)):
+    for way, rows, hidden in activations(((64, 32, 0.1),)):
         assert coded(way, rows, hidden, rounds=1).seconds > 0.0
 
 

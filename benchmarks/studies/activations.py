@@ -50,10 +50,6 @@ def classes() -> dict[str, dict[str, Any]]:
         "quantise 4 bits": both_ways("quantise", bits=4),
         **apart("quantise 2 bits, rotated", both_ways("quantise", bits=2, rotate=True)),
         "quantise 1 bit, rotated": both_ways("quantise", bits=1, rotate=True),
-        "lowrank 16, 4 bits": both_ways("lowrank", rank=16, bits=4),
-        **apart("lowrank 20, 4 bits", both_ways("lowrank", rank=20, bits=4)),
-        "lowrank 28, 8 bits": both_ways("lowrank", rank=28, bits=8),
-        "lowrank 26, 3 bits": both_ways("lowrank", rank=26, bits=3),
         **apart("transform 1.42 bits", both_ways("transform", rate=1.42)),
         "transform 4 bits": both_ways("transform", rate=4.0),
     }

@@ -21,8 +21,6 @@ class Method(Variant):
     selector = "method"
     section_path = "dct.model_parallel"
 
-    #: Settings of :class:`AnswerMethod` that apply to gradients that answer this method's messages.
-    answer_settings: ClassVar[tuple[str, ...]] = ()
     #: What :attr:`summary` says, with settings in braces.
     in_words: ClassVar[str] = "{method}"
 
@@ -58,7 +56,6 @@ class ThresholdMethod(Method):
     """Entries that reach a threshold cross."""
 
     in_words = "sparsity {sparsity:g}"
-    answer_settings = ("value_dtype",)
 
     method: Literal["threshold"] = "threshold"
     sparsity: float = Field(ge=0, lt=1)
@@ -92,22 +89,17 @@ class RoundedMethod(Method):
     """
 
 
-class FewBitsMethod(RoundedMethod):
-    """Base class of methods with the same number of bits for every value."""
+class QuantiseMethod(RoundedMethod):
+    """All entries cross in few bits."""
 
     in_words = "{method}, {bits} bits"
 
+    method: Literal["quantise"] = "quantise"
     bits: Bits = 8
     """Bits of a value; 16 is bf16, 1 a sign. One scale serves a group of values.
 
-    4 with `lowrank`; 16 is lossless for bf16 tensors.
+    4 where 8 are too many bytes; 16 is lossless for bf16 tensors.
     """
-
-
-class QuantiseMethod(FewBitsMethod):
-    """All entries cross in few bits."""
-
-    method: Literal["quantise"] = "quantise"
     rotate: bool = False
     """Mix the values of each group by a Hadamard transform first, so that outliers spread (TAH-Quant).
 
@@ -128,20 +120,6 @@ class BoundMethod(Method):
     """
 
 
-class LowRankMethod(FewBitsMethod):
-    """A projection to a low rank crosses."""
-
-    in_words = "lowrank, {bits} bits, rank {rank}"
-    answer_settings = ("bits", "stochastic")
-
-    method: Literal["lowrank"] = "lowrank"
-    rank: int = Field(default=16, ge=1, le=65536)
-    """Numbers per row, in place of the hidden size.
-
-    A quarter to a third of the hidden size.
-    """
-
-
 class TransformMethod(RoundedMethod):
     """Coordinates in the principal directions cross, in as many bits as each earns."""
 
@@ -156,20 +134,16 @@ class TransformMethod(RoundedMethod):
 
 
 class AnswerMethod(Method):
-    """Gradients come back at the positions of the forward message, or in its subspace."""
+    """Gradients come back at the positions of a thresholded forward message."""
 
     method: Literal["answer"] = "answer"
     value_dtype: KeptType = "auto"
-    """Type of the gradients that answer `threshold`; auto is fp16 for fp16 tensors, else bf16."""
-    bits: Bits | None = None
-    """Bits of a value of the gradients that answer `lowrank`; null takes those of forward."""
-    stochastic: bool | None = None
-    """Rounding of these values; null takes that of forward."""
+    """Type of these gradients; auto is fp16 for fp16 tensors, else bf16."""
 
 
 _CHOSEN, _SHORT = Field(discriminator="method"), written_short("method")
 #: Methods with messages whose size both ends know.
-_Known = ThresholdMethod | QuantiseMethod | LowRankMethod | TransformMethod
+_Known = ThresholdMethod | QuantiseMethod | TransformMethod
 
 #: Methods between tensor-parallel ranks.
 TensorForward = Annotated[_Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]

@@ -39,9 +39,9 @@ class ActivationConfig(Section):
     [quality](quality.md#compressor-classes-for-activations).
     """
     backward: TensorBackward | None = None
-    """How gradients come back. null answers in terms of the forward message (`threshold`, `lowrank`) or
-    takes the method of `forward`; `{"method": "answer", ...}` sets how answers are written; any other method
-    compresses gradients by themselves.
+    """How gradients come back. null takes the positions of the forward message with `threshold`, else the
+    method of `forward`; `{"method": "answer", ...}` sets the type of values at these positions; any other
+    method compresses gradients by themselves.
 
     Where gradients bear fewer bits than activations, or more; [not with
     threshold](quality.md#one-direction-alone).
@@ -59,19 +59,11 @@ class ActivationConfig(Section):
 
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:
-        if isinstance(self.backward, AnswerMethod):
-            useful = self.forward.answer_settings
-            if not useful:
-                raise conflict(
-                    f"backward = 'answer' does not go with forward = '{self.forward.label()}', whose "
-                    "messages cannot be answered; leave backward out"
-                )
-            for key in self.backward.model_dump(exclude_defaults=True):
-                if key not in ("method", *useful):
-                    raise conflict(
-                        f"backward.{key} does not go with forward = '{self.forward.label()}', whose answers "
-                        f"have {' and '.join(useful)}"
-                    )
+        if isinstance(self.backward, AnswerMethod) and not isinstance(self.forward, ThresholdMethod):
+            raise conflict(
+                f"backward = 'answer' does not go with forward = '{self.forward.label()}', whose "
+                "messages cannot be answered; leave backward out"
+            )
         return self
 
     @property

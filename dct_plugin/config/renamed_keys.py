@@ -33,11 +33,11 @@ _ACTIVATIONS: Mapping[str, str] = {
     "enabled": '"forward": "none" for false; nothing for true',
     **{
         key: f'"forward": {{{{"method": ..., "{key}": {{value}}}}}}'
-        for key in ("bits", "error_bound", "stochastic", "rotate", "rank", "rate")
+        for key in ("bits", "error_bound", "stochastic", "rotate", "rate")
     },
     **{
         f"gradient_{key}": f'"backward": {{{{"method": ..., "{key}": {{value}}}}}}'
-        for key in ("bits", "error_bound", "stochastic", "rank", "rate")
+        for key in ("bits", "error_bound", "stochastic", "rate")
     },
 }
 #: Keys that have no successor, and why.
@@ -51,7 +51,7 @@ _GONE: Mapping[str, str] = {
                 for place in ("pipeline", "tensor", "experts")
                 for key in (
                     "threshold", "threshold_lifespan", "threshold_tracking", "density_band", "capacity",
-                    "group_size", "basis_interval",
+                    "group_size", "basis_interval", "rank", "gradient_rank",
                 )
             ),
         ),
@@ -91,6 +91,7 @@ _VALUES: Mapping[tuple[str, str], str] = {
 _METHODS: Mapping[str, str] = {
     "topk": 'it gained nothing over "threshold"; write {"method": "threshold", "sparsity": ...}',
     "randomk": 'it lost to "threshold" at equal bytes; write {"method": "threshold", "sparsity": ...}',
+    "lowrank": 'it lost to "transform" at equal bytes; write {"method": "transform", "rate": ...}',
     "learned": 'it lost to "transform" at equal bytes; write {"method": "transform", "rate": ...}',
 }
 

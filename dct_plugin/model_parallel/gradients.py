@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..stream import Encoded
-from .compressors import ActivationCompressor, AnsweringCompressor
+from .compressors import ActivationCompressor
+from .compressors.threshold import Thresholded
 
 
 class GradientMessages(ABC):
@@ -42,11 +43,11 @@ class GradientMessages(ABC):
 
 
 class Answers(GradientMessages):
-    """Gradients that come back in terms of the forward messages."""
+    """Gradients at the positions of the forward messages."""
 
     size_is_known = True
 
-    def __init__(self, compressor: AnsweringCompressor[Any]) -> None:
+    def __init__(self, compressor: Thresholded) -> None:
         self._compressor = compressor
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Any = None) -> int:

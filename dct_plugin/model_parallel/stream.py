@@ -7,8 +7,9 @@ from typing import Any
 
 from ..config import ActivationConfig, KernelConfig
 from ..config.methods import NoMethod
-from .compressors import ActivationCompressor, AnsweringCompressor, Site, create
+from .compressors import ActivationCompressor, Site, create
 from .compressors.compressor import GROUP_SIZE
+from .compressors.threshold import Thresholded
 from .gradients import Answers, GradientMessages, OwnGradients
 
 logger = logging.getLogger("dct_plugin")
@@ -43,7 +44,7 @@ class ActivationStream:
         self._whole = self._gradient = create(NoMethod(), self.site)
         self._forward = create(config.forward, self.site)
         self._gradient_messages: GradientMessages
-        if config.own_backward is None and isinstance(self._forward, AnsweringCompressor):
+        if config.own_backward is None and isinstance(self._forward, Thresholded):
             self._gradient_messages = Answers(self._forward)
         else:
             self._gradient = create(config.own_backward or config.forward, self._gradient_site)

@@ -58,25 +58,6 @@ def run_tables(runs: Sequence[Run]) -> list[Table]:
     ]
 
 
-def step_table(runs: Sequence[Run], link: str) -> Table:
-    """Step times of all runs on links of one rate."""
-    first = runs[0]
-    rows = [
-        [
-            run.name,
-            f"{run.step_ms:.1f} ms",
-            f"{run.step_ms / first.step_ms:.2f}x",
-            "" if run.wire_bytes is None else format_bytes(run.wire_bytes),
-        ]
-        for run in runs
-    ]
-    return Table(
-        f"Step on links of {link}, median, and bytes on the wire per step, all ranks",
-        ["", "step", f"of {first.name}", "on the wire"],
-        rows,
-    )
-
-
 def _times(factor: float | None) -> str:
     return "" if factor is None else f"{factor:.3g}x"
 

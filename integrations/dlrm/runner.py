@@ -1,7 +1,4 @@
-"""Start the trainer as local ranks under torchrun, follow it, and end all of it when a rank fails.
-
-On links of a limited rate every rank has a namespace, and a torchrun, of its own.
-"""
+"""Start the trainer as local ranks under torchrun, follow it, and end all of it when a rank fails."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from typing import Any
 
 from dct_plugin.errors import DCTError
 from dct_plugin.interfaces import interface_bytes
-from dct_plugin.links.namespaces import Links, Network
 from dct_plugin.links.team import tail
 
 from ..host import build_lock
@@ -30,7 +26,6 @@ Event = dict[str, Any]
 #: Seconds after which a start that waits for a lock says so; importing DeepSpeed takes about as long.
 SLOW_START_SECONDS = 10.0
 
-_LINK = "data"  # interface
 TRAINER = "dct_plugin.integrations.dlrm.trainer"
 
 _SUFFIX = ".deepspeed.json"
@@ -58,24 +53,20 @@ class Runner:
         ranks: Number of processes.
         arguments: Arguments of the trainer, without ``--events`` and ``--interface``.
         folder: Where ``NAME.events.jsonl`` and the ranks' output (``logs/NAME``) go.
-        link: Rate of the links between the ranks, in the notation of ``tc``; None: the loopback interface.
     """
 
-    def __init__(
-        self, name: str, ranks: int, arguments: Sequence[str], folder: Path, *, link: str | None = None
-    ) -> None:
-        self.name, self.ranks, self.folder, self.link = name, ranks, folder, link
+    def __init__(self, name: str, ranks: int, arguments: Sequence[str], folder: Path) -> None:
+        self.name, self.ranks, self.folder = name, ranks, folder
         self.events_file = folder / f"{name}.events.jsonl"
         self.logs = folder / "logs" / name
         self.environment = {"OMP_NUM_THREADS": "1"}
         self.arguments = [*arguments, "--events", str(self.events_file)]
-        if link is not None or ("DS_ACCELERATOR" not in os.environ and not enough_gpus(ranks)):
+        if "DS_ACCELERATOR" not in os.environ and not enough_gpus(ranks):
             self.environment["DS_ACCELERATOR"] = "cpu"
         # The interface whose bytes can be counted, if there is one.
-        if link is not None or "lo" in interface_bytes():
-            interface = "lo" if link is None else _LINK
-            self.environment["GLOO_SOCKET_IFNAME"] = interface
-            self.arguments += ["--interface", interface]
+        if "lo" in interface_bytes():
+            self.environment["GLOO_SOCKET_IFNAME"] = "lo"
+            self.arguments += ["--interface", "lo"]
 
     @property
     def command(self) -> list[str]:
@@ -83,22 +74,6 @@ class Runner:
         launcher = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         launcher += ["--nproc-per-node", str(self.ranks)]
         return [sys.executable, "-m", *launcher, "-m", TRAINER, *self.arguments]
-
-    def _launchers(self, links: Links | None) -> list[tuple[list[str], Path]]:
-        """Commands to start, and the folders of their ranks' output."""
-        torchrun, trainer = self.command[:3], ["-m", TRAINER, *self.arguments]
-        if links is None:
-            return [
-                ([*torchrun, "--redirects", "3", "--log-dir", str(self.logs), *self.command[3:]], self.logs)
-            ]
-        made = []
-        for rank in range(self.ranks):
-            logs = self.logs / f"rank{rank}"
-            launcher = ["--nnodes", str(self.ranks), "--nproc-per-node", "1", "--node-rank", str(rank)]
-            launcher += ["--master-addr", links.address(0), "--master-port", "29500"]
-            launcher += ["--local-addr", links.address(rank), "--redirects", "3", "--log-dir", str(logs)]
-            made.append((links.inside(rank, [*torchrun, *launcher, *trainer]), logs))
-        return made
 
     @property
     def command_line(self) -> str:
@@ -114,34 +89,27 @@ class Runner:
 
         Raises:
             RunFailed: A rank failed; no rank is left running. So it is after any other exception.
-            LinksError: There can be no links of a limited rate here.
         """
         self.events_file.unlink(missing_ok=True)
         events: list[Event] = []
         with contextlib.ExitStack() as stack:
-            links = None
-            if self.link is not None:
-                links = stack.enter_context(Links(self.ranks, [Network(_LINK, self.link, offload=True)]))
-            launchers = []
-            for command, logs in self._launchers(links):
-                logs.mkdir(parents=True, exist_ok=True)
-                with open(logs / "launcher.log", "wb") as output:
-                    process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        env={**os.environ, **self.environment},
-                        start_new_session=True,
-                    )
-                stack.enter_context(_ending(process))
-                launchers.append((process, logs))
+            self.logs.mkdir(parents=True, exist_ok=True)
+            torchrun, arguments = self.command[:3], self.command[3:]
+            with open(self.logs / "launcher.log", "wb") as output:
+                process = subprocess.Popen(
+                    [*torchrun, "--redirects", "3", "--log-dir", str(self.logs), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self.environment},
+                    start_new_session=True,
+                )
+            stack.enter_context(_ending(process))
             stack.enter_context(_signals_raised(signal.SIGTERM, signal.SIGHUP))
-            for event in self._new_events([process for process, _ in launchers], poll_seconds):
+            for event in self._new_events(process, poll_seconds):
                 if event["event"] != "slow_start":
                     events.append(event)
                 follow(event)
-            failed = next(((p.returncode, logs) for p, logs in launchers if p.returncode), None)
         complete = bool(events) and events[-1]["event"] == "result"
         # After the result ranks only take down their connections, and gloo may abort in that.
         if complete:
@@ -152,19 +120,16 @@ class Runner:
         what = f"{self.name} run"
         if doing is not None:
             what += f" (configuration {doing['config']}, seed {doing['seed']})"
-        if failed is not None:
-            raise RunFailed(self._failure(what, *failed))
+        if process.returncode:
+            raise RunFailed(self._failure(what, process.returncode))
         raise RunFailed(f"the {what} ended without a result; its output is in {self.logs}")
 
-    def _new_events(
-        self, processes: Sequence[subprocess.Popen[bytes]], poll_seconds: float
-    ) -> Iterator[Event]:
-        """Lines of the events file as they are written, until the processes have ended, or one has failed."""
+    def _new_events(self, process: subprocess.Popen[bytes], poll_seconds: float) -> Iterator[Event]:
+        """Lines of the events file as they are written, until the process has ended."""
         rest, offset = "", 0
         slow_at = time.monotonic() + SLOW_START_SECONDS
         while True:
-            codes = [process.poll() for process in processes]
-            ended = any(codes) or None not in codes
+            ended = process.poll() is not None
             with contextlib.suppress(FileNotFoundError), open(self.events_file, encoding="utf-8") as file:
                 file.seek(offset)
                 *lines, rest = (rest + file.read()).split("\n")
@@ -177,9 +142,9 @@ class Runner:
                 yield {"event": "slow_start", "advice": [build_lock.advice(lock) for lock in locks]}
             time.sleep(poll_seconds)
 
-    def _failure(self, what: str, code: int, logs: Path) -> str:
+    def _failure(self, what: str, code: int) -> str:
         """Describe a failed run: the rank, and the end of what it wrote."""
-        report = (logs / "launcher.log").read_text(errors="replace")
+        report = (self.logs / "launcher.log").read_text(errors="replace")
         # torchrun names the rank that failed first at the end of its report.
         first = re.search(
             r"Root Cause.*?\brank\s*:\s*(\d+) \(local_rank: (\d+)\).*?exitcode\s*:\s*(-?\d+)",
@@ -191,9 +156,8 @@ class Runner:
         rank, local_rank, exit_code = first.groups()
         written = ""
         for stream in ("stderr", "stdout"):
-            for file in sorted(logs.glob(f"*/attempt_*/{local_rank}/{stream}.log"), key=os.path.getmtime)[
-                -1:
-            ]:
+            files = self.logs.glob(f"*/attempt_*/{local_rank}/{stream}.log")
+            for file in sorted(files, key=os.path.getmtime)[-1:]:
                 written = written or file.read_text(errors="replace").strip()
         return (
             f"rank {rank} of the {what} failed with exit code {exit_code}; the end of its output:\n"

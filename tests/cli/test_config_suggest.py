@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from reference_page import updated
 from support import ROOT
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from dct_plugin.config.known_losses import Training, known_losses
 from dct_plugin.config.optimizers import OptimizerFamily
 from dct_plugin.config.recommended import LINKS, RECOMMENDATIONS, Recommendation, Wanted, suggestion
 from dct_plugin.integrations.deepspeed.file_check import check
-from dct_plugin.tools.reference_page import updated
 
 runner = CliRunner()
 NAMES = {
@@ -127,4 +127,4 @@ def test_a_wrong_link_is_named() -> None:
 
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
-    assert updated(page) == page, "run python -m dct_plugin.tools.reference_page"
+    assert updated(page) == page, "run python docs/reference_page.py"

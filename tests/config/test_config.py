@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference_page import updated
 from support import CONFIGS, ROOT
 
 from dct_plugin import ConfigError, DCTConfig
@@ -28,7 +29,6 @@ from dct_plugin.config import (
     options,
 )
 from dct_plugin.config.options import documentation, models
-from dct_plugin.tools.reference_page import updated
 
 FEEDBACK = (
     'one of "auto", "local", "step_ahead", "local_updates", "none", or an object with "kind" and settings'
@@ -238,8 +238,8 @@ def test_a_setting_that_is_required_and_missing_is_named() -> None:
         ),
         ({"data_parallel": {"server_densty": 4}}, "did you mean dct.data_parallel.expert.server_density?"),
         (
-            {"model_parallel": {"pipeline": {"forward": {"method": "lowrank", "rnk": 4}}}},
-            "did you mean dct.model_parallel.pipeline.forward.rank?",
+            {"model_parallel": {"pipeline": {"forward": {"method": "transform", "rte": 4}}}},
+            "did you mean dct.model_parallel.pipeline.forward.rate?",
         ),
         ({"metrics ": {}}, "did you mean dct.metrics?"),
         ({"enabled\n": True}, "did you mean dct.enabled?"),
@@ -511,7 +511,7 @@ def test_there_are_ready_made_files() -> None:
 
 def test_the_page_is_generated_from_the_models() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert updated(page) == page, "run python -m dct_plugin.tools.reference_page"
+    assert updated(page) == page, "run python docs/reference_page.py"
 
 
 def test_every_option_is_documented_with_default_and_range() -> None:

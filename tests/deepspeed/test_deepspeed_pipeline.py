@@ -25,7 +25,6 @@ SPARSE = {
 }
 CLASSES: dict[str, dict[str, Any]] = {
     "quantise": {"forward": {"method": "quantise", "bits": 4}},
-    "lowrank": {"forward": {"method": "lowrank", "rank": 4}},
     "transform": {"forward": "transform"},
 }
 READY = CONFIGS / "deepspeed_pipeline_dct.json"

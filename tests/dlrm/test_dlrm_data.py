@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prepare_diabetes import main as prepare_main
+from prepare_diabetes import prepare
 from support import DATA
 
 from dct_plugin.integrations.dlrm.data import (
@@ -22,8 +24,6 @@ from dct_plugin.integrations.dlrm.data import (
     load_criteo,
     load_diabetes,
 )
-from dct_plugin.integrations.dlrm.data.prepare_diabetes import main as prepare_main
-from dct_plugin.integrations.dlrm.data.prepare_diabetes import prepare
 from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables
 
 ARCHIVE = DATA / "diabetes130" / "diabetes130.zip"

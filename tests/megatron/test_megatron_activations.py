@@ -25,7 +25,6 @@ CLASSES: dict[str, dict[str, Any]] = {
         "forward": {"method": "quantise", "bits": 4, "rotate": True, "stochastic": True},
         "backward": {"method": "quantise", "bits": 3, "rotate": True, "stochastic": True},
     },
-    "lowrank": {"forward": {"method": "lowrank", "rank": 16, "bits": 4}},
     "transform": {"forward": {"method": "transform", "rate": 0.5}},
 }
 OFF = {"enabled": False}
@@ -67,7 +66,7 @@ def test_pipelines(tmp_path: Path) -> None:
         2,
         job,
         job.with_dct(pipeline(forward="none")),
-        job.with_dct(pipeline(**{**CLASSES["lowrank"], "boundaries": [1]})),
+        job.with_dct(pipeline(**{**CLASSES["transform"], "boundaries": [1]})),
         *(job.with_dct(pipeline(**section)) for section in CLASSES.values()),
         replace(remembering, recompute="full"),
         replace(remembering, save=saved),

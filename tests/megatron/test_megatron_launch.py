@@ -157,10 +157,12 @@ def test_without_a_file_only_what_is_named_is_on() -> None:
 
 
 def test_compressor_classes_are_chosen_on_the_launch_line() -> None:
-    line = "x.py --dct-pipeline-forward lowrank --dct-pipeline-forward-rank 20 --dct-pipeline-backward answer"
+    line = (
+        "x.py --dct-pipeline-forward transform --dct-pipeline-forward-rate 2 --dct-pipeline-backward quantise"
+    )
     config = parse([*line.split(), "--dct-pipeline-backward-bits=3"], {}).config
-    assert config.model_parallel.pipeline.summary == "lowrank, 8 bits, rank 20"
-    assert config.model_parallel.pipeline.answer.bits == 3
+    pipeline = config.model_parallel.pipeline
+    assert pipeline.summary == "transform, 2 bits per entry, gradients quantise, 3 bits"
     assert hook_states(config)["pipeline"] == ""
     none = parse(["x.py", "--dct-tensor-forward=none"], {}).config
     assert hook_states(none)["tensor"] == 'dct.model_parallel.tensor.forward = "none"'

@@ -27,18 +27,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "quantise, random, rotated": {
         "forward": {"method": "quantise", "bits": 2, "stochastic": True, "rotate": True}
     },
-    "lowrank": {"forward": {"method": "lowrank", "rank": 8, "bits": 4}},
-    "lowrank, random answers": {
-        "forward": {"method": "lowrank", "rank": 8, "bits": 4},
-        "backward": {"method": "answer", "stochastic": True},
-    },
     "transform": {"forward": "transform"},
     "transform, few gradients": {
         "forward": {"method": "transform", "rate": 2},
         "backward": {"method": "transform", "rate": 0.5},
     },
-    "lowrank, thresholded gradients": {
-        "forward": {"method": "lowrank", "rank": 8},
+    "transform, thresholded gradients": {
+        "forward": "transform",
         "backward": {"method": "threshold", "sparsity": 0.9},
     },
     "quantise, no gradients": {"forward": "quantise", "backward": "none"},
@@ -190,44 +185,17 @@ def test_quantised_tensors_and_gradients_take_their_own_bits() -> None:
         assert torch.equal(there, expected)
 
 
-def test_low_rank_projects_both_ways_to_one_subspace() -> None:
-    x = tensor(1, 48, 6) @ tensor(2, 6, 48)  # rank 6
-    g = tensor(3, 48, 48)
-    sender, receiver = ends(method="lowrank", rank=6, bits=16)
-    out, back = cross(sender, receiver, x, g)
-    basis = torch.linalg.svd(x)[2][:6].t()
-    assert float((out - x).norm() / x.norm()) < 0.03  # the basis has 8 bits
-    expected = g @ basis @ basis.t()
-    assert float((back - expected).norm() / expected.norm()) < 0.03
-    # Of a full matrix the iteration finds the best subspace in some steps, from where it was.
-    full = tensor(4, 48, 48) @ torch.diag(0.8 ** torch.arange(48.0))
-    best = float(torch.linalg.svdvals(full)[6:].norm() / full.norm())
-    errors = []
-    for _ in range(6):
-        errors.append(float((cross(sender, receiver, full, g)[0] - full).norm() / full.norm()))
-        sender.stream.end_step()
-        receiver.stream.end_step()
-    assert errors[-1] < best + 0.02
-    assert errors[-1] < errors[0]
-
-
 def test_transform_coding_spends_its_bits_where_the_variance_is() -> None:
     turned = torch.linalg.qr(tensor(5, 48, 48))[0]
     x = tensor(4, 1024, 48) @ torch.diag(0.8 ** torch.arange(48.0)) @ turned
     g = tensor(6, 1024, 48) @ torch.diag(0.8 ** torch.arange(48.0)) @ turned.flip(0)
-    errors = {}
-    for method in ("lowrank", "transform"):
-        settings = {"rank": 8, "bits": 4} if method == "lowrank" else {"rate": 8 * 4 / 48}
-        sender, receiver = ends(method, **settings)
+    sender, receiver = ends("transform", rate=8 * 4 / 48)
+    for end in (sender, receiver):
+        end.stream.site.group_size = end.stream._gradient_site.group_size = 1024
+    for step in range(3):
+        cross(sender, receiver, x + step, g)
         for end in (sender, receiver):
-            end.stream.site.group_size = end.stream._gradient_site.group_size = 1024
-        for step in range(3):
-            found = cross(sender, receiver, x + step, g)
-            for end in (sender, receiver):
-                end.stream.end_step()
-        errors[method] = [float((a - b).norm() / b.norm()) for a, b in zip(found, (x + 2, g), strict=True)]
-    assert errors["transform"][0] < 0.7 * errors["lowrank"][0]
-    assert errors["transform"][1] < 0.5 * errors["lowrank"][1]  # lowrank's are the activations' directions
+            end.stream.end_step()
     # Bits one after the other, each to the direction whose error it lowers most.
     left, bits = [1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869], [0] * 12
     variances = torch.linalg.svdvals(g - g.mean(dim=0))[:12] ** 2
@@ -337,7 +305,6 @@ def test_messages_are_as_small_as_their_settings_say() -> None:
 
     assert fewer(method="quantise", bits=4) == pytest.approx((32 / 4.125, 32 / 4.125), rel=0.01)
     assert fewer("quantise", {"method": "quantise"}, bits=1)[0] == pytest.approx(32 / 1.125, rel=0.01)
-    assert fewer(method="lowrank", rank=32, bits=4)[0] == pytest.approx(62 / 1.25, rel=0.02)
     answer = {"method": "answer", "value_dtype": "int4"}
     forward, back = fewer("threshold", answer, sparsity=0.9, value_dtype="int4")
     assert forward > 24
@@ -363,7 +330,11 @@ def test_every_class_is_in_the_configuration() -> None:
             {"forward": {"method": "quantise", "bits": 5}},
             "dct.model_parallel.pipeline.forward.bits = 5: must be one of 16, 8, 4, 3, 2, 1",
         ),
-        ({"forward": {"method": "lowrank", "rank": 0}}, "rank = 0: must be an integer in [1, 65536]"),
+        (
+            {"forward": {"method": "lowrank"}},
+            'no such method any more: it lost to "transform" at equal bytes',
+        ),
+        ({"forward": {"method": "transform", "rate": 9}}, "rate = 9: must be a number in (0, 8]"),
         ({"forward": "threshold"}, "dct.model_parallel.pipeline.forward.sparsity: missing; must be a number"),
         ({"boundaries": [-1]}, "boundaries = [-1]: must be a list of integers >= 0 or null"),
         (
@@ -371,11 +342,7 @@ def test_every_class_is_in_the_configuration() -> None:
             "boundary_sparsity needs a sparsity, and forward",
         ),
         ({"forward": "quantise", "backward": "answer"}, "backward = 'answer' does not go with forward"),
-        (
-            {"forward": "lowrank", "backward": {"method": "answer", "value_dtype": "int8"}},
-            "backward.value_dtype does not go with forward = 'lowrank'",
-        ),
-        ({"forward": {"method": "quantise", "rank": 4}}, 'forward.rank = 4: only "lowrank" has it'),
+        ({"forward": {"method": "quantise", "rate": 4}}, 'forward.rate = 4: only "transform" has it'),
     ],
 )
 def test_faults_name_key_value_and_what_is_allowed(section: dict[str, Any], message: str) -> None:
@@ -385,7 +352,7 @@ def test_faults_name_key_value_and_what_is_allowed(section: dict[str, Any], mess
 
 
 def test_boundaries_and_directions_of_a_section() -> None:
-    section = PipelineConfig.of(forward={"method": "lowrank", "rank": 4}, boundaries=[1])
+    section = PipelineConfig.of(forward={"method": "transform", "rate": 4}, boundaries=[1])
     assert [section.at(boundary).compresses for boundary in range(3)] == [False, True, False]
     sparse = PipelineConfig.of(forward={"method": "threshold", "sparsity": 0.0}, boundary_sparsity=[0.0, 0.5])
     assert [sparse.at(boundary).compresses for boundary in range(3)] == [False, True, False]
@@ -393,9 +360,9 @@ def test_boundaries_and_directions_of_a_section() -> None:
     assert not PipelineConfig().compresses
     assert PipelineConfig.of(forward="none", backward="quantise").compresses
     assert not PipelineConfig.of(forward="none").compresses
-    backward = {"method": "lowrank", "bits": 4, "rank": 2}
+    backward = {"method": "transform", "rate": 2}
     own = PipelineConfig.of(forward={"method": "quantise", "bits": 4}, backward=backward)
-    assert own.summary == "quantise, 4 bits, gradients lowrank, 4 bits, rank 2"
+    assert own.summary == "quantise, 4 bits, gradients transform, 2 bits per entry"
 
 
 def test_the_documented_class_is_whole() -> None:
@@ -449,7 +416,10 @@ def _collectives(rank: int, world_size: int) -> dict[str, Tensor]:
                     assert torch.equal(blocks[rank], own[part])
                     assert torch.equal(blocks[1 - rank], arrived)
     empty = comm.all_to_all(
-        torch.zeros(0, 48), ActivationStream(TensorConfig.of(forward="lowrank"), name="empty"), [0, 0], [0, 0]
+        torch.zeros(0, 48),
+        ActivationStream(TensorConfig.of(forward="transform"), name="empty"),
+        [0, 0],
+        [0, 0],
     )
     assert empty.shape == (0, 48)
     return report

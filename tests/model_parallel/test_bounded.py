@@ -78,7 +78,7 @@ def test_zeros_non_finite_entries_and_damage() -> None:
         ("tensor", {"forward": "bound"}, "forward.error_bound: missing; must be a number > 0"),
         ("experts", {"backward": "bound"}, "backward.error_bound: missing; must be a number > 0"),
         ("pipeline", {"forward": "bound"}, 'pipeline.forward = "bound": must be one of "threshold"'),
-        ("experts", {"forward": "lowrank"}, 'dct.model_parallel.experts.forward = "lowrank": must be one of'),
+        ("experts", {"forward": "transform"}, 'experts.forward = "transform": must be one of'),
     ],
 )
 def test_faults(where: str, section: dict[str, Any], message: str) -> None:

@@ -10,21 +10,19 @@ from typing import Any
 
 from ...config.methods import Method
 from .bounded import Bounded
-from .compressor import ActivationCompressor, AnsweringCompressor, Site, Written
-from .lowrank import LowRank
+from .compressor import ActivationCompressor, Site, Written
 from .none import Whole
 from .quantise import Quantised
 from .threshold import Thresholded
 from .transform import Transformed
 
-__all__ = ["COMPRESSORS", "ActivationCompressor", "AnsweringCompressor", "Site", "Written", "create"]
+__all__ = ["COMPRESSORS", "ActivationCompressor", "Site", "Written", "create"]
 
 #: Every class by its ``method``.
 COMPRESSORS: Mapping[str, type[ActivationCompressor[Any]]] = {
     "threshold": Thresholded,
     "quantise": Quantised,
     "bound": Bounded,
-    "lowrank": LowRank,
     "transform": Transformed,
     "none": Whole,
 }

@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...codecs.quantised import Quantiser
 from ...codecs.stats import Stats
 from ...config import KernelConfig
-from ...config.methods import AnswerMethod, FewBitsMethod, Method
+from ...config.methods import AnswerMethod, Method
 from ...stream import Encoded
 
 #: What precedes a message of known size: its number, int64.
@@ -24,7 +23,6 @@ NUMBER_NBYTES = 8
 GROUP_SIZE = 128
 
 Settings = TypeVar("Settings", bound=Method)
-Bits = TypeVar("Bits", bound=FewBitsMethod)
 
 
 @dataclass
@@ -149,47 +147,6 @@ class ActivationCompressor(ABC, Generic[Settings]):
             for message, count in zip(messages, (round(self.density * p.numel()) for p in parts), strict=True)
         ]
         return Written(messages, kept, Encoded(stats, sum(part.numel() for part in parts), self.density))
-
-
-class RoundingCompressor(ActivationCompressor[Bits]):
-    """A compressor that writes values in few bits."""
-
-    def quantiser(self) -> Quantiser:
-        """Return the code of the forward message's values."""
-        return Quantiser(self.config.bits, self.site.group_size)
-
-    def write(self, values: Tensor, part: Tensor) -> Tensor:
-        """Write ``values``, which stand for ``part``, uint8."""
-        return self.quantiser().encode(values, self.seed(part) if self.config.stochastic else None)
-
-
-class AnsweringCompressor(ActivationCompressor[Settings]):
-    """A compressor whose gradients come back in terms of the forward message, of which both ends keep a part.
-
-    ``site.answer`` says how the answers are written.
-    """
-
-    @abstractmethod
-    def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Any = None) -> int:
-        """Return the most bytes of an answer; with what an end ``kept``, the bytes of the answer to that."""
-
-    @abstractmethod
-    def encode_answer(self, gradient: Tensor, kept: Any) -> tuple[Tensor, Encoded]:
-        """Write the gradient of what :meth:`decode` added, uint8; ``kept`` is what it returned."""
-
-    @abstractmethod
-    def decode_answer(self, message: Tensor, kept: Any, out: Tensor) -> None:
-        """Add the gradient of what was encoded to ``out``; ``kept`` is that of :meth:`encode`.
-
-        Raises:
-            PayloadError: The message is malformed.
-        """
-
-    @abstractmethod
-    def pull_back(self, gradient: Tensor, kept: Any) -> Tensor:
-        """Return the gradient of a tensor that its own sender decoded, exactly; ``kept`` is that of
-        :meth:`encode`.
-        """
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
 from ...stream import Encoded, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
-from .compressor import NUMBER_NBYTES, AnsweringCompressor, Site, Written
+from .compressor import NUMBER_NBYTES, Site, Written
 from .payloads import PayloadCompressor, without_padding
 
 #: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
@@ -22,7 +22,7 @@ from .payloads import PayloadCompressor, without_padding
 CAPACITY = 1.0
 
 
-class Thresholded(PayloadCompressor[ThresholdMethod], AnsweringCompressor[ThresholdMethod]):
+class Thresholded(PayloadCompressor[ThresholdMethod]):
     """DCT-MP (Gupta et al., KDD 2021, section 4).
 
     There is no residual: the next batch holds other samples. The threshold is measured on the first tensors
@@ -30,7 +30,8 @@ class Thresholded(PayloadCompressor[ThresholdMethod], AnsweringCompressor[Thresh
     pass twice and must find the same mask again.
 
     Entries cross with their positions, and gradients come back as values there: both ends keep the payload
-    for its positions. A tensor with a non-finite entry arrives as NaN, and so does its gradient.
+    for its positions; ``site.answer`` says how the values are written. A tensor with a non-finite entry
+    arrives as NaN, and so does its gradient.
     """
 
     def __init__(self, config: ThresholdMethod, site: Site) -> None:
@@ -66,6 +67,7 @@ class Thresholded(PayloadCompressor[ThresholdMethod], AnsweringCompressor[Thresh
         return self._add(message, out)
 
     def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
+        """Return the most bytes of an answer; with what an end ``kept``, the bytes of the answer to that."""
         code = wire_dtype(dtype, self.site.answer.value_dtype)
         if kept is not None:
             return values_nbytes(kept, code)
@@ -73,15 +75,24 @@ class Thresholded(PayloadCompressor[ThresholdMethod], AnsweringCompressor[Thresh
         return payload_bound(shape.numel(), entries, code, IndexEncoding.SHARED_MASK)
 
     def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
+        """Write the gradient of what :meth:`decode` added, uint8; ``kept`` is what it returned."""
         flat = as_flat(gradient)
         code = wire_dtype(gradient.dtype, self.site.answer.value_dtype)
         message, stats = encode_at(self._stream.backend(flat.device), flat, kept, code)
         return message, Encoded([stats], flat.numel(), self.density)
 
     def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
+        """Add the gradient of what was encoded to ``out``; ``kept`` is that of :meth:`encode`.
+
+        Raises:
+            PayloadError: The message is malformed.
+        """
         add_payload(self._stream.backend(out.device), without_padding(message), out, kept)
 
     def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
+        """Return the gradient of a tensor that its own sender decoded, exactly; ``kept`` is that of
+        :meth:`encode`.
+        """
         mask = self._stream.backend(gradient.device).decode_mask(kept, gradient.numel())
         return gradient * mask.view(gradient.shape)
 

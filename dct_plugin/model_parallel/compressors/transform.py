@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ from torch import Tensor
 from ...codecs.quantised import Quantiser
 from ...config.methods import TransformMethod
 from ...errors import PayloadError
-from .basis import BASIS, random_basis
 from .compressor import ActivationCompressor, Site, add, rows_of, size_of_rows
 
+#: The code of directions that cross: 8 bits an entry, with a scale for as many entries.
+_DIRECTIONS = Quantiser(bits=8, group=64)
 #: Share of normal values' variance that 0, 1, ... bits leave, at best (Max, IRE Trans. Inf. Theory 1960).
 _LEFT = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869)
 _MOST_BITS = len(_LEFT) - 1
@@ -123,7 +125,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
     def _sizes(self, hidden: int) -> _Sizes:
         bits = max(1, round(self.config.rate * hidden))
         directions = min(max(1, 3 * bits // 8), hidden)  # of activations half of these bear a bit, or fewer
-        return _Sizes(directions, bits, directions + BASIS.nbytes(hidden * directions))
+        return _Sizes(directions, bits, directions + _DIRECTIONS.nbytes(hidden * directions))
 
     def _code(self, covariance: Tensor, before: _Code | None) -> _Code:
         """Find principal directions and their bits, by block power iteration from those ``before``."""
@@ -132,7 +134,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         if not bool(torch.isfinite(covariance).all()):
             covariance = torch.eye(hidden, device=device)
         if before is None:
-            basis = random_basis(self.site.name, hidden, sizes.directions).to(device)
+            basis = _random_basis(self.site.name, hidden, sizes.directions).to(device)
         else:
             basis = before.basis.to(device)
         for _ in range(_ITERATIONS):
@@ -141,7 +143,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         earned = variances.flip(0).unsqueeze(1) * -torch.tensor(_LEFT, device=device).diff()
         taken = earned.reshape(-1).topk(sizes.bits).indices // _MOST_BITS
         bits = taken.bincount(minlength=sizes.directions).sort(descending=True)[0]
-        stored = torch.cat([bits.to(torch.uint8), BASIS.encode((basis @ turn).flip(1))])
+        stored = torch.cat([bits.to(torch.uint8), _DIRECTIONS.encode((basis @ turn).flip(1))])
         return self._read(stored, hidden)
 
     def _read(self, stored: Tensor, hidden: int) -> _Code:
@@ -150,8 +152,14 @@ class Transformed(ActivationCompressor[TransformMethod]):
         bits = stored[: sizes.directions].tolist()
         if sum(bits) != sizes.bits or max(bits) > _MOST_BITS or bits != sorted(bits, reverse=True):
             raise PayloadError(f"bits of {sizes.directions} directions are {bits}, not {sizes.bits} in all")
-        basis = BASIS.decode(stored[sizes.directions :], hidden * sizes.directions)
+        basis = _DIRECTIONS.decode(stored[sizes.directions :], hidden * sizes.directions)
         return _Code(stored, basis.view(hidden, sizes.directions), bits)
+
+
+def _random_basis(name: str, hidden: int, rank: int) -> Tensor:
+    """Return an orthonormal basis, fp32 [hidden, rank], that depends on the name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.linalg.qr(torch.randn(hidden, rank, generator=generator))[0].contiguous()
 
 
 class _Sizes(NamedTuple):

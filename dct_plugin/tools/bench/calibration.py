@@ -41,15 +41,12 @@ COMPUTED = (
     Transformer(1, 512, 16, 64),
 )
 COMPARED = (Transformer(2, 256, 4, 64), Transformer(2, 512, 4, 64))
-#: Shapes that the fit has not seen.
-HELD_OUT = (Transformer(3, 384, 6, 96),)
-#: Of activations: rows and hidden size, share of the entries that is sent or rank.
+#: Of activations: rows and hidden size, share of the entries that is sent.
 CODED_AT = tuple(
-    (rows, hidden, density, rank)
+    (rows, hidden, density)
     for rows, hidden in ((256, 128), (1024, 96), (640, 384), (512, 512), (2048, 160))
-    for density, rank in ((0.05, 8), (0.1, 16), (0.25, 32))
+    for density in (0.05, 0.1, 0.25)
 )
-HELD_OUT_CODED = ((768, 448, 0.15, 20), (1536, 192, 0.08, 24), (384, 256, 0.2, 12))
 
 
 @dataclass(frozen=True)
@@ -185,16 +182,12 @@ class Coded:
     seconds: float
 
 
-def activations(
-    at: Sequence[tuple[int, int, float, int]],
-) -> Iterator[tuple[Activation, int, int]]:
+def activations(at: Sequence[tuple[int, int, float]]) -> Iterator[tuple[Activation, int, int]]:
     """Every class at every one of some shapes and strengths."""
     for name in CODED:
-        for rows, hidden, density, rank in at:
+        for rows, hidden, density in at:
             if name == "transform":
                 yield Activation(name, rate=8 * density), rows, hidden
-            elif name == "lowrank":
-                yield Activation(name, 4, rank=rank), rows, hidden
             elif name == "quantise":
                 yield Activation(name, 4), rows, hidden
             else:
@@ -203,7 +196,7 @@ def activations(
 
 def _forward(method: Activation) -> dict[str, Any]:
     """Return the section of a method, with the settings that it has."""
-    known = {"bits": method.bits, "sparsity": 1.0 - method.density, "rank": method.rank, "rate": method.rate}
+    known = {"bits": method.bits, "sparsity": 1.0 - method.density, "rate": method.rate}
     settings = {kind.label(): kind.model_fields for kind in models(PipelineConfig.model_fields["forward"])}
     own = {key: value for key, value in known.items() if key in settings[method.method]}
     return {"method": method.method, **own}

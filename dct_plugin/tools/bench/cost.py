@@ -156,57 +156,6 @@ def calibrate(
     )
 
 
-@app.command()
-def check(
-    machine: _Machine = None,
-    ranks: Annotated[list[int] | None, typer.Option(min=2, help="May be repeated (2 and 4).")] = None,
-    rate: _Rate = None,
-    out: Annotated[Path, typer.Option(help="Folder for figures.")] = Path("out/cost"),
-) -> None:
-    """Measure shapes, numbers of ranks, links and coding that the model was not fitted on, and compare."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from .calibration import (
-        HELD_OUT,
-        HELD_OUT_CODED,
-        Measured,
-        activations,
-        check,
-        coded,
-        measure,
-        name_of,
-        words,
-    )
-
-    here, console = _machine(machine), Console()
-    rates = [
-        None if one == UNLIMITED else one
-        for one in check_rates(rate or (UNLIMITED, "1gbit", "100mbit"), also=UNLIMITED, option="--rate")
-    ]
-    found: list[Measured] = []
-    for count in ranks or (2, 4):
-        shapes = [(shape, True) for shape in HELD_OUT]
-        found += measure(count, shapes, rates, out / "logs", lambda line: console.print(line, style="dim"))
-    table = Table("shape", "ranks", "link", "class", "measured, ms", "model, ms", "error")
-    checked = check(here, found)
-    for each in checked:
-        figures = f"{1e3 * each.measured:.0f}", f"{1e3 * each.estimated:.0f}", f"{each.error:+.0%}"
-        table.add_row(words(each.shape), str(each.ranks), name_of(each.rate), each.method, *figures)
-    console.print(table)
-    coding = Table("activations", "rows x hidden", "measured, ms", "model, ms", "error")
-    for way, rows, hidden in activations(HELD_OUT_CODED):
-        seconds = coded(way, rows, hidden).seconds
-        estimated = here.seconds(way.coding(rows, hidden))
-        figures = f"{1e3 * seconds:.2f}", f"{1e3 * estimated:.2f}", f"{estimated / seconds - 1.0:+.0%}"
-        coding.add_row(way.method, f"{rows} x {hidden}", *figures)
-    console.print(coding)
-    errors = [abs(each.error) for each in checked]
-    console.print(f"Off by {statistics.median(errors):.0%} (median), {max(errors):.0%} (worst).")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "check.json").write_text(json.dumps([asdict(each) for each in checked], indent=1) + "\n")
-
-
 def _machine(path: Path | None) -> Machine:
     return MEASURED if path is None else Machine.load(path)
 

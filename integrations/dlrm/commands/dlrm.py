@@ -17,7 +17,6 @@ import typer
 
 from dct_plugin.command_options import takes_options
 from dct_plugin.errors import ConfigError
-from dct_plugin.links.rates import check_rates, rate_name
 from dct_plugin.output import check_target, command, versions, write
 
 from ..figures import BASELINE
@@ -83,10 +82,6 @@ class _Options:
     seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1
     max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None
     baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True
-    link: Annotated[
-        str | None,
-        typer.Option(help="Rate of the links between the ranks, as tc writes it (1gbit); without, loopback."),
-    ] = None
     report: Annotated[
         Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
     ] = None
@@ -99,11 +94,10 @@ class _Options:
 @takes_options(_Options)
 def dlrm(options: _Options) -> None:
     """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
-    model, exchange, link = options.model, options.exchange, options.link
+    model, exchange = options.model, options.exchange
     for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
         if value is not None and value not in allowed:
             raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
-    check_rates([] if link is None else [link], option="--link")
     format, columns = _format_and_columns(options)
     made = configurations(
         _files(options), model=model, exchange=exchange, ranks=options.ranks, baseline=options.baseline
@@ -125,7 +119,7 @@ def dlrm(options: _Options) -> None:
     check_target(None if out is None else out / "dlrm.events.jsonl", "--out")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
     # After a failure the folder stays: the message says where the ranks' output is.
-    _train(job, options.ranks, report, plot, folder, link)
+    _train(job, options.ranks, report, plot, folder)
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -245,23 +239,19 @@ def configuration(
     return made
 
 
-def _train(
-    job: Job, ranks: int, report: Path | None, plot: Path | None, folder: Path, link: str | None
-) -> None:
+def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder: Path) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     from ..figures import read_runs
-    from ..report import diverged, draw_quality, markdown, run_tables, step_table
+    from ..report import diverged, draw_quality, markdown, run_tables
 
     console = Console()
     started = time.monotonic()
-    done = launch("dlrm", job, ranks=ranks, folder=folder, console=console, link=link)
+    done = launch("dlrm", job, ranks=ranks, folder=folder, console=console)
     runs = read_runs(done.events)
     tables = run_tables(runs)
-    if link is not None:
-        tables.append(step_table(runs, rate_name(link)))
     start = done.events[0]
     title = (
         f"{start['data']}: {start['training_rows']:,} training rows, {start['fields']} fields, "
@@ -290,7 +280,6 @@ def _train(
                 "seconds": round(time.monotonic() - started, 1),
                 "data": {key: start[key] for key in of_data},
                 "job": job._asdict(),
-                "link": link,
                 "outcomes": {run.name: run.as_dict() for run in runs},
                 "versions": versions(),
             }

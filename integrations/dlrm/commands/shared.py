@@ -139,19 +139,15 @@ def complete(
     return made
 
 
-def launch(
-    name: str, job: Job, *, ranks: int, folder: Path, console: Console, link: str | None = None
-) -> Launch:
+def launch(name: str, job: Job, *, ranks: int, folder: Path, console: Console) -> Launch:
     """Do a job on local ranks and show its progress.
 
     Args:
         name: Of the log files.
         folder: For everything that is written, the configurations first.
-        link: Rate of the links between the ranks; None: the loopback interface.
 
     Raises:
         RunFailed: A rank failed.
-        LinksError: There can be no links of a limited rate here.
     """
     from ..progress import LaunchProgress
     from ..runner import Runner, config_file
@@ -161,7 +157,7 @@ def launch(
 
     def runner(title: str, runs: Iterable[str]) -> Runner:
         files = [str(config_file(folder, run)) for run in runs]
-        return Runner(title, ranks, [*files, *job.arguments()], folder, link=link)
+        return Runner(title, ranks, [*files, *job.arguments()], folder)
 
     with LaunchProgress(console) as progress:
         events = runner(name, job.configs).run(progress.follow)

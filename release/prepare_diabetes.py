@@ -1,6 +1,6 @@
 """Write the compact columnar form of Diabetes 130-US hospitals that ships with the package.
 
-    python -m dct_plugin.integrations.dlrm.data.prepare_diabetes diabetes130.zip diabetes130.npz
+    python release/prepare_diabetes.py diabetes130.zip diabetes130.npz
 
 Source: Clore, J., Cios, K., DeShazo, J., Strack, B. (2014), UCI Machine Learning Repository, CC BY 4.0,
 https://doi.org/10.24432/C5230J. Every row is kept. Left out are the encounter number, two medicines that
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .dataset import DataFormatError
+from dct_plugin.integrations.dlrm.data.dataset import DataFormatError
 
 NUMERIC = (
     "time_in_hospital",
@@ -76,8 +76,7 @@ def prepare(source: Path, target: Path) -> dict[str, np.ndarray]:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
-        module = "dct_plugin.integrations.dlrm.data.prepare_diabetes"
-        print(f"usage: python -m {module} diabetes130.zip diabetes130.npz", file=sys.stderr)
+        print("usage: prepare_diabetes.py diabetes130.zip diabetes130.npz", file=sys.stderr)
         return 2
     columns = prepare(Path(arguments[0]), Path(arguments[1]))
     print(f"{arguments[1]}: {len(columns['label'])} rows, {Path(arguments[1]).stat().st_size} bytes")

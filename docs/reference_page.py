@@ -1,5 +1,6 @@
-"""The tables of ``docs/configuration.md`` and ``docs/settings.md``, written by ``python -m
-dct_plugin.tools.reference_page``.
+"""The tables of ``docs/configuration.md`` and ``docs/settings.md``, written by this program:
+
+python docs/reference_page.py
 """
 
 from __future__ import annotations
