@@ -88,7 +88,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         coordinates = torch.zeros(basis.shape[1], padded, device=out.device)
         for quantiser, place in code.widths(padded):
             count = (place.stop - place.start) * padded
-            coordinates[place] = quantiser.decode(message, count).view(-1, padded)
+            coordinates[place] = quantiser.decode(message, count).view(place.stop - place.start, padded)
             message = message[quantiser.nbytes(count) :]
         add(out, coordinates[:, :rows].t() @ basis.t() + mean)
 
