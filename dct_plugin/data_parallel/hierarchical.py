@@ -31,8 +31,8 @@ class Hierarchical(Topology):
         self.sums_everywhere = inner.sums_everywhere
         self._node, self._inner, self._group = node, inner, group
         self._node_of = {rank: number for number, ranks in enumerate(group.layout) for rank in ranks}
-        self._entered: list[tuple[Entries, Entries, Wanted | None]] = []
-        """Tensors that are being reduced, this rank's parts of them, and what each rank of the node gets."""
+        self._entered: list[tuple[Entries, Wanted | None]] = []
+        """Tensors that are being reduced, and what each rank of the node gets of them."""
 
     def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
         return self._inner.shards(name, numel, small=small)
@@ -45,10 +45,10 @@ class Hierarchical(Topology):
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
         exchange, self._node.exchange.step = self._group.exchange, self._group.step
         with whole.timed("exchange"), exchange.preparing(announced=not self._group.fixed_size):
-            parts = self._node.means(entries)
+            parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}
-        self._entered.append((entries, parts, wanted))
+        self._entered.append((entries, wanted))
         if owners is None:
             return parts, None
         return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
@@ -61,11 +61,7 @@ class Hierarchical(Topology):
         if not entered:
             return
         with self._group.recorded("gradient") as whole, whole.timed("exchange"):
-            for entries, parts, wanted in entered:
-                tensors = dict(entries)
-                for name, part in parts:
-                    start, stop = self._node.part(name, tensors[name].numel())
-                    tensors[name][start:stop] = part
+            for entries, wanted in entered:
                 self._node.gather("gather", entries, wanted)
 
     def _wanted(self, shards: Sequence[Shard]) -> list[list[Part]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from ..feedback import unpacked
 from ..metrics import Metrics, Record
 from ..transport import Exchange
 from ..transport.nodes import Nodes
-from .plan import PlannedTensor, ReductionPlan, Shard
+from ..transport.shared_memory import SharedMemory, open_shared_memory
+from .plan import fingerprint_of
 
 Entries = Sequence[tuple[str, Tensor]]
 #: Bounds of a part of a tensor, and by name of a tensor the parts of it that each rank of a node gets.
@@ -50,12 +52,17 @@ class NodeRanks:
     ) -> None:
         self.exchange = Exchange(group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
-        self._announced = device.type == "cpu"  # elsewhere sizes in headers would be waited for
+        self._on_host = device.type == "cpu"
         self.sizes: dict[str, int] = {}
         """Entries of the tensors that were asked about."""
         self._min_numel, self._metrics = min_numel, metrics
         if metrics is not None:
             metrics.has_nodes = True
+
+    @functools.cached_property
+    def _shared_memory(self) -> SharedMemory | None:
+        """Memory that these ranks share, if they can; a collective when it is first asked for."""
+        return open_shared_memory(self.exchange) if self._on_host else None
 
     def is_divided(self, numel: int) -> bool:
         """Return whether every rank has a part of a tensor of so many entries."""
@@ -74,9 +81,13 @@ class NodeRanks:
         """Return this rank's part of a tensor."""
         return self.parts(name, numel)[self.position]
 
-    def means(self, entries: Entries) -> list[tuple[str, Tensor]]:
-        """Return this rank's part of the mean of each tensor over the node, in memory of its own; a
-        collective. Parts without entries are left out.
+    def means(self, entries: Entries, *, in_place: bool = False) -> list[tuple[str, Tensor]]:
+        """Return this rank's part of the mean of each tensor over the node; a collective. Parts without
+        entries are left out.
+
+        Args:
+            entries: ``(name, tensor)``, 1-D.
+            in_place: The means replace what is in the tensors; else they get memory of their own.
         """
         ordered = _by_size(entries)
         parts = [self.parts(name, tensor.numel()) for name, tensor in ordered]
@@ -86,13 +97,15 @@ class NodeRanks:
         ]
         own = views[self.position]
         received = self.swap("node sum", views, [own] * self.size, entries)
-        received[self.position] = own
+        del received[self.position]
         found = {}
-        for index, (name, _) in enumerate(ordered):
-            total = torch.zeros_like(own[index], dtype=max(own[index].dtype, torch.float32, key=_size_of))
+        for index, ((name, _), mine) in enumerate(zip(ordered, own, strict=True)):
+            wide = max(mine.dtype, torch.float32, key=_size_of)
+            total = mine if in_place and mine.dtype == wide else mine.to(wide, copy=True)
             for theirs in received:
                 total += theirs[index]
-            found[name] = total.mul_(1.0 / self.size).to(own[index].dtype)
+            total.mul_(1.0 / self.size)
+            found[name] = mine.copy_(total) if in_place else total.to(mine.dtype)
         return [(name, found[name]) for name, _ in entries if found[name].numel()]
 
     def gather(
@@ -121,6 +134,8 @@ class NodeRanks:
         ranks = range(self.size)
         incoming = [views(holder, own) for holder in ranks]
         outgoing = [views(own, receiver) for receiver in ranks]
+        if wanted is None:
+            outgoing = [outgoing[own]] * self.size
         for holder, received in enumerate(self.swap(operation, outgoing, incoming, entries)):
             for view, arrived in zip(incoming[holder], received, strict=holder != own):
                 view.copy_(arrived)
@@ -136,18 +151,24 @@ class NodeRanks:
 
         Tensors are 1-D, the largest types first. Ranks compare ``operation``, names and sizes of ``entries``.
         """
+        fingerprint = fingerprint_of(operation, tuple([(name, t.numel(), ()) for name, t in entries]))
+        with self._recorded():
+            if self._shared_memory is not None:
+                return self._shared_memory.swap(outgoing, like, fingerprint)
+            return self._swap_messages(outgoing, like, fingerprint)
+
+    def _swap_messages(
+        self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
+    ) -> list[list[Tensor]]:
         exchange, own = self.exchange, self.position
         with self.failing_together():
-            planned = [PlannedTensor(name, t, [Shard(0, 0, t.numel())], False) for name, t in entries]
-            fingerprint = ReductionPlan(operation, planned).fingerprint
             messages = [self._bytes(views if rank != own else ()) for rank, views in enumerate(outgoing)]
         sizes = [sum(t.numel() * t.element_size() for t in views) for views in like]
         sizes[own] = 0
-        with self._recorded():
-            if self._announced:
-                received = exchange.all_to_all(messages, fingerprint, bounds=sizes)
-            else:
-                received = exchange.transfer(messages, sizes)
+        if self._on_host:
+            received = exchange.all_to_all(messages, fingerprint, bounds=sizes)
+        else:  # sizes in headers would be waited for
+            received = exchange.transfer(messages, sizes)
         return [
             [] if rank == own else _cut(message, views)
             for rank, (message, views) in enumerate(zip(received, like, strict=True))
@@ -195,7 +216,7 @@ class NodeRanks:
 
     def failing_together(self) -> AbstractContextManager[None]:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""
-        return self.exchange.preparing() if self._announced else nullcontext()
+        return self.exchange.preparing() if self._on_host else nullcontext()
 
     def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the bytes of 1-D tensors, one behind the other."""

@@ -51,9 +51,10 @@ def shards_in(start: int, numel: int, each: int) -> list[Shard]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fingerprint(
-    operation: str, tensors: tuple[tuple[str, int, tuple[Shard, ...]], ...], compared: tuple[str, ...]
+def fingerprint_of(
+    operation: str, tensors: tuple[tuple[str, int, tuple[Shard, ...]], ...], compared: tuple[str, ...] = ()
 ) -> int:
+    """Return a 63-bit description of an operation on tensors, given by name, entries and shards."""
     text = [operation, *(f"{name}:{numel}:{list(shards)}" for name, numel, shards in tensors), *compared]
     low = zlib.crc32("\n".join(text).encode())
     high = zlib.adler32("\n".join(text).encode())
@@ -115,7 +116,7 @@ class ReductionPlan:
 
     def __post_init__(self) -> None:
         tensors = tuple([(each.name, each.tensor.numel(), tuple(each.shards)) for each in self.tensors])
-        self.fingerprint = _fingerprint(self.operation, tensors, tuple(self.compared))
+        self.fingerprint = fingerprint_of(self.operation, tensors, tuple(self.compared))
         if self.fixed_size:
             self.fingerprint |= FIXED_SIZE
 

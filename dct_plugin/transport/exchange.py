@@ -58,6 +58,7 @@ class Exchange:
 
     Attributes:
         step: Optimizer steps so far, for messages about lost ranks.
+        other_bytes: Bytes that other ranks got so far by other ways than the transport.
     """
 
     def __init__(
@@ -74,14 +75,14 @@ class Exchange:
         self._announced = AnnouncedMessages(self.world_size, self._open, self._guard)
         self._transport: Transport | None = None
         self._transport_failed = False
-        self._summed_bytes = 0
+        self.other_bytes = 0
 
     group = property(_made_group, _set_group)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes handed to the transport so far, headers included."""
-        return self._summed_bytes + (0 if self._transport is None else self._transport.sent_bytes)
+        return self.other_bytes + (0 if self._transport is None else self._transport.sent_bytes)
 
     @property
     def waited_ms(self) -> float:
@@ -195,7 +196,7 @@ class Exchange:
             dist.all_reduce(tensor, group=self.group)
         nbytes = tensor.numel() * tensor.element_size()
         size = round(bytes_sent("all_reduce", nbytes, self.world_size, gloo=tensor.device.type == "cpu"))
-        self._summed_bytes += size
+        self.other_bytes += size
         return size
 
     # -- failures --------------------------------------------------------------------------------------------

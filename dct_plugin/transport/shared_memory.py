@@ -1,0 +1,188 @@
+"""Memory that ranks on one machine share, for large tensors between them.
+
+A socket copies all bytes twice, and in small parts. Here the sender copies a tensor once, and receivers read
+it where it is. The memory has no name in a file system: nothing of it is left when its processes are gone,
+however they end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange
+from .tcp_connect import VARIABLE
+
+logger = logging.getLogger("dct_plugin.transport")
+
+#: Bytes of the token at the beginning of a memory, and of which tensors begin at multiples.
+_TOKEN, _ALIGNMENT = 32, 64
+_PLACE = struct.Struct("=q")
+#: Bytes of the JSON in which a rank offers its memories.
+_OFFER_BYTES = 512
+
+
+class SharedMemory:
+    """Memory that each rank of a group writes for the others; :func:`open_shared_memory` makes it.
+
+    Args:
+        exchange: The ranks.
+        memories: Two memories of each rank. They take turns: a rank that hears of the others' next operation
+            knows that they have read what was written for the last one.
+    """
+
+    def __init__(self, exchange: Exchange, memories: Sequence[Sequence[_Memory]]) -> None:
+        self._exchange, self._memories = exchange, memories
+        self._turn = 0
+
+    def swap(
+        self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
+    ) -> list[list[Tensor]]:
+        """Give ``outgoing[r]`` to rank ``r``; return what it gives, tensors like ``like[r]``; a collective.
+
+        Args:
+            outgoing: 1-D tensors, the largest types first; one list where several ranks get the same.
+            like: Tensors of these types and sizes are returned, good until the next call.
+            fingerprint: See :meth:`.Exchange.all_to_all`, and so are the errors.
+        """
+        self._turn ^= 1
+        rank = self._exchange.rank
+        with self._exchange.preparing():
+            self._write(outgoing)
+        self._exchange.agree(fingerprint)
+        sent = [(each[self._turn], tensors) for each, tensors in zip(self._memories, like, strict=True)]
+        return [
+            [] if sender == rank else memory.views(memory.place(rank), tensors)
+            for sender, (memory, tensors) in enumerate(sent)
+        ]
+
+    def _write(self, outgoing: Sequence[Sequence[Tensor]]) -> None:
+        exchange, end = self._exchange, _begin(len(outgoing))
+        own = self._memories[exchange.rank][self._turn]
+        places: dict[int, int] = {}
+        for receiver, tensors in enumerate(outgoing):
+            if receiver != exchange.rank:
+                exchange.other_bytes += _bytes_of(tensors)
+                if id(tensors) not in places:
+                    places[id(tensors)] = end
+                    end += _aligned(_bytes_of(tensors))
+        own.reserve(end)
+        for receiver, tensors in enumerate(outgoing):
+            own.set_place(receiver, places.get(id(tensors), 0))
+        for tensors in {id(each): each for each in outgoing if id(each) in places}.values():
+            for view, tensor in zip(own.views(places[id(tensors)], tensors), tensors, strict=True):
+                view.copy_(tensor)
+
+
+def open_shared_memory(exchange: Exchange) -> SharedMemory | None:
+    """Return memory that the ranks of an exchange share; a collective.
+
+    None on every rank where a system has no memory without a name (it is Linux's), a rank may not see another
+    one's, or a rank was told to leave messages to gloo.
+    """
+    own: list[_Memory] = []
+    token, size = secrets.token_bytes(_TOKEN), _begin(exchange.world_size)
+    if os.environ.get(VARIABLE) != "gloo" and hasattr(os, "memfd_create"):
+        own = [_Memory.of_own(token, size) for _ in range(2)]
+    offer = {"pid": os.getpid(), "files": [each.file for each in own], "token": token.hex()}
+    offers = exchange.all_gather(_as_tensor(json.dumps(offer).encode().ljust(_OFFER_BYTES)))
+    memories, problem = [], ""
+    for rank, other in enumerate(json.loads(bytes(answer.tolist())) for answer in offers):
+        try:
+            memories.append(own if rank == exchange.rank else _opened(other))
+        except OSError as error:
+            problem = str(error)
+    able = all(len(found) == 2 for found in memories) and not problem
+    if all(int(answer[0]) for answer in exchange.all_gather(_as_tensor(bytes([able])))):
+        return SharedMemory(exchange, memories)
+    if problem:
+        logger.warning("dct: ranks of a node share no memory, which costs time: %s", problem)
+    return None
+
+
+class _Memory:
+    """A memory of this or of another process: a token, the places of what each rank gets, and tensors.
+
+    Args:
+        file: Descriptor, which it closes.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self._map()
+
+    @classmethod
+    def of_own(cls, token: bytes, size: int) -> _Memory:
+        file = os.memfd_create("dct_plugin")
+        os.write(file, token)
+        os.ftruncate(file, size)
+        return cls(file)
+
+    def reserve(self, size: int) -> None:
+        """Make the memory at least so large; what was returned of it before stays valid."""
+        if size > len(self._memory):
+            os.ftruncate(self.file, size)
+            self._map()
+
+    def place(self, receiver: int) -> int:
+        """Return where the tensors for a rank begin."""
+        return int(_PLACE.unpack_from(self._memory, _TOKEN + _PLACE.size * receiver)[0])
+
+    def set_place(self, receiver: int, place: int) -> None:
+        _PLACE.pack_into(self._memory, _TOKEN + _PLACE.size * receiver, place)
+
+    def views(self, start: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is there from ``start`` on, as tensors of the types and sizes of others."""
+        end = start + _bytes_of(like)
+        if end > len(self._memory):  # its owner has made it larger
+            self._map()
+        parts = self._bytes[start:end].split([t.numel() * t.element_size() for t in like])
+        return [part.view(t.dtype) for part, t in zip(parts, like, strict=True)]
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self.file, os.fstat(self.file).st_size)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+def _opened(offer: Mapping[str, Any]) -> list[_Memory]:
+    """Return the memories that another process offers.
+
+    Raises:
+        OSError: They cannot be opened, or are those of another process with the same number.
+    """
+    found = []
+    for number in offer["files"]:
+        path = f"/proc/{offer['pid']}/fd/{number}"
+        found.append(_Memory(os.open(path, os.O_RDWR)))
+        if os.pread(found[-1].file, _TOKEN, 0) != bytes.fromhex(offer["token"]):
+            raise OSError(f"{path} is not what a rank offers")
+    return found
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _begin(ranks: int) -> int:
+    """Return where tensors begin: behind the token, and the places of what each rank gets."""
+    return _aligned(_TOKEN + _PLACE.size * ranks)
