@@ -156,7 +156,7 @@ class Exchange:
             at = "" if self.step is None else f" in step {self.step}"
             raise DesyncError(
                 f"{own}: rank(s) {failed} failed while preparing this exchange{at}; see their own error "
-                "output"
+                f"output{lost_ranks.found_lost()}"
             )
         if others := [self._global[r] for r, header in enumerate(headers) if header[1] != fingerprint]:
             raise DesyncError(

@@ -23,6 +23,7 @@ from ..errors import DCTError, DesyncError
 #: Seconds in which ranks whose collective failed report that they live.
 _REPORT = 3.0
 _LOST = "dct_plugin/lost"
+_SILENT = "gave no sign of life since: dead, stopped or stuck; see their own output"
 
 
 def register_process() -> None:
@@ -99,10 +100,16 @@ def describe_failure(
             "launcher does, has ended or is stopped; see its own output"
         )
     elif lost:
-        who = f"rank(s) {lost} gave no sign of life since: dead, stopped or stuck; see their own output"
+        who = f"rank(s) {lost} {_SILENT}"
     else:
         who = "the other ranks report the same; see their own output"
     return f"rank {own}: the {what}{at} failed: {who} ({first})"
+
+
+def found_lost() -> str:
+    """Return what another rank has found out about lost ranks, as the end of a sentence; empty if nothing."""
+    lost = in_time(lambda: json.loads(_store().get(_LOST)) if _store().check([_LOST]) else [], _REPORT)
+    return f"; rank(s) {sorted(lost)} {_SILENT}" if lost else ""
 
 
 def in_time(function: Callable[[], Any], seconds: float) -> Any:

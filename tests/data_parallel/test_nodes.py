@@ -61,6 +61,7 @@ def _reduces(rank: int, world_size: int) -> dict[str, Any]:
             mean[name] += tensor.double() / world_size
     for exchange in ("direct", "two_phase"):
         whole = reducer(sparsity=0, exchange=exchange)
+        whole.all_reduce([("one", torch.ones(1))])  # then the ranks' shared memory has to grow
         entries = gradients(rank, 0)
         whole.all_reduce(list(entries.items()), scale=1 / world_size)
         parts = gradients(rank, 0)

@@ -49,7 +49,7 @@ def test_names_of_rates() -> None:
     ("arguments", "message"),
     [
         (["bench", "links", "--rate", "fast"], "'fast': must be a number with one of kbit, mbit, gbit"),
-        (["bench", "links", "--workload", "jax"], "must be one of ddp, deepspeed, dlrm, megatron"),
+        (["bench", "links", "--workload", "jax"], "must be one of ddp, deepspeed, fsdp, dlrm, megatron"),
         (["bench", "links", "--workload", "megatron", "--ranks", "4"], "megatron has 2 ranks"),
         (["bench", "links", "--batch-size", "255"], "must be a multiple of 2 ranks"),
         (["bench", "links", "--data", "nowhere.txt"], "nowhere.txt: no such file"),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.transport import tcp_connect
+from dct_plugin.transport.nodes import Nodes
 
 
 def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
@@ -33,7 +34,9 @@ def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
     )
     if rank == victim and phase == "connecting":
         tcp_connect._exchange_invitations = _stop_after(tcp_connect._exchange_invitations, f"{path}.lost")
-    reducer = GradientReducer(DataParallelConfig(sparsity=0.9, warmup_steps=9 if phase == "warmup" else 0))
+    config = DataParallelConfig(sparsity=0.9, warmup_steps=9 if phase == "warmup" else 0)
+    nodes = Nodes(((0, 1), (2, 3)), rank) if phase == "nodes" else None
+    reducer = GradientReducer(config, nodes=nodes)
     try:
         for step in range(10):
             if rank == victim and step == 3 and phase != "connecting":

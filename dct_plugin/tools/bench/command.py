@@ -26,7 +26,7 @@ RANKS = (2, 4)
 MINUTES = 10.0
 BATCH_SIZES, STAGES = (256, 2048), (0, 1, 2)
 #: Workloads that have methods for nodes of several ranks.
-SPREAD = ("ddp", "deepspeed")
+SPREAD = ("ddp", "deepspeed", "fsdp")
 QUICK_MINUTES, QUICK_RATES, QUICK_RANKS = 1.5, ("1gbit",), (2,)
 QUICK_BATCH_SIZES, QUICK_STAGES = (2048,), (0,)
 
@@ -53,7 +53,7 @@ class _Options:
         ),
     ] = None
     parameters: Annotated[
-        float, typer.Option(min=0.01, help="Millions of parameters in the model of ddp and deepspeed.")
+        float, typer.Option(min=0.01, help="Millions of parameters in the model of ddp, deepspeed and fsdp.")
     ] = 10.65
     batch_size: Annotated[
         list[int] | None,
@@ -78,7 +78,7 @@ class _Options:
         typer.Option(
             min=2,
             help="Nodes that the ranks are spread over: only links between nodes are limited. Each rank is a "
-            "node if not given. For ddp and deepspeed.",
+            "node if not given. For ddp, deepspeed and fsdp.",
         ),
     ] = None
     quick: Annotated[

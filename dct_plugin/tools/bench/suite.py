@@ -110,6 +110,14 @@ WORKLOADS: dict[str, Entry] = {
         _sized,
         "dense fp32",
     ),
+    "fsdp": Entry(
+        "torch FSDP2",
+        "dct_plugin.tools.bench.fsdp:Replicas",
+        (),
+        lambda plan: [f"{plan.parameters:g}M parameters"],
+        _sized,
+        "fp32",
+    ),
     "dlrm": Entry(
         "hybrid DLRM",
         "dct_plugin.integrations.dlrm.on_links:Trainings",
