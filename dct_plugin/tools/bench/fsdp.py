@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dct_plugin.config import MetricsConfig
-from dct_plugin.fsdp import compress_replicas
+from dct_plugin.integrations.fsdp import compress_replicas
 from dct_plugin.links.method import Method
 from dct_plugin.metrics import Metrics
 
