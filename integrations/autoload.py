@@ -2,19 +2,29 @@
 
 torch loads the entry points of group ``torch.backends`` (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that
 off), and an exception in one of them breaks ``import torch``. So this module imports nothing but the standard
-library, does nothing but wait for DeepSpeed, and never raises.
+library, and does nothing but wait for DeepSpeed, but in jobs of ``dct advise``.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+from .host.measured_job import VARIABLE
+
 
 def autoload() -> None:
-    """Activate the plugin for DeepSpeed, at the first import of one of its modules. Idempotent."""
+    """Activate the plugin for DeepSpeed, at the first import of one of its modules. Idempotent.
+
+    In a job that ``dct advise`` started, also measure what the job trains with DistributedDataParallel.
+    """
+    if VARIABLE in os.environ:
+        from .advice import observe
+
+        observe()
     if "deepspeed" in sys.modules:
         _activate()
     elif not any(isinstance(finder, _WaitForDeepSpeed) for finder in sys.meta_path):

@@ -88,6 +88,12 @@ def _bench() -> Any:
     return app
 
 
+def _advise() -> Any:
+    from ..tools.advise import advise
+
+    return advise
+
+
 _PLOTS = ("sklearn", "matplotlib")
 COMMANDS = [
     LazyCommand(
@@ -97,6 +103,12 @@ COMMANDS = [
         "universal",
         "Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.",
         _universal,
+        needs=("torch",),
+    ),
+    LazyCommand(
+        "advise",
+        "Run a job for some dense steps, and say which settings pay on its link.",
+        _advise,
         needs=("torch",),
     ),
     LazyCommand(

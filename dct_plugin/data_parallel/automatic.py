@@ -19,8 +19,8 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,12 +128,35 @@ class CostModel(NamedTuple):
     ranks: int
     direct: bool
 
+    def at(self, rate: float, latency: float | None = None) -> CostModel:
+        """Return the model of the same training on links of so many bits per second. What the dense exchange
+        takes here beyond its latency and bytes, it takes there, too.
+        """
+        latency = self.link.latency if latency is None else latency
+        there = self._replace(link=Link(latency, 8.0 * (self.ranks - 1) / rate))
+        if self.dense is None:
+            return there
+        beyond = max(self.dense - self._ring_seconds, 0.0)
+        return there._replace(dense=there._ring_seconds + beyond)
+
+    @property
+    def _ring_seconds(self) -> float:
+        """Seconds that a dense exchange takes for its latency and bytes."""
+        return self.link.latency + (4 * self.large + self.small) * 2.0 / self.ranks * self.link.byte
+
+    def nbytes(self, setting: Setting) -> float:
+        """Return the bytes that a rank sends in a step, headers of the transport left out."""
+        messages, ring = self.ranks - 1, 2.0 * (self.ranks - 1) / self.ranks
+        if setting.is_dense:
+            return ring * (4 * self.large + self.small)
+        crossing = messages if self.direct else ring
+        return crossing * self.codings[setting].nbytes * self.large + ring * self.small
+
     def predict(self, setting: Setting) -> Prediction:
         """Return the prediction for a setting."""
         ring = 2.0 / self.ranks  # of P-1 messages of a byte: a ring sends 2 (P-1) / P
         if setting.is_dense:
-            modelled = self.link.latency + (4 * self.large + self.small) * ring * self.link.byte
-            exchange = modelled if self.dense is None else self.dense
+            exchange = self._ring_seconds if self.dense is None else self.dense
             return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
         coding = self.codings[setting]
         answers = 0.0 if self.direct else 1.0 / self.ranks
@@ -171,6 +194,8 @@ class AutomaticSparsity(AddOn):
 
     key = "automatic"
     pace = Pace()
+    observer: ClassVar[Callable[[CostModel, Pace], None] | None] = None
+    """Takes the first model, on every rank; nothing is tried then, and all steps stay dense."""
 
     def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
         self._group, self._settings, self._direct = group, settings, direct
@@ -251,6 +276,9 @@ class AutomaticSparsity(AddOn):
         now, link, why = self._median(), self._probe(), "measured"
         while True:
             model = self._model(now, measured, exposed, link)
+            if AutomaticSparsity.observer is not None:
+                AutomaticSparsity.observer(model, self.pace)
+                return
             predictions = [model.predict(each) for each in self._settings]
             seconds = {self.current: now}
             for setting in likely(predictions, pace):

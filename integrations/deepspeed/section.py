@@ -5,10 +5,13 @@ This module imports the standard library only: it is read for every engine, with
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
 from ..host.deepspeed_keys import near_misses
+from ..host.measured_job import FACTS, VARIABLE
+from ..host.measured_job import SECTION as MEASURING
 
 SECTION = "dct"
 
@@ -46,6 +49,9 @@ def find_section(engine: Any) -> Any:
 
     An optimizer with a gradient path of its own needs no section: it gets an empty one, hence the defaults.
     """
+    if VARIABLE in os.environ:  # the job is measured by `dct advise`
+        FACTS["stage"] = engine.zero_optimization_stage()
+        return MEASURING
     config = configuration_of(engine)
     if not isinstance(config, dict):
         warnings.warn(

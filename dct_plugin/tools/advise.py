@@ -1,0 +1,238 @@
+"""``dct advise``: run a job for some dense steps, and say which settings pay."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..config import DataParallelConfig
+from ..config.automatic import Setting, judged, safe_sparsity
+from ..config.known_losses import Training, known_losses
+from ..data_parallel.automatic import Coding, CostModel, Link, Pace, likely
+from ..errors import ConfigError, DCTError
+from ..integrations.host.measured_job import SECTION, VARIABLE
+from ..integrations.megatron.options import CONFIG_VARIABLE
+from ..links.rates import bits_per_second, check_rate, rate_name
+from ..metrics import format_bytes
+
+#: Lines of a failed job's output that are shown.
+_LINES = 30
+
+
+class Figures(NamedTuple):
+    """What a job measured.
+
+    Attributes:
+        model: Predicts the time of a step.
+        training: Optimizer, ZeRO stage and ranks.
+    """
+
+    model: CostModel
+    training: Training
+
+    @classmethod
+    def read(cls, path: Path) -> Figures:
+        """Read what the ranks wrote."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        given, facts = content["model"], content["facts"]
+        codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
+        model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
+        return cls(model, Training(**facts, ranks=model.ranks))
+
+    def settings(self) -> list[Setting]:
+        """Return all settings, from gentle to strong."""
+        return [Setting(), *sorted(self.model.codings, key=lambda each: each.strength)]
+
+    def is_safe(self, setting: Setting) -> bool:
+        """Return whether nothing measurable was lost with a setting in such a training."""
+        return setting.sparsity <= safe_sparsity(self._settled(setting), self.training)
+
+    def quality(self, setting: Setting) -> str:
+        """Return the expected loss of a setting, with the section of the results that says so."""
+        if setting.is_dense:
+            return "as it is"
+        if self.is_safe(setting):
+            return "nothing measurable lost (docs/quality.md)"
+        found = next(known_losses(self._settled(setting), self.training), None)
+        return "not measured" if found is None else f"lost {found.loss} (docs/quality.md#{found.source})"
+
+    def pays_below(self, setting: Setting) -> float:
+        """Return the rate of links, in bits per second, below which a setting beats the dense exchange; 0:
+        nowhere; infinite: on all links.
+        """
+        dense, there = self.model.at(math.inf).predict(Setting()), self.model.at(math.inf).predict(setting)
+        price = there.total - dense.total
+        if price <= 0.0:
+            return math.inf
+        slow = self.model.at(1.0)
+        saved = slow.predict(Setting()).total - slow.predict(setting).total + price
+        return max(saved, 0.0) / price
+
+    def _settled(self, setting: Setting) -> DataParallelConfig:
+        written = DataParallelConfig.of(
+            {"sparsity": setting.sparsity, "value_dtype": setting.value_dtype or "fp32"}
+        )
+        obstacle = "ZeRO-3" if self.training.stage == 3 else ""
+        # With some optimizers `feedback: "auto"` lowers the sparsity, too.
+        settled = judged(written, self.training, obstacle=obstacle).settings
+        return settled.model_copy(update={"sparsity": setting.sparsity})
+
+
+def advise(
+    command: Annotated[list[str], typer.Argument(help="The launch line of the job, behind --.")],
+    link: Annotated[
+        list[str] | None, typer.Option(help="Predict for links of this rate, too, such as 1gbit.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that the job may take to be measured.")] = 600,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: milliseconds, bytes, bits per second.")
+    ] = False,
+) -> None:
+    """Run a job for some dense steps, and print what each setting would cost and save.
+
+    The job is stopped when its steps are measured; nothing of it is changed. It trains with
+    DistributedDataParallel, DeepSpeed or Megatron.
+    """
+    try:
+        rates = [check_rate(each) for each in link or []]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--link") from None
+    figures = _measured(command, limit)
+    models = {"here": figures.model} | {
+        rate_name(rate): figures.model.at(bits_per_second(rate)) for rate in rates
+    }
+    if as_json:
+        typer.echo(json.dumps(list(_rows(figures, models)), indent=1))
+        return
+    _print(figures, models)
+
+
+def launch_line(command: Sequence[str]) -> list[str]:
+    """Return the launch line that measures: a Megatron script is started through the plugin's wrapper."""
+    for index, word in enumerate(command):
+        if word.endswith(".py") and Path(word).is_file() and word != sys.argv[0]:
+            text = Path(word).read_text(encoding="utf-8", errors="replace")
+            before = [each for each in command[:index] if not each.startswith("--") or "=" in each]
+            if "megatron" in text and "dct_plugin.megatron" not in before:
+                return [*command[:index], "-m", "dct_plugin.megatron", *command[index:]]
+            break
+    return list(command)
+
+
+def _measured(command: Sequence[str], limit: float) -> Figures:
+    """Run the job until its figures are there.
+
+    Raises:
+        ConfigError: The job cannot be started.
+        DCTError: It ended, or ran too long, before its steps were measured; with the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="dct-advise-") as folder:
+        path, log, section = Path(folder, "figures.json"), Path(folder, "log"), Path(folder, "section.json")
+        section.write_text(json.dumps(SECTION), encoding="utf-8")
+        variables = {VARIABLE: str(path), CONFIG_VARIABLE: str(section)}
+        with log.open("wb") as output:
+            try:
+                job = subprocess.Popen(
+                    launch_line(command),
+                    env={**os.environ, **variables},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(f"{command[0]}: cannot be started: {error.strerror or error}") from error
+        try:
+            end = time.monotonic() + limit
+            while not path.exists() and job.poll() is None and time.monotonic() < end:
+                time.sleep(0.2)
+        finally:
+            _stop(job)
+        if path.exists():
+            return Figures.read(path)
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:])
+        what = (
+            f"was not measured within {limit:g} s"
+            if job.returncode < 0
+            else f"ended with status {job.returncode} before it was measured, which takes 16 optimizer steps "
+            "of a model in DistributedDataParallel, a DeepSpeed engine or Megatron on at least two ranks"
+        )
+        raise DCTError(f"the job {what}; the end of its output:\n{last}")
+
+
+def _stop(job: subprocess.Popen[bytes]) -> None:
+    """End the job and all of its processes."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(job.pid, number)
+            job.wait(timeout=10)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    job.wait()
+
+
+def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:
+    for setting in figures.settings():
+        yield {
+            "sparsity": setting.sparsity,
+            "value_dtype": setting.value_dtype,
+            "step_ms": {name: 1e3 * model.predict(setting).total for name, model in models.items()},
+            "sent_bytes": figures.model.nbytes(setting),
+            "pays_below": None if setting.is_dense else figures.pays_below(setting),
+            "quality": figures.quality(setting),
+        }
+
+
+def _print(figures: Figures, models: dict[str, CostModel]) -> None:
+    table = Table(title_justify="left", box=None, pad_edge=False)
+    for name in ("setting", "sent", *(f"ms, {name}" for name in models), "pays below", "quality"):
+        table.add_column(name, justify="left" if name in ("setting", "quality") else "right")
+    best = {name: _best(figures, model) for name, model in models.items()}
+    for row, setting in zip(_rows(figures, models), figures.settings(), strict=True):
+        times = [f"{ms:.1f}" + (" *" if best[name] == setting else "") for name, ms in row["step_ms"].items()]
+        below = "" if setting.is_dense else _rate(row["pays_below"])
+        table.add_row(str(setting), format_bytes(row["sent_bytes"]), *times, below, row["quality"])
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    link, training = figures.model.link, figures.training
+    rate = _rate(8.0 * (figures.model.ranks - 1) / link.byte) if link.byte else "without limit"
+    console.print(
+        f"{(figures.model.large + figures.model.small // 4) / 1e6:.3g}M parameters, "
+        f"{figures.model.ranks} ranks, "
+        f"{training.optimizer[0] if training.optimizer else 'no optimizer seen'}; "
+        f"link {rate}, {1e3 * link.latency:.2f} ms"
+    )
+    console.print(table)
+    console.print("* the gentlest of the fastest that lost nothing measurable")
+    for name, setting in best.items():
+        section = {"sparsity": setting.sparsity, "value_dtype": setting.value_dtype}
+        text = "leave the plugin out" if setting.is_dense else json.dumps({"dct": {"data_parallel": section}})
+        console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
+    console.print('or let the job choose: {"dct": {"data_parallel": {"sparsity": "auto"}}}', highlight=False)
+
+
+def _best(figures: Figures, model: CostModel) -> Setting:
+    safe = [each for each in figures.settings() if each.is_dense or figures.is_safe(each)]
+    return likely([model.predict(each) for each in safe], Pace())[0]
+
+
+def _rate(bits: float) -> str:
+    if bits == 0.0:
+        return "never"
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= size:
+            return "any rate" if bits > 1e13 else f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"

@@ -1,0 +1,64 @@
+"""The part of ``dct advise`` in the ranks of the user's job: it measures dense steps, and writes figures.
+
+The script is not changed: every ``DistributedDataParallel`` is attached to when it is made, every DeepSpeed
+engine gets a section, and Megatron's launch wrapper reads the section from a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dct_plugin.data_parallel.automatic import AutomaticSparsity, CostModel, Pace
+
+from .host.measured_job import FACTS, SECTION, VARIABLE
+from .host.patches import Patches
+
+
+def observe() -> None:
+    """Measure the training of this process from its first step on; at most once."""
+    if AutomaticSparsity.observer is not None:
+        return
+    AutomaticSparsity.observer = staticmethod(_write)
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(_note_optimizer)
+    Patches().wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _attaching)
+
+
+def _attaching(original: Callable[..., None]) -> Callable[..., None]:
+    def init(model: Any, *arguments: Any, **keywords: Any) -> None:
+        original(model, *arguments, **keywords)
+        from .ddp import DCTState
+
+        DCTState(SECTION).register(model)
+        # The script's own hook would be a second one; DDP refuses that.
+        model.register_comm_hook = lambda *hook: None
+
+    return init
+
+
+def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    FACTS["optimizer"] = [cls.__name__ for cls in type(optimizer).__mro__]
+    FACTS["momentum"] = max(
+        (float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0
+    )
+
+
+def _write(model: CostModel, pace: Pace) -> None:
+    if dist.get_rank():
+        return
+    figures = model._asdict() | {
+        "codings": [[*setting, *coding] for setting, coding in model.codings.items()],
+        "link": list(model.link),
+    }
+    path = Path(os.environ[VARIABLE])
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"facts": FACTS, "model": figures}), encoding="utf-8")
+    part.replace(path)  # the command waits for the whole file

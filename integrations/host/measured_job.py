@@ -1,0 +1,14 @@
+"""Facts about a job that ``dct advise`` measures. Imports the standard library only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: In the environment of such a job: the file for its figures.
+VARIABLE = "DCT_ADVISE"
+
+#: The section of such a job: all settings are timed, all steps are dense.
+SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
+
+#: What is known about the training besides its figures.
+FACTS: dict[str, Any] = {"optimizer": [], "momentum": 0.0, "stage": 0}

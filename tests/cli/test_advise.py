@@ -1,0 +1,113 @@
+"""``dct advise``: figures of an unmodified job, what they say, and jobs that cannot be measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dct_plugin.config.automatic import Setting
+from dct_plugin.config.known_losses import Training
+from dct_plugin.data_parallel.automatic import Coding, CostModel, Link
+from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.tools.advise import Figures, _measured, launch_line
+
+DENSE, STRONG = Setting(), Setting(0.99, "bf16")
+
+
+def _figures(**training: object) -> Figures:
+    codings = {STRONG: Coding(3e-9, 1e-9, 0.03)}
+    model = CostModel(0.1, 0.5, 0.2, codings, Link(1e-4, 8e-9), 10_000_000, 4_000, 2, True)
+    return Figures(model, Training(**{"optimizer": ["AdamW"], "ranks": 2, **training}))  # type: ignore[arg-type]
+
+
+def test_a_setting_pays_below_the_rate_where_both_take_as_long() -> None:
+    figures = _figures()
+    rate = figures.pays_below(STRONG)
+    there = figures.model.at(rate)
+    assert 1e8 < rate < 1e11
+    assert there.predict(STRONG).total == pytest.approx(there.predict(DENSE).total, rel=1e-3)
+    free = figures._replace(model=figures.model._replace(codings={STRONG: Coding(0.0, 0.0, 0.03)}))
+    assert free.pays_below(STRONG) == math.inf
+
+
+def test_quality_is_that_of_the_results() -> None:
+    assert "nothing measurable lost" in _figures().quality(STRONG)
+    assert "0.23 nats at 0.99" in _figures(stage=3).quality(STRONG)
+    assert not _figures(optimizer=["Lion"]).is_safe(STRONG)
+    assert _figures().quality(DENSE) == "as it is"
+
+
+def test_bytes_are_those_of_a_ring_or_of_all_messages() -> None:
+    model = _figures().model
+    assert model.nbytes(DENSE) == 4 * 10_000_000 + 4_000
+    assert model.nbytes(STRONG) == pytest.approx(0.03 * 10_000_000 + 4_000)
+    four = model._replace(ranks=4, direct=False)
+    assert four.nbytes(DENSE) == pytest.approx(1.5 * (4 * 10_000_000 + 4_000))
+
+
+def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> None:
+    megatron, plain = tmp_path / "pretrain_gpt.py", tmp_path / "train.py"
+    megatron.write_text("from megatron.training import pretrain")
+    plain.write_text("import torch")
+    line = ["torchrun", "--nproc-per-node", "2"]
+    assert launch_line([*line, str(megatron), "--x"]) == [
+        *line,
+        "-m",
+        "dct_plugin.megatron",
+        str(megatron),
+        "--x",
+    ]
+    assert launch_line([*line, str(plain), "--x"]) == [*line, str(plain), "--x"]
+    through = [*line, "-m", "dct_plugin.megatron", str(megatron)]
+    assert launch_line(through) == through
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_shows_its_own_error() -> None:
+    failing = [sys.executable, "-c", "raise SystemExit('no data at /data')"]
+    with pytest.raises(DCTError, match=r"ended with status 1 before it was measured(?s:.*)no data at /data"):
+        _measured(failing, 60)
+    with pytest.raises(ConfigError, match="no-such-program: cannot be started"):
+        _measured(["no-such-program"], 60)
+    with pytest.raises(DCTError, match="was not measured within 1 s"):
+        _measured([sys.executable, "-c", "import time; time.sleep(60)"], 1)
+
+
+_SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(200, 100))
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model(torch.randn(4, 200)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_an_unmodified_script_is_measured_and_stopped(tmp_path: Path) -> None:
+    from dct_plugin.cli import app
+
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = CliRunner().invoke(
+        app, ["advise", "--json", "--link", "100mbit", "--", *torchrun, str(script)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    dense, *others = json.loads(result.output)
+    assert dense["sparsity"] == 0
+    assert dense["sent_bytes"] == 4 * 20_100
+    assert len(others) == 10
+    assert all(set(row["step_ms"]) == {"here", "100 Mbit/s"} for row in others)
+    assert others[-1]["sent_bytes"] < dense["sent_bytes"] / 30
+    assert "nothing measurable lost" in others[-1]["quality"]  # AdamW on two ranks
