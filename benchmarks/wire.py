@@ -7,6 +7,11 @@ ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 
 ZeRO-3 gathers parameters for every pass, dense (``--stages 3``).
 
     python benchmarks/wire.py
+
+With ``--nodes`` every node is a network namespace (Linux, root), and bytes between nodes and inside them are
+counted apart; ZeRO-3 also runs with a copy of the weights in each node (hpZ), which ``dct`` updates.
+
+    python benchmarks/wire.py --stages 3 --nodes 2 --ranks 4 --bf16
 """
 
 from __future__ import annotations
@@ -18,9 +23,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WIDTH, LAYERS, BATCH = 1600, 4, 16
+
+
+class Variant(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    dct: bool
+    hpz: bool = False
+
+
+def variants(stage: int, nodes: int) -> list[Variant]:
+    """DeepSpeed's own first; with hpZ last, since DeepSpeed keeps its groups for all later engines."""
+    if stage < 3 or nodes == 1:
+        return [Variant("dense", False), Variant("DCT", True)]
+    return [Variant("dense", False), Variant("dense, hpZ", False, True), Variant("DCT, hpZ", True, True)]
 
 
 def model_and_data() -> tuple[Any, Any]:
@@ -46,7 +66,9 @@ def dct_section(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     if args.config is not None:
         return json.loads(args.config.read_text())["dct"]
     data: dict[str, Any] = {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
-    if stage in (1, 2) and args.parameters:
+    if args.nodes > 1:
+        data["nodes"] = args.ranks // args.nodes
+    if (stage in (1, 2) or (stage == 3 and args.nodes > 1)) and args.parameters:
         data["parameters"] = {
             "sparsity": args.parameters,
             "value_dtype": args.parameters_dtype,
@@ -61,12 +83,14 @@ def worker(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from dct_plugin.interfaces import InterfaceCounter
+    from dct_plugin.links.team import DATA
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     results = []
     for stage in args.stages:
-        for dct in (False, True):
+        for variant in variants(stage, args.nodes):
+            dct = variant.dct
             model, batch = model_and_data()
             section: dict[str, Any] = {
                 "train_micro_batch_size_per_gpu": BATCH,
@@ -76,6 +100,13 @@ def worker(args: argparse.Namespace) -> None:
                 "bf16": {"enabled": args.bf16},
                 "steps_per_print": 10**9,
             }
+            if args.nodes > 1:  # as in large models, of which not all weights stay until the backward pass
+                section["zero_optimization"] |= {
+                    "stage3_max_live_parameters": 1,
+                    "stage3_max_reuse_distance": 1,
+                }
+            if variant.hpz:
+                section["zero_optimization"]["zero_hpz_partition_size"] = args.ranks // args.nodes
             if args.config is not None:
                 section["optimizer"] = json.loads(args.config.read_text())["optimizer"]
             if dct:
@@ -84,19 +115,26 @@ def worker(args: argparse.Namespace) -> None:
                 model=model, model_parameters=model.parameters(), config=section
             )
             dtype = torch.bfloat16 if args.bf16 else torch.float32
-            counter, measured = InterfaceCounter(["lo"]), args.steps
+            device = "lo" if args.nodes == 1 else DATA
+            counter, measured = InterfaceCounter([device]), args.steps
+            loopback = InterfaceCounter(["lo"])
             data = section["dct"]["data_parallel"] if dct else {}
             uncounted = args.warmup + data.get("warmup_steps", 0) + data.get("sparsity_warmup_steps", 0)
             for step in range(uncounted + measured):
                 if step == uncounted:
                     dist.barrier()
                     counter.start()
+                    loopback.start()
                 x, y = batch(dtype)
                 loss = torch.nn.functional.mse_loss(engine(x), y)
                 engine.backward(loss)
                 engine.step()
             dist.barrier()
             counter.stop()
+            loopback.stop()
+            sent: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(sent, (counter.tx / measured, loopback.tx / measured))
+            firsts = sent[:: args.ranks // args.nodes]  # the ranks of a node count the same bytes
             parameters = list(engine.module.parameters())
             with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")]):
                 flat = torch.cat([p.detach().float().reshape(-1) for p in parameters])
@@ -106,9 +144,11 @@ def worker(args: argparse.Namespace) -> None:
             results.append(
                 {
                     "stage": stage,
+                    "name": variant.name,
                     "dct": dct,
                     "parameters": flat.numel(),
-                    "bytes_per_step": counter.tx / measured,
+                    "bytes_per_step": sum(each for each, _ in firsts),
+                    "bytes_inside": sum(each for _, each in firsts) if args.nodes > 1 else 0,
                     "density": density,
                     "loss": loss.item(),
                     "ranks_identical": len(set(digests)) == 1,
@@ -119,11 +159,36 @@ def worker(args: argparse.Namespace) -> None:
         Path(args.result).write_text(json.dumps(results))
 
 
+def launch(args: argparse.Namespace, result: Path) -> None:
+    """Run the ranks, each node in a network namespace of its own if there are several."""
+    from dct_plugin.links.namespaces import Links
+    from dct_plugin.links.team import DATA, NETWORKS, free_port, rank_environment
+
+    own = [__file__, *sys.argv[1:], "--worker", "--result", str(result)]
+    # PYTHONHASHSEED: the ranks compare hashes of their parameters.
+    fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"}
+    if args.nodes == 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        subprocess.run([sys.executable, *launcher, *own], env=fixed, check=True)
+        return
+    with Links(args.nodes, NETWORKS) as links:
+        port, ranks = free_port(), []
+        for rank in range(args.ranks):
+            command = links.inside(rank * args.nodes // args.ranks, [sys.executable, *own])
+            environment = rank_environment(rank, args.ranks, host=links.address(0), port=port, device=DATA)
+            ranks.append(subprocess.Popen(command, env={**environment, "PYTHONHASHSEED": "0"}))
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            sys.exit("a rank failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose dct section and optimizer to take")
     parser.add_argument("--sparsity", type=float, default=0.99)
     parser.add_argument("--parameters", type=float, default=0.97, help="sparsity of updated parameters")
@@ -148,40 +213,40 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        # PYTHONHASHSEED: the ranks compare hashes of their parameters.
-        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0"}
-        command = [*launcher, __file__, *sys.argv[1:], "--worker", "--result", str(result)]
-        subprocess.run(command, env=environment, check=True)
+        launch(args, result)
         results = json.loads(result.read_text())
     table = Table(
         "ZeRO",
         "",
-        "bytes per step",
+        "bytes per step" if args.nodes == 1 else "bytes per step between nodes",
+        "inside",
         "fewer than dense",
-        "fewer than dense fp32 gradients",
+        "fewer than dense fp32 gradients" if args.nodes == 1 else "fewer than hpZ",
         "density, whole run",
         "ranks",
     )
     dense: dict[int, float] = {}
     for row in results:
-        if not row["dct"]:
+        if row["name"] == "dense":
             dense[row["stage"]] = row["bytes_per_step"]
         # Two ranks, each sends every gradient once in an all-reduce of fp32.
+        base = 2 * 4 * row["parameters"] if args.nodes == 1 else results[-2]["bytes_per_step"]
         row["ratio"] = dense[row["stage"]] / row["bytes_per_step"]
-        row["ratio_to_fp32_gradients"] = 2 * 4 * row["parameters"] / row["bytes_per_step"]
+        row["second_ratio"] = base / row["bytes_per_step"]
         table.add_row(
             str(row["stage"]),
-            "DCT" if row["dct"] else "dense",
+            row["name"],
             format_bytes(round(row["bytes_per_step"])),
+            format_bytes(round(row["bytes_inside"])) if args.nodes > 1 else "",
             f"{row['ratio']:.1f}x",
-            f"{row['ratio_to_fp32_gradients']:.1f}x",
+            f"{row['second_ratio']:.1f}x",
             "" if row["density"] is None else f"{row['density']:.4f}",
             "identical" if row["ranks_identical"] else "DIFFERENT",
         )
     console = Console()
     console.print(
-        f"{results[0]['parameters']:,} parameters, 2 ranks, loopback counters over {args.steps} steps"
+        f"{results[0]['parameters']:,} parameters, {args.ranks} ranks on {args.nodes} node(s), interface "
+        f"counters over {args.steps} steps"
     )
     console.print(table)
     if args.json:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
 
 from dct_plugin.config.data_parallel import DataParallelConfig
@@ -36,6 +37,8 @@ from .path import GradientPath
 from .weight_updates import WeightUpdates
 
 _KEY = "zero_optimization.zero_hpz_partition_size"
+#: The attribute of parameters that ``GatheredParameters`` has gathered; of DeepSpeed 0.19.8.
+_GATHERED = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", "")
 
 
 class HeldSlice:
@@ -164,7 +167,7 @@ class NodeCopies(WeightUpdates):
         """By rank of this node: the position whose slice has its partitions."""
         self._masters: dict[str, Tensor] = {}
         self.ahead: StepAhead | None = None
-        self._stepping = self._shown = False
+        self._stepping = self._shown = self._stale = False
         self._handle: Any = None
 
     @staticmethod
@@ -214,13 +217,15 @@ class NodeCopies(WeightUpdates):
 
     def gather(self) -> None:
         """Drop the copies: the next pass gathers from the owners' partitions, which are exact."""
-        if not self._held:
-            return
+        if self._held:
+            self._release()
+            self._drop()
+
+    def _drop(self) -> None:
         if self.ahead is not None:
             self.ahead.forget()
         self.updates.forget()
         self._masters.clear()
-        self._release()
         for each in self.slices:
             each.copy = None
             each.show(None)
@@ -238,6 +243,11 @@ class NodeCopies(WeightUpdates):
     # -- which weights passes gather ---
 
     def _before_pass(self, trains: bool) -> None:
+        if any(getattr(parameter, _GATHERED, 0) for parameter in self._parameters):
+            return  # somebody has gathered weights for this pass
+        if self._stale:
+            self._release()
+            self._stale = False
         if trains and not self._held and not self._full:
             self._fill()
         if self._held:
@@ -273,8 +283,9 @@ class NodeCopies(WeightUpdates):
         self._shown = True
 
     def _partition(self, original: Function, *args: Any, **keywords: Any) -> Any:
-        if keywords.get("has_been_updated"):  # GatheredParameters in which weights were written
-            self.gather()
+        if keywords.get("has_been_updated") and self._held:  # weights were written in GatheredParameters
+            self._stale = True
+            self._drop()
         return original(*args, **keywords)
 
     # -- updates ---

@@ -34,6 +34,14 @@ CASES: dict[str, Any] = {
 }
 
 
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no nodes": ({"nodes": "auto"}, {}, "nodes = 'auto' makes no nodes of the 4 ranks, and a copy is kept"),
+    "larger nodes": ({"nodes": 4}, {}, "a copy in each 2 consecutive ranks, but the nodes are [0, 1, 2, 3]"),
+    "one copy": ({}, {"zero_hpz_partition_size": 4}, "all 4 ranks have one copy between them"),
+    "no copies": ({}, {"zero_hpz_partition_size": 1}, "no rank keeps a copy"),
+}
+
+
 def run(kind: str, name: str, steps: int, section: dict[str, Any] | None, **more: Any) -> Run:
     dct = {} if section is None else {"dct": {"data_parallel": section}}
     return {"id": f"{kind}/{name}", "config": {**CASES[name], **dct}, "steps": steps, **more}
@@ -58,6 +66,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("whole", name, 6, SPARSE | UPDATES, save=save, save_after=3),
             run("rest", name, 6, SPARSE | UPDATES, load=save, seed=2),
         ]
+    plan.append(run("exact", "fp32", 20, SPARSE | UPDATES | {"feedback": "local"}, exact=True))
+    for name, (section, zero, _) in REFUSED.items():
+        changed = settings(zero=zero, dct={"data_parallel": SPARSE | UPDATES | section})
+        plan.append({"id": name, "config": changed, "steps": 1, "expect_error": True})
     return launch(4, plan, folder / "four", DCT_TEST_FP16_ON_CPU="1")
 
 
@@ -94,6 +106,19 @@ def test_the_loss_falls_and_ranks_stay_in_step(four: Results, name: str) -> None
     sent = [rank[f"updated/{name}"]["classes"]["parameter"] for rank in four]
     assert [bool(each["dense"]) for each in sent] == [True, False, False, True]
     assert sum(each["sent"] for each in sent) < sum(each["dense"] for each in sent) / 2
+
+
+def test_weights_are_exact_outside_training_passes(four: Results) -> None:
+    for rank in four:
+        for what, (engine, weights) in rank["exact/fp32"]["exact"].items():
+            assert (engine == pytest.approx(weights, rel=1e-5)) == (what != "trained"), what
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused(four: Results, name: str) -> None:
+    for rank in four:
+        assert rank[name]["error"].startswith("ConfigError: ")
+        assert REFUSED[name][2] in rank[name]["error"]
 
 
 @pytest.mark.parametrize("name", CASES)

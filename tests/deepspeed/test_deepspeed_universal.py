@@ -19,11 +19,16 @@ pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 DCT = {"data_parallel": {"sparsity": 0.97, "min_numel": 100}}
+#: ZeRO-3 on two nodes of two ranks, with copies of the weights.
+COPIES = {
+    "zero": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100},
+    "dct": {"data_parallel": {**DCT["data_parallel"], "nodes": 2, "parameters": {}}},
+}
 STEPS = 6
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
-    return config(stage, optimizer="AdamW", dct=DCT, **more)
+    return config(stage, **{"optimizer": "AdamW", "dct": DCT, **more})
 
 
 def _converts(rank: int, world_size: int, arguments: list[str]) -> None:
@@ -45,11 +50,11 @@ def converted(folder: Path) -> str:
     return str(folder)
 
 
-def owed(results: Results, what: str, run: str) -> dict[str, float]:
-    """Sum of what is owed to the model by parameter: the mean over the ranks. DeepSpeed has divided the
-    gradients of runs of ZeRO-1 and 2 by their number.
+def owed(results: Results, what: str, run: str, per_node: int = 1) -> dict[str, float]:
+    """Sum of what is owed to the model by parameter: the mean over the ranks, or nodes. DeepSpeed has divided
+    the gradients of runs of ZeRO-1 and 2 by their number.
     """
-    unit = 1 if run[0] in "12" else len(results)
+    unit = 1 if run[0] in "12" else len(results) // per_node
     totals: dict[str, float] = {}
     for rank in results:
         for parameter, value in rank[run][what].items():
@@ -58,35 +63,37 @@ def owed(results: Results, what: str, run: str) -> dict[str, float]:
 
 
 def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
-    """ZeRO-1 on 2 ranks, ZeRO-2 on 4, ZeRO-1 on 2 again; ZeRO-3 on 2 and on 4."""
+    """ZeRO-1 on 2 ranks, ZeRO-2 on 4, ZeRO-1 on 2 again; ZeRO-3 on 2, on 2 nodes of 2, on 2 again."""
     universal = {"checkpoint": {"load_universal": True}}
 
     def start(stage: int, folder: Path) -> Run:
         return {"id": f"{stage}", "config": settings(stage), "steps": STEPS, "save": str(folder)}
 
-    def load(stage: int, source: str, steps: int, **more: Any) -> Run:
+    def load(stage: int, source: str, steps: int, special: dict[str, Any] | None = None, **more: Any) -> Run:
         return {
             "id": f"{stage}",
-            "config": settings(stage, **universal),
+            "config": settings(stage, **universal, **(special or {})),
             "load": source,
             "steps": steps,
             **more,
         }
 
-    folders = [tmp_path / name for name in ("first", "second", "sharded")]
+    folders = [tmp_path / name for name in ("first", "second", "sharded", "copies")]
     started = launch(2, [start(1, folders[0]), start(3, folders[2])], tmp_path / "a")
     wide = launch(
         4,
         [
             load(2, converted(folders[0]), STEPS, save=str(folders[1])),
-            load(3, converted(folders[2]), STEPS + 1),
+            load(3, converted(folders[2]), STEPS, COPIES, save=str(folders[3])),
         ],
         tmp_path / "b",
     )
-    back = launch(2, [load(1, converted(folders[1]), STEPS + 2)], tmp_path / "c")
+    plan = [load(1, converted(folders[1]), STEPS + 2), load(3, converted(folders[3]), STEPS + 2)]
+    back = launch(2, plan, tmp_path / "c")
 
-    for first, results, run in ("1", wide, "2"), ("1", back, "1"), ("3", wide, "3"):
-        before, after = owed(started, "residual", first), owed(results, "restored", run)
+    found = ("1", wide, "2", 1), ("1", back, "1", 1), ("3", wide, "3", 2), ("3", back, "3", 1)
+    for first, results, run, per_node in found:
+        before, after = owed(started, "residual", first), owed(results, "restored", run, per_node)
         assert any(abs(value) > 1e-4 for value in before.values())
         assert after.keys() == before.keys()
         for parameter, value in before.items():

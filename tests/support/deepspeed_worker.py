@@ -255,6 +255,26 @@ def evaluate(engine: Any) -> float:
     return loss
 
 
+def exactness(engine: Any) -> dict[str, list[float]]:
+    """Losses of an engine that trains with copies of its weights, each with that of the weights."""
+    x, y = batch(-1, 0, 256)
+
+    def of_weights() -> float:
+        model = Net()
+        for parameter, weight in zip(model.parameters(), weights(engine.module), strict=True):
+            parameter.data = weight.float()
+        with torch.no_grad():
+            return float(model(x, y))
+
+    found = {"evaluated": [evaluate(engine), of_weights()], "trained": [float(engine(x, y)), of_weights()]}
+    found["evaluated again"] = [evaluate(engine), of_weights()]
+    head = engine.module.head.weight
+    with deepspeed.zero.GatheredParameters([head], modifier_rank=0):
+        head.data.mul_(2.0)
+    found["written"] = [float(engine(x, y)), of_weights()]
+    return found
+
+
 def residuals(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of this rank's residuals; empty without the plugin."""
     if "dct" not in engine.__dict__:
@@ -294,6 +314,8 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
             first = run["save_after"]
             engine.save_checkpoint(run["save"])
         train(engine, run, first, run["steps"], result)
+        if run.get("exact"):
+            result["exact"] = exactness(engine)
         if run.get("look"):
             result["look"] = look_ahead(engine)
         if run.get("gather"):
