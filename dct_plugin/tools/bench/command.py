@@ -60,7 +60,7 @@ class _Options:
         typer.Option(min=2, help="Batch of dlrm, all ranks together; may be repeated (256, 2048)."),
     ] = None
     zero_stage: Annotated[
-        list[int] | None, typer.Option(min=0, max=2, help="Stage of deepspeed; may be repeated (0, 1, 2).")
+        list[int] | None, typer.Option(min=0, max=3, help="Stage of deepspeed; may be repeated (0, 1, 2).")
     ] = None
     data: Annotated[
         Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")

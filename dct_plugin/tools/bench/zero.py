@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+from deepspeed.utils import groups
 from torch import nn
 
 from dct_plugin.links.method import Method
@@ -50,6 +51,15 @@ class Zero:
                 for nodes in [{"nodes": self._per_node}]
                 if section.get("dct")
             }
+            if stage == 3:  # as in large models, of which not all weights stay until the backward pass
+                zero = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}
+                chosen = {name: {**section, "zero_optimization": zero} for name, section in chosen.items()}
+                zero = zero | {"zero_hpz_partition_size": self._per_node}
+                updates = {"data_parallel": {**UPDATES["data_parallel"], "nodes": self._per_node}}
+                chosen |= {
+                    "hpZ": {"zero_optimization": zero},
+                    "DCT 0.99, updates 0.97, hpZ": {"zero_optimization": zero, "dct": updates},
+                }
         for name, section in chosen.items():
             engine = self._engine(stage, section)
             attached = engine.__dict__.get("dct")
@@ -62,6 +72,7 @@ class Zero:
         for engine in self._engines:
             engine.destroy()
         self._engines.clear()
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # later engines of DeepSpeed would have copies, too
 
     def _engine(self, stage: int, section: Mapping[str, Any]) -> Any:
         model = perceptron(self._width)
