@@ -1,9 +1,11 @@
 """Metrics of what crossed, how much of it, and how long it took: per tensor class, per step, and per run.
 
 A tensor class is a free string (``gradient``, ``gradient_small``, ``activation``, ...). ``class/layer``
-is one layer's share of what crossed as ``class``, and is left out of the totals.  The data path calls
-:meth:`Metrics.record` for every message and :meth:`Metrics.step` once per optimizer step; every ``every``
-steps a report goes to the JSON lines file, to TensorBoard and to the sinks of the host framework's monitor.
+is one layer's share of what crossed as ``class``, and is left out of the totals; ``class/tensor/name`` is
+that of one tensor.  The data path calls :meth:`Metrics.record` for every message and :meth:`Metrics.step`
+once per optimizer step; every ``every`` steps a report goes to the JSON lines file, to TensorBoard and to the
+sinks of the host framework's monitor.  :meth:`Metrics.event` writes what happens beside these: losses,
+decisions.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import logging
 import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +25,7 @@ from typing import Any, Literal, TextIO
 
 from rich.filesize import decimal
 
+from ._version import __version__
 from .config import MetricsConfig
 from .errors import ConfigError
 
@@ -98,6 +102,15 @@ HOST = "host_"
 
 #: Tensor class of collectives of the plugin that carry no messages.
 PLUGIN = "plugin"
+
+#: Between a class and the name of one of its tensors.
+TENSOR = "/tensor/"
+
+#: Version of the lines in the file; a higher one may have keys that this version does not know.
+FORMAT = 1
+
+#: Steps at the start whose duration is kept to compare later ones with.
+_DENSE_STEPS = 1000
 
 #: Milliseconds that sums and records have.
 _TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms")
@@ -270,13 +283,20 @@ class Metrics:
         self._last_step = 0
         self._start_steps = 0
         self._start_bytes: dict[str, tuple[float, float]] = {}
+        self._step_ended: float | None = None
+        self._durations: list[float] = []
+        """Milliseconds of the steps of this window."""
+        self._dense_durations: list[float] = []
+        """Milliseconds of the first steps, until one has a thresholded message."""
+        self._is_dense = True
         # Records may come from communication hooks that run on autograd's threads.
-        self._lock = threading.Lock()
+        self._lock, self._file_lock = threading.Lock(), threading.Lock()
         self._file: TextIO | None = None
         self._writer: Any = None
         path = self._own("path", config.path)
         if path is not None:
             self._file = _open(path, rank)
+            self.event("start", format=FORMAT, version=__version__)
         directory = self._own("tensorboard", config.tensorboard)
         if directory is not None:
             self._writer = _tensorboard_writer(directory, rank)
@@ -296,10 +316,17 @@ class Metrics:
 
     def step(self, n: int) -> None:
         """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""
+        now, ended = time.perf_counter(), self._step_ended
+        self._step_ended = now
         with self._lock:
             self._steps += 1
             self._window_steps += 1
             self._last_step = n
+            self._is_dense = self._is_dense and not any(sums.thin_open for sums in self._window.values())
+            if ended is not None:  # the first step has no beginning
+                self._durations.append(1e3 * (now - ended))
+                if self._is_dense and len(self._dense_durations) < _DENSE_STEPS:
+                    self._dense_durations.append(self._durations[-1])
             for sums in self._window.values():
                 sums.thin_steps += sums.thin_open
                 sums.thin_open = 0
@@ -309,6 +336,16 @@ class Metrics:
             due = self._window_steps >= self.config.every
         if due:
             self._report()
+
+    def event(self, name: str, **figures: Any) -> None:
+        """Write one line for what is no report, for example ``event("loss", step=n, loss=x)``.
+
+        Args:
+            name: Of the event.
+            figures: What belongs to it, as JSON has it; numbers that are not finite become null.
+        """
+        endless = {key: None for key, x in figures.items() if isinstance(x, float) and not math.isfinite(x)}
+        self._write([{"event": name, **figures, **endless}])
 
     def summary(self) -> Summary:
         """Totals so far, of all classes together and of each one."""
@@ -406,34 +443,46 @@ class Metrics:
             self._window, self._window_steps = {}, 0
             for cls, sums in window.items():
                 self._totals.setdefault(cls, _Sums()).add(sums)
+            step_ms = round(statistics.median(self._durations), 4) if self._durations else None
+            self._durations = []
+            dense = self._dense_durations
+            dense_ms = round(statistics.median(dense), 4) if len(dense) >= 3 else None
         if self._file is None and not self._sinks:
             return
         rows = {cls: _row(sums, steps) for cls, sums in window.items()}
         for cls, row in rows.items() if self.has_nodes else ():
             row["inter_node"] = None if cls.startswith(HOST) else row["sent_bytes"]
             row["intra_node"] = round(window[cls].intra_node / steps, 1)
-        if self._file is not None:
-            head = {"step": step, "steps": steps}
-            tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}
-            try:
-                for cls, row in rows.items():
-                    self._file.write(json.dumps({**head, "class": cls, **row, **tail}) + "\n")
-                self._file.flush()
-            except OSError as error:  # a full disk must not end the training
-                logger.warning("dct: metrics are no longer written to %s: %s", self._file.name, error)
-                self._file = None
+        head = {"step": step, "steps": steps, "step_ms": step_ms, "dense_step_ms": dense_ms}
+        self._write([{**head, "class": cls, **row} for cls, row in rows.items()])
         events = [
             (f"dct/{cls}/{name}", float(value), step)
             for cls, row in rows.items()
+            if TENSOR not in cls
             for name, value in row.items()
             if value is not None
         ]
+        if events and step_ms is not None:
+            events.append(("dct/step_ms", step_ms, step))
         for sink in list(self._sinks) if events else ():
             try:
                 sink(events)
             except Exception as error:  # whatever a monitor raises, the training goes on without it
                 logger.warning("dct: a monitor failed and gets no more metrics: %r", error)
                 self._sinks.remove(sink)
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        """Write lines to this rank's file, if it has one."""
+        tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}
+        with self._file_lock:
+            if self._file is None:
+                return
+            try:
+                self._file.writelines(json.dumps({**line, **tail}) + "\n" for line in lines)
+                self._file.flush()
+            except OSError as error:  # a full disk must not end the training
+                logger.warning("dct: metrics are no longer written to %s: %s", self._file.name, error)
+                self._file = None
 
     def _write_scalars(self, events: list[Event]) -> None:
         for event in events:

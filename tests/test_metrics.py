@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from dct_plugin.config import MetricsConfig
 from dct_plugin.metrics import Event, Metrics, Record, format_bytes
 
 FIELDS = {
-    "step", "steps", "class", "dense_bytes", "sent_bytes", "ratio", "density_target", "density", "tau",
-    "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms",
-    "rank", "world_size", "time",
+    "step", "steps", "step_ms", "dense_step_ms", "class", "dense_bytes", "sent_bytes", "ratio",
+    "density_target", "density", "tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms",
+    "hidden_ms", "waited_ms", "rank", "world_size", "time",
 }  # fmt: skip
 
 
@@ -43,11 +44,12 @@ def small(into: Metrics) -> None:
     )
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path, *, events: bool = False) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    return [line for line in found if ("event" in line) == events]
 
 
 def test_lines_hold_window_averages_per_class(tmp_path: Path) -> None:
@@ -86,6 +88,41 @@ def test_windows_do_not_overlap_and_close_writes_the_rest(tmp_path: Path) -> Non
     written = lines(path)
     assert [(line["step"], line["steps"]) for line in written] == [(3, 3), (6, 3), (8, 2)]
     assert [line["density"] * 1000 for line in written] == pytest.approx([2, 5, 7.5])
+
+
+def test_events_stand_beside_the_reports(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = make(path=str(path))
+    recorder.event("loss", step=3, loss=math.nan)
+    recorder.event("decision", step=4, setting="0.99", reason="why", predicted_ms=1.5)
+    begun, loss, decision = lines(path, events=True)
+    assert (begun["event"], begun["format"], begun["world_size"]) == ("start", 1, 2)
+    assert (loss["step"], loss["loss"]) == (3, None)
+    assert (decision["reason"], decision["predicted_ms"], decision["rank"]) == ("why", 1.5, 0)
+
+
+def test_dense_steps_at_the_start_are_kept_to_compare_with(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = make(path=str(path), every=1)
+    for step in range(1, 9):
+        time.sleep(0.02 if step <= 5 else 0.001)
+        gradient(recorder, **({"target_density": 1.0} if step <= 5 else {}))
+        recorder.step(step)
+    written = lines(path)
+    assert [line["dense_step_ms"] is None for line in written] == [True, True, True, *5 * [False]]
+    assert written[0]["step_ms"] is None
+    assert written[-1]["dense_step_ms"] == written[4]["dense_step_ms"] > 15 > written[-1]["step_ms"] > 0.5
+
+
+def test_tensors_go_to_the_file_alone(tmp_path: Path) -> None:
+    path, got = tmp_path / "metrics.jsonl", []
+    recorder = make(path=str(path), every=1, sinks=[got.extend])
+    gradient(recorder)
+    recorder.record(Record("gradient/tensor/body.0.weight", numel=10, nnz=1, target_density=0.01))
+    recorder.step(1)
+    assert [line["class"] for line in lines(path)] == ["gradient", "gradient/tensor/body.0.weight"]
+    assert not any("tensor" in name for name, *_ in got)
+    assert recorder.summary().dense_bytes == 4000
 
 
 def test_infinite_tau_and_nothing_sent_stay_valid_json(tmp_path: Path) -> None:

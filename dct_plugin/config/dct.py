@@ -38,6 +38,11 @@ class MetricsConfig(Section):
 
     1 for studies; the cost is one line per tensor class.
     """
+    tensors: bool = False
+    """Write density and threshold of every thresholded gradient to the file, too.
+
+    To find the tensors that miss their density; the cost is one line per tensor and report.
+    """
     tensorboard: str | None = Field(default=None, min_length=1)
     """Directory for an own TensorBoard writer; null uses the host framework's monitor only.
 

@@ -20,7 +20,7 @@ from ..codecs.message import MessageWriter
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
 from ..feedback import ScratchBuffers
-from ..metrics import Metrics, Record
+from ..metrics import TENSOR, Metrics, Record
 from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
@@ -193,8 +193,12 @@ class StreamGroup:
             sent = sum([n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True)])
             record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
             self.record(record, whole)
-            if label and self.metrics is not None:
+            if self.metrics is None:
+                continue
+            if label:
                 self.metrics.record(replace(record, cls=f"{cls}/{label}"))
+            if self.metrics.config.tensors and name is not None and encoded.density < 1:
+                self.metrics.record(replace(record, cls=f"{cls}{TENSOR}{name}"))
 
     def report_nonfinite(self, name: str) -> None:
         """Say, on the rank where it arose, which gradient poisons the step."""

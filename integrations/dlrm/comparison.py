@@ -26,10 +26,11 @@ HEADERS, PER_STEP = 1.1, 4096
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of the plugin's metrics file; none if there is no such file."""
+    """Reports in the plugin's metrics file; none if there is no such file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "class" in line]
 
 
 def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:

@@ -425,7 +425,8 @@ def test_ranks_out_of_step_are_told_apart() -> None:
 
 
 def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
-    section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": {"path": path, "every": 1}}
+    metrics_section = {"path": path, "every": 1, "tensors": True}
+    section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": metrics_section}
     config = DCTConfig.parse(section)
     metrics = Metrics(config.metrics, rank=rank, world_size=world_size)
     engine = GradientReducer(config.data_parallel, metrics=metrics)
@@ -441,7 +442,7 @@ def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
 def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run(2, _warm_up_then_metrics, str(path))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    _, *rows = [json.loads(line) for line in path.read_text().splitlines()]
     first = [row for row in rows if row["step"] == 1]
     later = [row for row in rows if row["step"] == 3]
     assert {row["class"] for row in first} == {"gradient_warmup", "gradient"}
@@ -455,6 +456,10 @@ def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
     assert by_class["gradient_small"]["density"] is None or by_class["gradient_small"]["density"] == 1.0
     for key in ("tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms"):
         assert gradient[key] >= 0
+    of_tensors = [row for cls, row in by_class.items() if cls.startswith("gradient/tensor/")]
+    assert len(of_tensors) == 3
+    assert all(row["density"] == pytest.approx(0.1, rel=0.5) and row["tau"] > 0 for row in of_tensors)
+    assert gradient["dense_bytes"] == sum(row["dense_bytes"] for row in of_tensors)
 
 
 def _load_between_reduction_and_step(rank: int, world_size: int) -> list[float]:

@@ -438,6 +438,7 @@ def test_residuals_are_shared_out_to_other_ranks(two: Results, four: Results, on
 
 def test_metrics_reach_file_monitor_and_summary(two: Results, folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    assert lines.pop(0)["event"] == "start"
     assert {line["step"] for line in lines} == {2, 4, 6}
     assert {"gradient", "gradient_small"} <= {line["class"] for line in lines}
     tables = {path.name: path for path in (folder / "csv_monitor").rglob("*.csv")}
