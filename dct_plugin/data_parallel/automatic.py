@@ -36,8 +36,6 @@ from .stream_group import Sparsity, StreamGroup
 
 logger = logging.getLogger("dct_plugin")
 
-#: Sends every entry exactly, so that nothing is owed before the dense exchange takes over.
-_FLUSH = Setting(0.0, "fp32")
 #: Entries on which a setting is timed, and bytes of the link's probe.
 _ENTRIES, _PROBE = 1 << 17, 1 << 17
 #: Repetitions of each; the least time counts.
@@ -49,10 +47,12 @@ class Pace(NamedTuple):
 
     measured: int = 12
     """The least number of dense steps at the start."""
-    settle: int = 3
+    settle: int = 2
     """Steps after a change that are not timed."""
-    trial: int = 10
-    """Timed steps of a setting that is tried."""
+    trial: int = 6
+    """Timed steps of a setting that is tried, in each round."""
+    rounds: int = 2
+    """Rounds in which settings take turns, so that a slow spell of the machine meets all of them."""
     tried: int = 3
     """Most settings that are tried in one decision, besides the current one."""
     likely: float = 1.2
@@ -199,6 +199,8 @@ class AutomaticSparsity(AddOn):
 
     def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
         self._group, self._settings, self._direct = group, settings, direct
+        # On a device slots are laid out for one type of values; else every entry is sent exactly.
+        self._flush = Setting(0.0, group.settings.value_dtype if group.fixed_size else "fp32")
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
         self._sizes: dict[str, int] = {}
@@ -226,7 +228,7 @@ class AutomaticSparsity(AddOn):
         self._sizes.update((name, tensor.numel()) for name, tensor in entries)
 
     def sparsity(self, name: str) -> Sparsity:
-        if self.current == _FLUSH:
+        if self.current.sparsity == 0.0:
             return Sparsity(1.0)
         return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
 
@@ -280,23 +282,31 @@ class AutomaticSparsity(AddOn):
                 AutomaticSparsity.observer(model, self.pace)
                 return
             predictions = [model.predict(each) for each in self._settings]
-            seconds = {self.current: now}
-            for setting in likely(predictions, pace):
-                if setting not in seconds:
-                    yield from self._change_to(setting)
-                    yield pace.settle + pace.trial
-                    seconds[setting] = self._median()
+            seconds = {self.current: now} | (yield from self._tried(likely(predictions, pace)))
             chosen = fastest(seconds, pace)
             yield from self._change_to(chosen)
             self._report(chosen, seconds, predictions, link, why)
             now, link, why = yield from self._watch(seconds[chosen], link)
             measured = None
 
+    def _tried(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
+        """Run settings in turns; return the seconds of a step with each."""
+        pace = self.pace
+        if list(settings) == [self.current]:
+            return {}
+        found: dict[Setting, list[float]] = {setting: [] for setting in settings}
+        for _ in range(pace.rounds):
+            for setting in settings:
+                yield from self._change_to(setting)
+                yield pace.settle + pace.trial
+                found[setting].append(self._median())
+        return {setting: statistics.fmean(medians) for setting, medians in found.items()}
+
     def _change_to(self, setting: Setting) -> Iterator[int]:
         """Take a setting. The dense exchange waits until nothing is owed; the start's density falls first."""
         schedule, step = self._group.schedule, self._group.step
         if setting.is_dense and not self.dense:
-            self._use(_FLUSH)
+            self._use(self._flush)
             yield 1
         self._use(setting)
         if not setting.is_dense and schedule.starting(step):

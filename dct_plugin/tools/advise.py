@@ -166,7 +166,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         what = (
             f"was not measured within {limit:g} s"
             if job.returncode < 0
-            else f"ended with status {job.returncode} before it was measured, which takes 16 optimizer steps "
+            else f"ended with status {job.returncode} before it was measured, which takes 15 optimizer steps "
             "of a model in DistributedDataParallel, a DeepSpeed engine or Megatron on at least two ranks"
         )
         raise DCTError(f"the job {what}; the end of its output:\n{last}")

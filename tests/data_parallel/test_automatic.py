@@ -136,7 +136,7 @@ _STEPS = 60
 def _trained(rank: int, world_size: int) -> dict[str, Any]:
     """Reduce gradients while the link gets fast in mid-run; the times of steps are told, not measured."""
     config = _config(sparsity=0.99, quality="bytes", value_dtype="bf16", min_numel=10)
-    pace = Pace(measured=2, settle=1, trial=2, tried=2, window=3, probes=2)
+    pace = Pace(measured=2, settle=1, trial=2, rounds=1, tried=2, window=3, probes=2)
 
     def median(self: AutomaticSparsity) -> float:
         times = _SLOW if reducer.step < _STEPS // 2 else _FAST

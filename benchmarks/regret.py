@@ -1,0 +1,208 @@
+"""Measure the regret of the automatic mode: its steps against the best fixed setting's, in the same run.
+
+Every rank gets a network namespace of its own (Linux, root or user namespaces). On each link the automatic
+mode decides, keeps its decision, and then all methods take turns. With ``--drop`` one job sees three links in
+turn.
+
+    python benchmarks/regret.py
+    python benchmarks/regret.py --drop
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel.automatic import AutomaticSparsity, Pace
+from dct_plugin.integrations.ddp import DCTState
+from dct_plugin.links.interleave import interleaved, warmed
+from dct_plugin.links.method import Method
+from dct_plugin.links.namespaces import Links
+from dct_plugin.links.rates import rate_name
+from dct_plugin.links.team import NETWORKS, Team
+from dct_plugin.tools.bench import ddp, zero
+from dct_plugin.tools.bench.perceptron import batch, perceptron, width_of
+
+AUTOMATIC = "automatic"
+SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
+#: Steps in which the automatic mode decides.
+DECIDES = 90
+FIXED = [(0.9, "bf16"), (0.97, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4")]
+#: Not methods to choose from.
+APART = ("ideal", "latency floor", "top-k 1 %", "fp16", "PowerSGD 1", "PowerSGD 4")
+#: Link and steps, one after the other.
+DROP = [("10gbit", 150), ("100mbit", 150), ("10gbit", 200)]
+
+
+def _prepare(options: Mapping[str, Any]) -> None:
+    if options["keeps"]:
+        AutomaticSparsity.pace = Pace(window=10**9)  # other methods' turns are no part of its steps
+
+
+class DDP(ddp.DDP):
+    """torch DDP: fixed settings, or the automatic mode alone."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        _prepare(options)
+        self._keeps, self._millions = options["keeps"], options["parameters"]
+
+    def open(self, variant: str) -> list[Method]:
+        width = width_of(self._millions)
+        shared, one_bucket = (ddp.Trained(perceptron(width), batch(width), mb) for mb in (25, 1e6))
+        state = DCTState(DCTConfig.parse(SECTION))
+        automatic = Method(
+            AUTOMATIC, shared.step, [state.metrics], around=partial(shared.through, state), warmup=DECIDES
+        )
+        if not self._keeps:
+            return [automatic]
+        fixed = ddp.methods_of(shared, one_bucket, FIXED)
+        return [*(each for each in fixed if each.name not in APART), automatic]
+
+
+class Zero(zero.Zero):
+    """DeepSpeed, ZeRO-0 and 1: fixed settings and the automatic mode."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        _prepare(options)
+
+    def open(self, variant: str) -> list[Method]:
+        stage = int(variant.removeprefix("ZeRO-"))
+        sections: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"communication_data_type": "bf16"}}
+        sections |= {
+            f"DCT {sparsity:g} {values}": {
+                "dct": {"data_parallel": {"sparsity": sparsity, "value_dtype": values, "feedback": "local"}}
+            }
+            for sparsity, values in FIXED
+        }
+        sections[AUTOMATIC] = {"dct": SECTION}
+        return [self._method(name, stage, section) for name, section in sections.items()]
+
+    def _method(self, name: str, stage: int, section: dict[str, Any]) -> Method:
+        engine = self._engine(stage, section)
+        attached = engine.__dict__.get("dct")
+        warmup = DECIDES if name == AUTOMATIC else 3 if attached is None else 10
+        return Method(
+            name, partial(self._step, engine), [] if attached is None else [attached.metrics], warmup=warmup
+        )
+
+
+WORKLOADS = {
+    "ddp": ("regret:DDP", ["torch DDP"]),
+    "deepspeed": ("regret:Zero", ["ZeRO-0", "ZeRO-1"]),
+}
+
+
+class Row(NamedTuple):
+    """Milliseconds of a step by method, on one link."""
+
+    where: str
+    ms: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return min((name for name in self.ms if name != AUTOMATIC), key=self.ms.__getitem__)
+
+    @property
+    def regret(self) -> float:
+        return self.ms[AUTOMATIC] / self.ms[self.best]
+
+    @property
+    def beside_host(self) -> float:
+        return self.ms[AUTOMATIC] / self.ms["fp32"]
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.where} | {self.ms['fp32']:.1f} | {self.best} {self.ms[self.best]:.1f} | "
+            f"{self.ms[AUTOMATIC]:.1f} | {self.regret:.2f} | {self.beside_host:.2f} |"
+        )
+
+
+def _decisions(folder: Path) -> list[str]:
+    """Return the log lines of decisions, in any rank's output."""
+    lines = [line for path in sorted(folder.rglob("*")) if path.is_file() for line in _lines(path)]
+    return [line[line.index("dct: step") :] for line in lines if "dct: step" in line and " ms a step" in line]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def regret(arguments: argparse.Namespace, folder: Path, follow: Callable[[Row], None]) -> list[Row]:
+    """Return a row for every workload, number of ranks and link."""
+    rows = []
+    options = {"parameters": arguments.parameters, "per_node": 1, "keeps": True}
+    for ranks in arguments.ranks:
+        for name in arguments.workload:
+            target, variants = WORKLOADS[name]
+            with (
+                Links(ranks, NETWORKS) as links,
+                Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
+            ):
+                for variant in variants:
+                    for rate in arguments.rates:
+                        links.limit(None if rate == "unlimited" else rate)
+                        methods = team.open(variant)
+                        warmed(team.block, methods)
+                        figures = interleaved(team.block, list(methods), arguments.seconds)
+                        team.close()
+                        where = f"{variant}, {ranks} ranks, {rate_name(rate)}"
+                        rows.append(Row(where, {each.name: each.median for each in figures}))
+                        follow(rows[-1])
+    return rows
+
+
+def drop(arguments: argparse.Namespace, folder: Path) -> None:
+    """Print the steps of one job while the link between its ranks changes."""
+    options = {"parameters": arguments.parameters, "per_node": 1, "keeps": False}
+    with (
+        Links(2, NETWORKS) as links,
+        Team("regret:DDP", 2, links, options=options, folder=folder, name="drop") as team,
+    ):
+        team.open("torch DDP")
+        done = 0
+        print("| steps | link | ms a step, median of ten |\n|---|---|--:|")
+        for rate, steps in DROP:
+            links.limit(rate)
+            for _ in range(steps // 10):
+                block = team.block(AUTOMATIC, 10)
+                done += 10
+                print(f"| {done - 10} to {done} | {rate_name(rate)} | {block.ms:.1f} |", flush=True)
+        team.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["unlimited", "10gbit", "1gbit", "100mbit"])
+    parser.add_argument("--parameters", type=float, default=4.0, help="millions")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
+    parser.add_argument("--drop", action="store_true", help="one job, whose link changes")
+    arguments = parser.parse_args()
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.drop:
+            drop(arguments, Path(folder))
+        else:
+            print("| job | fp32, ms | best fixed, ms | automatic, ms | regret | beside fp32 |")
+            print("|---|--:|--:|--:|--:|--:|", flush=True)
+            rows = regret(arguments, Path(folder), lambda row: print(row, flush=True))
+            regrets = [row.regret for row in rows]
+            hosts = max(row.beside_host for row in rows)
+            print(f"regret: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}")
+            print(f"slowest beside fp32: {hosts:.2f}")
+        print(*_decisions(Path(folder)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
