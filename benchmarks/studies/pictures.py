@@ -1,9 +1,9 @@
 """Pictures of the tables in docs/quality.md and docs/performance.md.
 
 They are drawn from the pages themselves, so that a picture says what its table says. For a table of quality:
-a row of panels, left the difference of each setting to dense training with its interval, right how many
-times fewer bytes than dense it sent (columns that begin with "fewer": one, or forward and backward). For the
-table of torch DDP on links: the steps of every method on every link.
+the difference of each setting to dense training with its interval, and how many times fewer bytes than dense
+it sent (columns that begin with "fewer": one, or forward and backward). For the table of torch DDP on links:
+the steps of every method on every link.
 
     python benchmarks/studies/pictures.py                # all of them, to docs/images
     python benchmarks/studies/pictures.py --only values
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dct_plugin.links.interleave import Figures
-from dct_plugin.plots import Point, draw_bars, draw_differences, png
+from dct_plugin.plots import Point, draw_differences, png
 from dct_plugin.tools.bench.report import draw as draw_links
 from dct_plugin.tools.bench.suite import Cell
 
@@ -96,16 +96,11 @@ def points(page: str, panel: Panel) -> list[Point]:
 def draw(page: str, panels: list[Panel], path: Path) -> None:
     """Draw a PNG with a row for each panel."""
     shown = [points(page, panel) for panel in panels]
-    heights = [len(those) + 1.5 for those in shown]
-    size = {"figsize": (10, 0.33 * sum(heights)), "height_ratios": heights}
-    with png(path, len(panels), 2, squeeze=False, **size) as (_, grid):
-        for panel, those, (left, right) in zip(panels, shown, grid, strict=True):
-            draw_differences(left, those, limit=panel.limit)
-            left.set(xlabel=panel.unit, title=panel.title)
-            fewer = [point.fewer for point in those]
-            draw_bars(right, fewer, [[f"{times:g}x" for times in each] for each in fewer])
-            both = " (forward above backward)" if max(map(len, fewer)) > 1 else ""
-            right.set_xlabel(f"times fewer bytes than dense{both}")
+    with png(path, [0.45 * len(those) + 0.95 for those in shown]) as (_, axes):
+        for panel, those, axis in zip(panels, shown, axes, strict=True):
+            draw_differences(axis, those, limit=panel.limit)
+            axis.set(xlabel=panel.unit)
+            axis.set_title(panel.title)
 
 
 def links(page: str) -> list[Cell]:

@@ -176,42 +176,38 @@ def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
         auc, fewer = run.difference.auc_difference, run.difference.crossing_reduction
         if auc is not None:
             points.append(Point(run.name, auc.mean, auc.half_width, () if fewer is None else (fewer,)))
-    with png(path, 1, 2, figsize=(10, 1.4 + 0.3 * len(points))) as (figure, (left, right)):
-        figure.suptitle(title, fontsize=10)
-        left.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12)
-        draw_differences(left, points)
-        left.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
-        draw_bars(right, [p.fewer for p in points], [[f"{each:.3g}x" for each in p.fewer] for p in points])
-        right.set_xlabel("times fewer bytes than dense: vectors, gradients, ids")
+    with png(path, [0.45 * len(points) + 1.2]) as (figure, (axis,)):
+        figure.suptitle(title, fontsize=11)
+        axis.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12)
+        draw_differences(axis, points)
+        axis.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
 
 
 def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
-    """Draw loss curves, bytes, step times, and the share of entries sent in each step, as a PNG."""
-    with png(path, 2, 2, figsize=(11, 6.5), height_ratios=(3, 2)) as (figure, axes):
-        figure.suptitle(title, fontsize=10)
-        _draw_losses(axes[0, 0], comparison)
-        _draw_densities(axes[1, 0], comparison)
-        _draw_bytes(axes[1, 1], comparison)
-        _draw_steps(axes[0, 1], comparison)
+    """Draw loss curves, step times, bytes, and the share of entries sent in each step, as a PNG."""
+    steps = 2 + 3 * len(comparison.measured)
+    with png(path, [2.9, 0.27 * steps + 0.9, 2.0, 1.4]) as (figure, axes):
+        figure.suptitle(title, fontsize=11)
+        _draw_losses(axes[0], comparison)
+        _draw_steps(axes[1], comparison)
+        _draw_bytes(axes[2], comparison)
+        _draw_densities(axes[3], comparison)
 
 
 def _draw_losses(axis: Any, comparison: Comparison) -> None:
     """Draw the loss curves, and say how much they differ on training and on test rows."""
     window = max(1, min(50, comparison.dense.steps // 20))
     means: dict[str, list[float]] = {}
-    for run, color in ((comparison.dense, "0.5"), (comparison.dct, "C0")):
+    for run, name, color in ((comparison.dense, "dense", "0.5"), (comparison.dct, "DCT", "C0")):
         (losses,) = run.losses.values()
-        means[run.name] = moving_average(losses, window)
-        label = f"{run.name} (test AUC {run.mean_auc:.4f})"
-        axis.plot(range(window, run.steps + 1), means[run.name], color=color, label=label, linewidth=1.2)
+        means[name] = moving_average(losses, window)
+        label = f"{name}, test AUC {run.mean_auc:.4f}"
+        axis.plot(range(window, run.steps + 1), means[name], color=color, label=label, linewidth=1.4)
     dense, dct = means.values()
-    axis.set_title(
-        f"DCT - dense: training loss {dct[-1] - dense[-1]:+.4f} (last {window} steps), "
-        f"test loss {comparison.log_loss_difference:+.4f}",
-        fontsize=9,
-    )
-    axis.set(xlabel="optimizer step", ylabel=f"training loss, mean of {window} steps")
-    axis.legend(fontsize=8)
+    axis.set_title(f"Training loss, mean of {window} steps")
+    training, test = dct[-1] - dense[-1], comparison.log_loss_difference
+    axis.set_xlabel(f"optimizer step\nDCT - dense: training loss {training:+.4f}, test loss {test:+.4f}")
+    axis.legend(frameon=False)
     # The first steps may be far above the rest, which is what one wants to see.
     shown = sorted([*dense, *dct])
     low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
@@ -227,7 +223,8 @@ def _draw_densities(axis: Any, comparison: Comparison) -> None:
         axis.plot(steps, percent, color="C0", linewidth=0.8)
         axis.set_ylim(0, max(1.1 * max(percent), 200 * sent.density_target))
     axis.axhline(100 * sent.density_target, color="black", linestyle="--", linewidth=0.8)
-    axis.set(xlabel="optimizer step", ylabel="entries sent, % (dashed: target)")
+    axis.set_title("Gradient entries sent, % (dashed: target)")
+    axis.set_xlabel("optimizer step")
 
 
 def _draw_bytes(axis: Any, comparison: Comparison) -> None:
@@ -240,29 +237,24 @@ def _draw_bytes(axis: Any, comparison: Comparison) -> None:
         names += ["interface, dense", "interface, DCT"]
         lengths += wire
         labels += [format_bytes(wire[0]), f"{format_bytes(wire[1])} ({_fewer(comparison.wire_reduction)})"]
-    _pair_bars(axis, names, lengths, labels)
-    axis.set_xlabel("bytes per step and rank")
+    draw_bars(axis, names, lengths, labels)
+    axis.set_title("Bytes per step and rank")
+    axis.set_xticks([])
 
 
 def _draw_steps(axis: Any, comparison: Comparison) -> None:
     here = comparison.dense.step_ms, comparison.dct.step_ms
     names = ["loopback, dense", "loopback, DCT"]
     lengths = list(here)
-    labels = [f"{here[0]:.0f}", f"{here[1]:.0f} ({_faster(here[0] / here[1])})"]
+    labels = [f"{here[0]:.0f} ms", f"{here[1]:.0f} ms ({_faster(here[0] / here[1])})"]
     for each in comparison.measured:
         names += [f"{each.name}, dense", f"{each.name}, bf16", f"{each.name}, DCT"]
         medians = [figures.median for figures in (each.dense, each.bf16, each.dct)]
         lengths += medians
-        labels += [*(f"{ms:.0f}" for ms in medians[:2]), f"{medians[2]:.0f} ({_faster(each.speed_up)})"]
-    _pair_bars(axis, names, lengths, labels)
-    axis.set_xlabel("ms per step, median")
-
-
-def _pair_bars(axis: Any, names: list[str], lengths: Sequence[float], labels: Sequence[str]) -> None:
-    """Draw one bar for each name, blue for DCT."""
-    colors = ["C0" if name.endswith("DCT") else "0.65" for name in names]
-    draw_bars(axis, [[n] for n in lengths], [[label] for label in labels], names=names, colors=colors)
-    axis.margins(x=0.5)
+        labels += [*(f"{ms:.0f} ms" for ms in medians[:2]), f"{medians[2]:.0f} ms ({_faster(each.speed_up)})"]
+    draw_bars(axis, names, lengths, labels)
+    axis.set_title("Step time, median")
+    axis.set_xticks([])
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

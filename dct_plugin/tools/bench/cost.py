@@ -241,7 +241,7 @@ def _speed(bits: float) -> str:
 def _draw(steps: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
     from dct_plugin.plots import png
 
-    with png(path, 1, 1, figsize=(7.5, 4.2)) as (_, axes):
+    with png(path, [4.0]) as (_, (axes,)):
         for number, (name, seconds) in enumerate(steps.items()):
             style = ":" if name in ("fp32", "bf16") else "-" if "DCT" in name or "threshold" in name else "--"
             axes.plot(
@@ -255,5 +255,5 @@ def _draw(steps: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("Mbit/s of a rank's link")
         axes.set_ylabel("ms per step")
-        axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=7, ncols=2)
+        axes.set_title(title, fontsize=9)
+        axes.legend(fontsize=8, ncols=2)

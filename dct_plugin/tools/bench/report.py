@@ -132,41 +132,17 @@ def as_dict(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw the steps of all methods as a PNG: a panel for each link, two beside each other."""
-    rows = [
-        (group, group.cells[start : start + 2])
-        for group in groups(cells)
-        for start in range(0, len(group.cells), 2)
-    ]
+    """Draw the median steps of all methods as a PNG, a panel for each link."""
+    rows = [(group.title, cell) for group in groups(cells) for cell in group.cells]
     if not rows:
         return
-    heights = [1.2 + 0.24 * len(shown[0].figures) for _, shown in rows]
-    size = {"figsize": (8.5, sum(heights)), "height_ratios": heights}
-    with png(path, len(rows), 2, squeeze=False, **size) as (_, grid):
-        for axes, (group, shown) in zip(grid, rows, strict=True):
-            for number, axis in enumerate(axes):
-                if number < len(shown):
-                    _panel(axis, shown[number], named=number == 0)
-                else:
-                    axis.set_visible(False)
-            axes[0].set_title(group.title, loc="left", fontsize=10)
-
-
-def _panel(axis: Any, cell: Cell, *, named: bool) -> None:
-    """Draw the median step of every method on one link, in ms and as a multiple of the ideal step."""
-    floor = next((f.median for f in cell.figures if f.name == IDEAL), None)
-    labels = [
-        f"{f.median:.0f}" + (f" ({f.median / floor:.2f}x ideal)" if floor and f.name != IDEAL else "")
-        for f in cell.figures
-    ]
-    colors = ["black" if f.name == IDEAL else "C0" if "DCT" in f.name else "0.65" for f in cell.figures]
-    draw_bars(
-        axis,
-        [[f.median] for f in cell.figures],
-        [[label] for label in labels],
-        names=[f.name for f in cell.figures] if named else None,
-        colors=colors,
-    )
-    axis.margins(x=0.8)
-    axis.set_xlabel(f"ms per step, {rate_name(cell.rate)}", fontsize=8)
-    axis.tick_params(labelsize=8)
+    with png(path, [0.27 * len(cell.figures) + 0.9 for _, cell in rows]) as (_, axes):
+        for axis, (title, cell) in zip(axes, rows, strict=True):
+            floor = next((f.median for f in cell.figures if f.name == IDEAL), None)
+            labels = [
+                f"{f.median:.0f}" + (f" ({f.median / floor:.2f}x ideal)" if floor and f.name != IDEAL else "")
+                for f in cell.figures
+            ]
+            draw_bars(axis, [f.name for f in cell.figures], [f.median for f in cell.figures], labels)
+            axis.set_title(f"{rate_name(cell.rate)}: {title}")
+            axis.set_xlabel("ms per step, median")
