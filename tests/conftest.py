@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import interpreter
 
 # Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
 # imported, here and in the processes that tests start.
@@ -21,6 +22,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    interpreter.patch_language_once()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from support import interpreter
+
 PREFIXES = ("dct_plugin", "torch.distributed.")
 #: Frameworks, and the modules that a first training step with them imports.
 FRAMEWORKS = {
@@ -41,6 +43,7 @@ def preload(names: list[str]) -> None:
         for name in names:
             for module in (name, *FRAMEWORKS.get(name, ())):
                 importlib.import_module(module)
+    interpreter.patch_language_once()
     if "deepspeed" in names:
         _load_deepspeed_op()
     # DeepSpeed collects garbage by the dozen: that passes over what is imported here.
