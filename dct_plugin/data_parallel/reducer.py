@@ -20,6 +20,7 @@ from ..errors import ConfigError, DCTError
 from ..metrics import Metrics, Record
 from ..stream import Compressor
 from ..transport.nodes import Nodes
+from ..transport.peers import Peers
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of, replaces_gradients
 from .dense_sums import DenseSums
@@ -50,7 +51,7 @@ class GradientReducer(StreamGroup):
 
     Args:
         config: The ``data_parallel`` settings.
-        group: Process group (gloo or nccl), None for the default one.
+        group: Process group (gloo or nccl), None for the default one; or other kinds of peers.
         metrics: Records bytes, density and times.
         device: Device of the gradients.
         kernels: Which kernels run; the defaults when None.
@@ -64,7 +65,7 @@ class GradientReducer(StreamGroup):
     def __init__(
         self,
         config: DataParallelConfig,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Peers | None = None,
         *,
         metrics: Metrics | None = None,
         device: torch.device | str = "cpu",

@@ -26,6 +26,7 @@ from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
+from ..transport.peers import GroupPeers, Peers
 from .node_ranks import Entries, NodeRanks
 
 logger = logging.getLogger("dct_plugin")
@@ -64,7 +65,7 @@ class StreamGroup:
 
     Args:
         settings: Settings of the streams.
-        group: Process group (gloo or nccl), None for the default one.
+        group: Process group (gloo or nccl), None for the default one; or other kinds of peers.
         metrics: Records bytes, density and times.
         device: Device of the tensors.
         kernels: Which kernels run; the defaults when None.
@@ -82,7 +83,7 @@ class StreamGroup:
     def __init__(
         self,
         settings: DataParallelConfig,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | Peers | None,
         *,
         metrics: Metrics | None,
         device: torch.device | str,
@@ -92,10 +93,12 @@ class StreamGroup:
         nodes: Nodes | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.group, self.nodes, self.layout = group, nodes, layout_of(nodes, group)
+        peers = group if isinstance(group, Peers) else GroupPeers(group)
+        self.group = None if isinstance(group, Peers) else group
+        self.nodes, self.layout = nodes, layout_of(nodes, self.group)
         self.node: NodeRanks | None = None
         """The ranks of this rank's node, if gradients are summed there first."""
-        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.group_rank, self.group_size = peers.rank, len(peers.ranks)
         self.exchange = Exchange(group, self.device, None if nodes is None else nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics

@@ -107,7 +107,7 @@ class EmbeddingExchange(TableLimits):
     def transport(self, group: dist.ProcessGroup | None, device: torch.device) -> Exchange:
         """Return the transport to the ranks of ``group``."""
         known = self._transport
-        if known is None or known.group is not group or known.device != device:
+        if known is None or known.peers.group is not group or known.device != device:
             self._transport = known = Exchange(group, device)
         return known
 
@@ -234,7 +234,7 @@ class _RoundTrip:
             x.contiguous(),
             output_split_sizes=counts,
             input_split_sizes=[len(block) for block in blocks],
-            group=self._transport.group,
+            group=self._transport.peers.group,
         )
         timer.lap()
         numel = sum(blocks[r].numel() for r in self._peers)

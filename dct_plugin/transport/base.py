@@ -46,18 +46,22 @@ class Transport:
 
     Every method is a collective, but for those that say so, and raises RuntimeError when it fails.
 
+    Args:
+        rank: Position of this process in the group.
+        ranks: Global rank of every position.
+        group: The process group, where it carries the messages; None for the default one.
+
     Attributes:
         sent_bytes: Bytes handed to the transport so far.
         peers: Positions in the group to receive from and to send to, each rank in another order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.sent_bytes = 0
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
         # Point-to-point calls take global ranks.
-        self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank, self.ranks = rank, list(ranks)
+        self.world_size = len(ranks)
         self.peers = [
             ((self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size)
             for distance in range(1, self.world_size)

@@ -16,12 +16,14 @@ class DeviceTransport(Transport):
     """Headers go first, in one small all-to-all; messages follow.
 
     Args:
-        group: The process group.
+        rank, ranks, group: See :class:`.base.Transport`.
         device: Device of the messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        super().__init__(group)
+    def __init__(
+        self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        super().__init__(rank, ranks, group)
         self._device = device
 
     @own_traffic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..errors import DesyncError
 from ..host_traffic import bytes_sent, own_traffic
-from . import lost_ranks
 from .announced import AnnouncedMessages
 from .base import Transport
+from .peers import GroupPeers, Peers
 from .staging import Staging
-from .transports import message_device, open_transport, subgroup
 
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
 _FIXED_BYTES, _MOST_PER_ENTRY = 4096, 16
@@ -32,26 +31,16 @@ def most_bytes(entries: int) -> int:
     return _FIXED_BYTES + _MOST_PER_ENTRY * entries
 
 
-def _made_group(exchange: Exchange) -> dist.ProcessGroup | None:
-    """The process group; the first use of one of some ranks is a collective of the whole group."""
-    if exchange._in_part:
-        exchange.group = subgroup(exchange._group, exchange._global)
-    return exchange._group
-
-
-def _set_group(exchange: Exchange, group: dist.ProcessGroup | None) -> None:
-    exchange._group, exchange._in_part = group, False
-
-
 class Exchange:
     """Messages between all ranks of one process group.
 
     Every method is a collective, but for :meth:`progress`: all ranks of the group call it in the same order.
     Works on gloo with CPU tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go
-    through the host. :attr:`group` may be set before the first exchange.
+    through the host. The group of
+    :attr:`peers` may be set before the first exchange.
 
     Args:
-        group: Process group, None for the default one.
+        group: Process group, None for the default one; or the ranks as another kind of :class:`.peers.Peers`.
         device: Device of the messages.
         ranks: Global ranks of a part of the group: only they exchange messages, over a process group of their
             own, which is made when it is first used, on all ranks of the group at the same time.
@@ -62,22 +51,22 @@ class Exchange:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, ranks: Sequence[int] | None = None
+        self,
+        group: dist.ProcessGroup | Peers | None,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        self._group, self._in_part = group, ranks is not None
-        self._global = list(ranks or dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.peers = group if isinstance(group, Peers) else GroupPeers(group, ranks)
+        self._global = self.peers.ranks
         self.device = device
-        self.world_size = len(self._global)
-        self.rank = self._global.index(dist.get_rank())
+        self.world_size, self.rank = len(self._global), self.peers.rank
         self.step: int | None = None
-        self._transport_device = message_device(group, device)
+        self._transport_device = self.peers.message_device(device)
         self._staging = Staging(self.rank, device, self._transport_device)
         self._announced = AnnouncedMessages(self.world_size, self._open, self._guard)
         self._transport: Transport | None = None
         self._transport_failed = False
         self.other_bytes = 0
-
-    group = property(_made_group, _set_group)
 
     @property
     def sent_bytes(self) -> int:
@@ -193,7 +182,7 @@ class Exchange:
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; return the bytes that count as sent."""
         with self._guard("dense all-reduce"):
-            dist.all_reduce(tensor, group=self.group)
+            self.peers.all_reduce(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         size = round(bytes_sent("all_reduce", nbytes, self.world_size, gloo=tensor.device.type == "cpu"))
         self.other_bytes += size
@@ -256,15 +245,13 @@ class Exchange:
 
     def _open(self) -> Transport:
         if self._transport is None:
-            self._transport = open_transport(self.group, self._transport_device)
-            lost_ranks.rejoin()
+            self._transport = self.peers.open_transport(self._transport_device)
         return self._transport
 
-    def _guard(self, what: str) -> lost_ranks.reported:
-        """Surround the transport's own work: its errors name addresses at best, not ranks."""
+    def _guard(self, what: str) -> AbstractContextManager[None]:
 
         def give_up() -> None:
             self._transport_failed = True
             self._announced.clear()
 
-        return lost_ranks.reported(what, self.group, self.step, give_up)
+        return self.peers.guard(what, self.step, give_up)

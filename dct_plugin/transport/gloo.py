@@ -23,8 +23,8 @@ class GlooTransport(Transport):
     A receiver of gloo's takes less than it has room for.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group)
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        super().__init__(rank, ranks, group)
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
         self._first: dict[int, Tensor] = {}
 

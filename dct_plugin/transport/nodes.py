@@ -48,8 +48,10 @@ class Nodes(NamedTuple):
 
 def layout_of(nodes: Nodes | None, group: dist.ProcessGroup | None) -> list[list[int]]:
     """Return the positions in a process group of each node's ranks; empty without nodes."""
+    if nodes is None:
+        return []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return [] if nodes is None else [[ranks.index(rank) for rank in node] for node in nodes.ranks]
+    return [[ranks.index(rank) for rank in node] for node in nodes.ranks]
 
 
 def publish_machine() -> None:

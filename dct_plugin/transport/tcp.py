@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .base import HEADER, Announced, Header, Transport
@@ -35,12 +34,12 @@ class TcpTransport(Transport):
     """Connections to all ranks: a message follows its header at once.
 
     Args:
-        group: The process group.
-        connections: Connections to its other ranks.
+        rank, ranks: See :class:`.base.Transport`.
+        connections: Connections to the other ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, connections: Connections) -> None:
-        super().__init__(group)
+    def __init__(self, rank: int, ranks: Sequence[int], connections: Connections) -> None:
+        super().__init__(rank, ranks)
         self._connections = connections
 
     def post(self, announced: Announced) -> None:

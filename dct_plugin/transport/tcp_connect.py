@@ -17,10 +17,10 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -55,40 +55,74 @@ def connect(group: dist.ProcessGroup | None) -> tuple[dict[int, socket.socket] |
         ConfigError: ``DCT_TRANSPORT`` of a rank is neither of its values.
         RuntimeError: A rank did not answer within the time limit of the group.
     """
-    choice = os.environ.get(VARIABLE, _CHOICES[0])
-    position = dist.get_rank(group)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    token = secrets.token_bytes(_PROOF)
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(each) for each in _listeners(_addresses())]
-        endpoints = [each.getsockname()[:2] for each in listeners]
-        invitation = {"use": choice[:40], "endpoints": endpoints, "token": token.hex()}
-        invitations = _exchange_invitations(invitation, group, len(ranks))
-        for rank, other in zip(ranks, invitations, strict=True):
-            if other["use"] not in _CHOICES:
-                allowed = ", ".join(map(repr, _CHOICES))
-                raise ConfigError(f"rank {rank}: {VARIABLE} = {other['use']!r}: must be one of {allowed}")
-        if any(other["use"] != _CHOICES[0] for other in invitations):
-            return None, ""
-        limit, began = time_limit(group), time.monotonic()
-        rendezvous = _Rendezvous(position, ranks, invitations)
-        # In a thread of its own: an event loop may be running in this one.
-        with ThreadPoolExecutor(1) as pool:
-            # Half of the limit is for the agreement below, in which a rank that has stopped is found.
-            pool.submit(asyncio.run, rendezvous.connect(listeners, min(_CONNECT, limit / 2))).result()
-    reason = rendezvous.reason()
-    try:
-        everyone = torch.tensor([not reason], dtype=torch.int64)
+
+    def all_good(good: bool, seconds: float) -> bool:
+        everyone = torch.tensor([good], dtype=torch.int64)
         work = dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group, async_op=True)
         assert work is not None
-        work.wait(timedelta(seconds=max(1.0, began + limit - time.monotonic())))
-        if everyone.item():
-            return rendezvous.connections, ""
-    except BaseException:
+        work.wait(timedelta(seconds=seconds))
+        return bool(everyone.item())
+
+    return Meeting(
+        dist.get_rank(group),
+        ranks,
+        time_limit(group),
+        lambda invitation: _exchange_invitations(invitation, group, len(ranks)),
+        all_good,
+    ).connect(addresses_here())
+
+
+class Meeting(NamedTuple):
+    """The means by which ranks that are not connected yet tell each other how they can be reached.
+
+    Attributes:
+        position: This rank's position.
+        ranks: Global rank of every position, for messages.
+        limit: Seconds that a rank waits for the others.
+        invite: Takes this rank's invitation, and returns those of all ranks; a collective.
+        all_good: Takes whether this rank is connected and the seconds that are left, and returns whether all
+            ranks are; a collective.
+    """
+
+    position: int
+    ranks: Sequence[int]
+    limit: float
+    invite: Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+    all_good: Callable[[bool, float], bool]
+
+    def connect(self, addresses: Sequence[str]) -> tuple[dict[int, socket.socket] | None, str]:
+        """Connect the ranks as :func:`connect` does; this one listens at those of ``addresses`` that are its
+        machine's.
+        """
+        choice = os.environ.get(VARIABLE, _CHOICES[0])
+        token = secrets.token_bytes(_PROOF)
+        with contextlib.ExitStack() as stack:
+            listeners = [stack.enter_context(each) for each in _listeners(addresses)]
+            endpoints = [each.getsockname()[:2] for each in listeners]
+            invitations = self.invite({"use": choice[:40], "endpoints": endpoints, "token": token.hex()})
+            for rank, other in zip(self.ranks, invitations, strict=True):
+                if other["use"] not in _CHOICES:
+                    allowed = ", ".join(map(repr, _CHOICES))
+                    raise ConfigError(f"rank {rank}: {VARIABLE} = {other['use']!r}: must be one of {allowed}")
+            if any(other["use"] != _CHOICES[0] for other in invitations):
+                return None, ""
+            began = time.monotonic()
+            rendezvous = _Rendezvous(self.position, self.ranks, invitations)
+            # In a thread of its own: an event loop may be running in this one.
+            with ThreadPoolExecutor(1) as pool:
+                # Half of the limit is for the agreement below, in which a rank that has stopped is found.
+                seconds = min(_CONNECT, self.limit / 2)
+                pool.submit(asyncio.run, rendezvous.connect(listeners, seconds)).result()
+        reason = rendezvous.reason()
+        try:
+            if self.all_good(not reason, max(1.0, began + self.limit - time.monotonic())):
+                return rendezvous.connections, ""
+        except BaseException:
+            rendezvous.close()
+            raise
         rendezvous.close()
-        raise
-    rendezvous.close()
-    return None, reason or "another rank could not be connected"
+        return None, reason or "another rank could not be connected"
 
 
 def time_limit(group: dist.ProcessGroup | None) -> float:
@@ -268,14 +302,16 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _addresses() -> list[str]:
-    """Return the addresses where others may reach this rank, the most likely first."""
+def addresses_here(*, elsewhere: bool = False) -> list[str]:
+    """Return the addresses where others may reach this rank, the most likely first; ``elsewhere`` if they may
+    be on other machines than ``MASTER_ADDR``.
+    """
     found = []
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         found += [_address_of(name.strip()) for name in names.split(",")]
     if master := os.environ.get("MASTER_ADDR"):
         found.append(_address_towards(master))
-    if master not in ("localhost", "127.0.0.1"):  # with these all ranks are on this machine
+    if elsewhere or master not in ("localhost", "127.0.0.1"):  # with these all ranks are on this machine
         with contextlib.suppress(OSError):
             found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     found.append("127.0.0.1")

@@ -21,7 +21,7 @@ from .tcp import Connections, TcpTransport
 logger = logging.getLogger("dct_plugin.transport")
 
 #: Transports of process groups that have one of their own, by the class of the group.
-TRANSPORTS: dict[type[dist.ProcessGroup], Callable[[dist.ProcessGroup | None], Transport]] = {}
+TRANSPORTS: dict[type[dist.ProcessGroup], Callable[[int, Sequence[int], dist.ProcessGroup | None], Transport]] = {}
 
 
 def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
@@ -41,15 +41,15 @@ def _warn_of_copies(device: torch.device) -> None:
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """Return a transport of messages that lie on ``device``; a collective."""
     whole: Any = group if group is not None else dist.group.WORLD
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(whole)
     if type(whole) in TRANSPORTS:
-        return TRANSPORTS[type(whole)](group)
+        return TRANSPORTS[type(whole)](rank, ranks, group)
     if device.type != "cpu":
-        return DeviceTransport(group, device)
-    if dist.get_world_size(group) > 1:
+        return DeviceTransport(rank, ranks, group, device)
+    if len(ranks) > 1:
         sockets, reason = tcp_connect.connect(group)
         if sockets is not None:
-            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            return TcpTransport(group, Connections(sockets, ranks, tcp_connect.time_limit(group)))
+            return TcpTransport(rank, ranks, Connections(sockets, ranks, tcp_connect.time_limit(group)))
         if reason:
             logger.warning(
                 "dct: rank %d: messages travel by gloo, which costs time where cores are busy, as the ranks "
@@ -58,7 +58,7 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
                 reason,
                 tcp_connect.VARIABLE,
             )
-    return GlooTransport(group)
+    return GlooTransport(rank, ranks, group)
 
 
 def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:

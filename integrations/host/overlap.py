@@ -55,10 +55,11 @@ def overlap_of(
         return StreamOverlap(reducer) if wanted and own_stream else Overlap(reducer)
     if reducer.device.type != "cpu" or not wanted:
         return Overlap(reducer)
-    if not (inline and one_core_each(reducer.exchange.group)):
-        own = group_of_own(reducer.exchange.group)
+    peers = reducer.exchange.peers
+    if not (inline and one_core_each(peers.group)):
+        own = group_of_own(peers.group)
         if own is not None:
-            reducer.exchange.group = own
+            peers.group = own
             return ThreadOverlap(reducer, thread)
     return InlineOverlap(reducer) if inline else Overlap(reducer)
 

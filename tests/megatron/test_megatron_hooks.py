@@ -434,7 +434,7 @@ def _identities(rank: int, world_size: int) -> tuple[int, int]:
         group = dist.new_group([0, 1])
         reused_groups += id(group) in seen
         seen.add(id(group))
-        assert hook._group(group, torch.device("cpu")).exchange.group is group
+        assert hook._group(group, torch.device("cpu")).exchange.peers.group is group
         dist.destroy_process_group(group)
         del group
 

@@ -249,7 +249,7 @@ def test_a_transport_that_does_not_exist_is_an_error() -> None:
 
 def through_one_interface(rank: int, world_size: int) -> list[str]:
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        return tcp_connect._addresses()
+        return tcp_connect.addresses_here()
 
 
 def test_the_interface_that_gloo_is_given_comes_first() -> None:
