@@ -325,6 +325,11 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     return state if local is None else {**state, "local": _divided(local, count)}
 
 
+def is_answer(stream: str) -> bool:
+    """Return whether a stream is that of an owner, of sums in the two-phase exchange."""
+    return _SERVER_STREAM.match(stream) is not None
+
+
 def _sum(first: Any, second: Any) -> Any:
     """Nested tables with their floating-point tensors added up; of all else the first one's."""
     if isinstance(first, dict):

@@ -66,7 +66,7 @@ class GroupPeers(Peers):
         super().__init__(list(everyone).index(dist.get_rank()), everyone)
         self._group, self._in_part = group, ranks is not None
 
-    @property  # type: ignore[override]
+    @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; the first use of one of some ranks is a collective of the whole group."""
         if self._in_part:

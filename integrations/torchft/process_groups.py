@@ -1,0 +1,344 @@
+"""The process groups for ``torchft.Manager(pg=...)``.
+
+torchft makes a new group for every quorum, and asks :meth:`errored` once in a step, before it decides whether
+the step is committed. A failure is told there: an error that an all-reduce raised would end the backward pass
+of torchft 0.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch import Tensor
+from torchft.process_group import ProcessGroupWrapper
+
+from dct_plugin._version import __version__
+from dct_plugin.config import DCTConfig, options
+from dct_plugin.errors import ConfigError
+from dct_plugin.metrics import Metrics
+
+from ..host.automatic import settled
+from .averaged_weights import AveragedWeights
+from .quorum import QuorumPeers, Statement
+from .residuals import Counts, ReplicaResiduals
+
+logger = logging.getLogger("dct_plugin")
+
+_STATE = "dct_residuals"
+#: Keys under which DiLoCo registers the states of its fragments with the manager.
+_FRAGMENT = "StreamingDiLoCoFragment_"
+
+
+class _ThresholdedGroup(ProcessGroupWrapper):
+    """What both process groups add to torchft's own, in front of which they inherit from this class.
+
+    Args:
+        section: The configuration, or a mapping with the keys of the ``dct`` section.
+        timeout: Time to wait for another replica, in quorums and in exchanges.
+        averages: What ``Manager.allreduce`` averages: gradients, also DiLoCo's; or weights, as LocalSGD
+            does, of which differences from their last average are sent.
+        optimizer: The optimizer that uses the averages: where the section says no feedback, it decides.
+        metrics: The metrics to record in; None makes them from the configuration.
+
+    Raises:
+        ConfigError: A setting does not work with torchft.
+    """
+
+    def __init__(
+        self,
+        section: DCTConfig | Mapping[str, Any] | None = None,
+        *,
+        timeout: timedelta = timedelta(seconds=60),
+        averages: Literal["gradients", "weights"] = "gradients",
+        optimizer: torch.optim.Optimizer | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if averages not in ("gradients", "weights"):
+            raise ConfigError(f"averages = {averages!r}: must be one of 'gradients', 'weights'")
+        self.config, note = settled(
+            DCTConfig.given(section),
+            optimizer,
+            ranks=2,
+            obstacle="torchft hands over tensors without their parameters",
+            untold=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
+        )
+        _check_settings(self.config)
+        if note:
+            logger.warning("dct: %s", note)
+        super().__init__(timeout)
+        self._limit = timeout
+        self._process = uuid.uuid4().hex
+        self._manager: Any = None
+        self._peers: QuorumPeers | None = None
+        self._residuals = ReplicaResiduals(self.config, metrics)
+        self._weights = AveragedWeights(self._residuals) if averages == "weights" else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="dct_torchft")
+        self._failure: Exception | None = None
+        self._decided = False
+        """Whether the manager has asked for errors since the last all-reduce: the round is over."""
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The metrics; None before the first quorum."""
+        return self._residuals.metrics
+
+    @property
+    def counts(self) -> Counts:
+        """Counts of what befell this replica."""
+        return self._residuals.counts
+
+    def follow(self, manager: torchft.Manager) -> None:
+        """Follow the steps of the manager that this group was made for; to be called before its first step.
+
+        Residuals are then kept and taken back as the manager commits, and thresholds are part of the state
+        that a replica gets when it heals.
+        """
+        self._manager = manager
+        manager.register_state_dict_fn(_STATE, self._residuals.load_state_dict, self._residuals.state_dict)
+
+    # -- called by torchft ---
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Replace floating-point tensors by their thresholded sum over the replicas of the quorum.
+
+        Everything else is torchft's own all-reduce.
+        """
+        operation = getattr(opts, "reduceOp", opts)
+        averages = operation == dist.ReduceOp.AVG
+        enabled = self.config.enabled and self.config.data_parallel.enabled
+        if not (enabled and (averages or operation == dist.ReduceOp.SUM) and _all_floating(tensors)):
+            return super().allreduce(tensors, opts)
+        device = tensors[0].device
+        future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        if self._failure is not None or self._peers is None:
+            future.set_result(tensors)
+            return _Pending(future)
+        try:
+            calls = [self._call(tensor, averages=averages) for tensor in tensors]
+        except ConfigError as error:
+            self._fail(error)
+            calls = []
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._worker.submit(self._run, calls, ready, partial(future.set_result, tensors))
+        return _Pending(future)
+
+    def errored(self) -> Exception | None:
+        """Return the error of this step; torchft asks before it decides whether to commit.
+
+        Raises:
+            ConfigError: This replica cannot go on: a setting is wrong, or the others run something else.
+        """
+        self._drain()
+        self._decided = True
+        if isinstance(self._failure, ConfigError):
+            raise self._failure
+        return self._failure or super().errored()
+
+    def shutdown(self) -> None:
+        """Close all connections."""
+        self._leave_quorum()
+        self._worker.shutdown()
+        super().shutdown()
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup | None:
+        """Make the group of a new quorum; torchft's two versions both call this. Errors are kept for
+        :meth:`errored`.
+        """
+        self._leave_quorum()
+        self._failure = None
+        try:
+            if self._manager is None:
+                raise ConfigError(
+                    f"{type(self).__name__} does not know its manager; call pg.follow(manager) before the "
+                    "first step"
+                )
+            self._settle()
+            self._residuals.leave()
+            dense: dist.ProcessGroup = super()._create_pg(store, rank, world_size)
+            peers = QuorumPeers(store, rank, world_size, self._statement(), dense=dense, limit=self._limit)
+            self._peers = peers
+            self._residuals.enter(peers)
+            if self._weights is not None:
+                self._weights.enter(peers.statements)
+            return dense
+        except Exception as error:
+            logger.warning("dct: %s", error)
+            self._failure = error
+            return None
+
+    # -- inside ---
+
+    def _call(self, tensor: Tensor, *, averages: bool) -> partial[None]:
+        """Return the reduction of a tensor as a call without arguments."""
+        if self._decided:
+            self._settle()
+        manager, residuals = self._manager, self._residuals
+        assert self._peers is not None
+        fragments = sum(key.startswith(_FRAGMENT) for key in manager._load_state_dict_fns)
+        step, participates = manager.current_step(), manager.is_participating()
+        current = residuals.begin(step, fragments)
+        name = residuals.name_of(current, tensor)
+        common = {"step": step, "participates": participates}
+        if self._weights is None:
+            scale = 1.0 / len(self._peers.ranks) if averages else 1.0
+            reduce = partial(residuals.reduce, name, scale=scale, **common)
+        else:
+            count = 1 if averages else manager.num_participants()
+            reduce = partial(self._weights.reduce, name, peers=self._peers, count=count, **common)
+        return partial(_in_place, tensor, reduce)
+
+    def _run(self, calls: Sequence[partial[None]], ready: Any, done: partial[None]) -> None:
+        """Make reductions on the worker thread."""
+        try:
+            with torch.no_grad(), _after(ready):
+                for call in calls:
+                    if self._failure is None:
+                        call()
+                done()
+                return
+        except Exception as error:
+            self._fail(error)
+        done()
+
+    def _fail(self, error: Exception) -> None:
+        """Note an error, and let the other replicas see at once that this one goes no further."""
+        logger.warning("dct: %s", error)
+        self._failure = error
+        if self._peers is not None:
+            self._peers.close()
+        with contextlib.suppress(Exception):
+            self.abort()
+
+    def _drain(self) -> None:
+        self._worker.submit(int).result()
+
+    def _leave_quorum(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+        self._drain()
+        self._peers = None
+
+    def _settle(self) -> None:
+        """Keep what the last round changed, or take it back: the manager counts committed steps."""
+        self._decided = False
+        step = self._manager.current_step()
+        committed = self._residuals.settle(step)
+        if self._weights is not None:
+            self._weights.settle(step, committed=committed)
+
+    def _statement(self) -> Statement:
+        facts = {
+            **{option.path: option.value for option in options(self.config)},
+            "averages": "gradients" if self._weights is None else "weights",
+            "version of dct-plugin": __version__,
+        }
+        return Statement(
+            process=self._process,
+            name=str(getattr(self, "_replica_id", "")),
+            step=self._manager.current_step(),
+            reference=-1 if self._weights is None else self._weights.version,
+            debt=self._residuals.debt()[1],
+            facts=facts,
+        )
+
+
+class ProcessGroupGloo(_ThresholdedGroup, torchft.ProcessGroupGloo):
+    """torchft's process group of gloo, whose all-reduce of floating-point tensors is thresholded.
+
+    Args:
+        section: The keys of the ``dct`` section.
+
+    Example:
+        >>> pg = ProcessGroupGloo({"data_parallel": {"sparsity": 0.99}}, optimizer=optimizer)
+        >>> manager = torchft.Manager(pg=pg, min_replica_size=2, load_state_dict=load, state_dict=state)
+        >>> pg.follow(manager)
+    """
+
+
+class ProcessGroupNCCL(_ThresholdedGroup, torchft.ProcessGroupNCCL):
+    """torchft's process group of NCCL, which carries dense sums; thresholded messages travel through the host
+    by TCP, so that a replica that dies is seen at once.
+
+    Args:
+        section: The keys of the ``dct`` section.
+    """
+
+
+class _Pending(dist._Work):
+    """The handle of all-reduces that run on the worker thread. It raises nothing, see :meth:`errored`."""
+
+    def __init__(self, future: Any) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._future.wait()
+        return True
+
+    def block_current_stream(self) -> None:
+        self._future.wait()
+
+    def synchronize(self) -> None:
+        self._future.wait()
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+def _in_place(tensor: Tensor, reduce: partial[None]) -> None:
+    """Reduce a tensor of any strides."""
+    flat = tensor.detach().reshape(-1)
+    reduce(flat)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+@contextlib.contextmanager
+def _after(ready: Any) -> Iterator[None]:
+    """Work on a stream of its own when the event ``ready`` has come, and wait for it."""
+    if ready is None:
+        yield
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        yield
+        stream.synchronize()
+
+
+def _all_floating(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_floating_point() and tensor.layout is torch.strided for tensor in tensors)
+
+
+def _check_settings(config: DCTConfig) -> None:
+    """Refuse what needs more than the tensors that torchft hands over.
+
+    Raises:
+        ConfigError: Names the setting, and what to set instead.
+    """
+    settings = config.data_parallel
+    feedback = settings.feedback
+    refused = {
+        f"feedback = '{feedback.label()}'": (feedback.looks_ahead or feedback.steps_locally, '"local"'),
+        f"nodes = {settings.nodes}": (settings.nodes not in ("auto", 1), "1; a replica is a node"),
+        "parameters": (settings.parameters is not None, "null"),
+        "verify": (settings.verify is not None, "null"),
+        "adaptive": (settings.adaptive is not None, "null"),
+        "nonfinite_action = 'skip'": (settings.nonfinite_action == "skip", '"pass"'),
+    }
+    for key, (wrong, instead) in refused.items():
+        if wrong:
+            raise ConfigError(
+                f"dct.data_parallel.{key}: this needs parameters and optimizer, and torchft hands over bare "
+                f"tensors; set it to {instead}"
+            )

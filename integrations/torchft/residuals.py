@@ -1,0 +1,260 @@
+"""What outlives a quorum: residuals, thresholds and steps of the tensors that a replica all-reduces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dct_plugin import checkpoint
+from dct_plugin.config import DCTConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.errors import ConfigError
+from dct_plugin.feedback import unpacked
+from dct_plugin.metrics import Metrics, Record
+
+from .quorum import QuorumPeers
+
+logger = logging.getLogger("dct_plugin")
+
+#: Class in the metrics of residuals that were lost with their replica, or left behind by one that healed.
+LOST = "lost_residual"
+
+
+@dataclass
+class Round:
+    """The all-reduces between two decisions on a commit.
+
+    Attributes:
+        step: Steps committed before.
+        fragment: Which of DiLoCo's fragments they are of.
+        large, small: All-reduces so far of tensors that are thresholded, and of those that are not.
+    """
+
+    step: int
+    fragment: str = ""
+    large: int = 0
+    small: int = 0
+
+
+@dataclass
+class Counts:
+    """Counts of what befell a replica.
+
+    Attributes:
+        quorums: Quorums that it took part in.
+        replicas_left: Replicas that were in a quorum and not in the next one.
+        steps_rolled_back: Steps that it did not commit.
+        times_healed: Times that it took over the state of another replica.
+    """
+
+    quorums: int = 0
+    replicas_left: int = 0
+    steps_rolled_back: int = 0
+    times_healed: int = 0
+
+
+class ReplicaResiduals:
+    """The streams of one replica, over any number of quorums.
+
+    Tensors have no names: the order of the all-reduces in a round tells which is which.
+
+    Args:
+        config: The configuration.
+        metrics: The metrics to record in; None makes them with the first quorum.
+
+    Attributes:
+        counts: What befell this replica so far.
+    """
+
+    def __init__(self, config: DCTConfig, metrics: Metrics | None) -> None:
+        self.config, self.metrics, self.counts = config, metrics, Counts()
+        self._peers: QuorumPeers | None = None
+        self._reducer: GradientReducer | None = None
+        self._state: dict[str, Any] = {"step": 0, "loss_scale": 1.0, "streams": {}}
+        self._tensors: dict[str, tuple[int, torch.dtype]] = {}
+        self._round: Round | None = None
+
+    # -- quorums ---
+
+    def enter(self, peers: QuorumPeers) -> None:
+        """Go on with the replicas of a new quorum; the last round must be settled."""
+        if self.metrics is None:
+            self.metrics = Metrics(self.config.metrics, rank=peers.rank, world_size=len(peers.ranks))
+        self.metrics.world_size = len(peers.ranks)
+        self.counts.quorums += 1
+        if self._peers is not None:
+            stay = {each.process for each in peers.statements}
+            gone = [each.name for each in self._peers.statements if each.process not in stay]
+            self._count_lost(gone, peers)
+        self.leave()
+        self._peers = peers
+
+    def leave(self) -> None:
+        """Keep what was not sent, without the connections of the last quorum."""
+        if self._reducer is not None:
+            self._state = carried(self._reducer.state_dict())
+            self._reducer = None
+
+    def _count_lost(self, gone: list[str], peers: QuorumPeers) -> None:
+        if not gone:
+            return
+        self.counts.replicas_left += len(gone)
+        assert self.metrics is not None
+        entries = sum(numel for numel, _ in self._tensors.values())
+        self.metrics.record(Record(LOST, numel=len(gone) * entries, tensors=len(gone)))
+        if peers.rank == 0:
+            logger.warning(
+                "dct: replica %s has left after step %d; what it had not sent is lost: a gradient of norm "
+                "%.3g or so, as much as the replicas owe that are left",
+                ", ".join(map(repr, gone)), self._step, max(each.debt for each in peers.statements),
+            )  # fmt: skip
+
+    def debt(self) -> tuple[int, float]:
+        """Return the entries of the residuals of this replica's own gradients, and their norm."""
+        streams = self._state["streams"] if self._reducer is None else self._reducer.streams_state()
+        own = [s["residual"] for name, s in streams.items() if not checkpoint.is_answer(name)]
+        residuals = [unpacked(residual) for residual in own if residual is not None]
+        return sum(r.numel() for r in residuals), sum(float(r.norm()) ** 2 for r in residuals) ** 0.5
+
+    @property
+    def _step(self) -> int:
+        return int(self._state["step"] if self._reducer is None else self._reducer.step)
+
+    # -- rounds ---
+
+    def begin(self, step: int, fragments: int) -> Round:
+        """Return the round of the coming all-reduce, after so many committed steps."""
+        if self._round is None:
+            fragment = f"fragment {step % fragments} " if fragments > 1 else ""
+            self._round = Round(step, fragment)
+        return self._round
+
+    def settle(self, step: int) -> bool:
+        """Keep what the last round changed if it was committed, else take it back; return which.
+
+        Args:
+            step: Steps committed by now.
+        """
+        last, self._round = self._round, None
+        if last is None:
+            return False
+        committed = step > last.step
+        self.counts.steps_rolled_back += not committed
+        if self._reducer is not None:
+            self._reducer.end_step(skipped=not committed)
+        if committed and self.metrics is not None:
+            self.metrics.step(step)
+        return committed
+
+    def name_of(self, of: Round, tensor: Tensor) -> str:
+        """Return the name of the stream of the next tensor of a round.
+
+        Raises:
+            ConfigError: Another tensor was in its place before.
+        """
+        if tensor.numel() < self.config.data_parallel.min_numel:
+            of.small += 1
+            return f"{of.fragment}small {of.small}"
+        of.large += 1
+        name = f"{of.fragment}all-reduce {of.large}"
+        found = (tensor.numel(), tensor.dtype)
+        known = self._tensors.setdefault(name, found)
+        if found != known:
+            raise ConfigError(
+                f"dct: {name} of step {of.step} has {found[0]} entries of {found[1]}, and had {known[0]} of "
+                f"{known[1]} before. What is not sent is kept by the order of the all-reduces: make all "
+                "of min_numel entries or more in the same order in every step"
+            )
+        return name
+
+    def reduce(self, name: str, tensor: Tensor, *, step: int, scale: float, participates: bool) -> None:
+        """Replace a tensor by ``scale`` times its thresholded sum over the replicas of the quorum.
+
+        Args:
+            participates: False: the tensor is zeros and the residual stays as it is.
+        """
+        reducer = self._reducer_of(tensor.device)
+        reducer.step = step
+        flat = tensor.detach().view(-1)
+        if participates:
+            reducer.all_reduce([(name, flat)], scale=scale)
+            return
+        held, loaded = reducer.streams.pop(name, None), reducer.loaded.pop(name, None)
+        try:
+            reducer.all_reduce([(name, flat)], scale=scale)
+        finally:
+            reducer.streams.pop(name, None)
+            if held is not None:
+                reducer.streams[name] = held
+            if loaded is not None:
+                reducer.loaded[name] = loaded
+
+    def _reducer_of(self, device: torch.device) -> GradientReducer:
+        if self._reducer is None:
+            assert self._peers is not None, "a quorum comes first"
+            self._reducer = GradientReducer(
+                self.config.data_parallel,
+                self._peers,
+                metrics=self.metrics,
+                device=device,
+                kernels=self.config.kernels,
+                transactional=True,
+            )
+            self._reducer.load_state_dict(self._state)
+        return self._reducer
+
+    # -- healing ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another replica needs to heal: thresholds and counters, not the residuals."""
+        streams = {} if self._reducer is None else self._reducer.streams
+        thresholds = {name: each.threshold.state_dict() for name, each in streams.items()}
+        known = {name: each["threshold"] for name, each in self._state["streams"].items()} | thresholds
+        return {
+            "step": self._step,
+            "tensors": dict(self._tensors),
+            "thresholds": {name: each for name, each in known.items() if not checkpoint.is_answer(name)},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over :meth:`state_dict` of another replica. What this one owes belongs to weights that it no
+        longer has, and is dropped; but for sums that it owns in this quorum.
+        """
+        entries, norm = self.debt()
+        if norm:
+            logger.warning(
+                "dct: this replica takes over another one's state; what it had not sent is dropped: a "
+                "gradient of norm %.3g", norm
+            )  # fmt: skip
+            assert self.metrics is not None
+            self.metrics.record(Record(LOST, numel=entries, tensors=1))
+        self.counts.times_healed += 1
+        streams = {
+            name: {"threshold": each, "residual": None, "shape": None}
+            for name, each in state["thresholds"].items()
+        }
+        self._state = {"step": state["step"], "loss_scale": 1.0, "streams": streams}
+        self._tensors = dict(state["tensors"])
+        if self._reducer is not None:
+            owned = {n: each for n, each in self._reducer.streams.items() if checkpoint.is_answer(n)}
+            self._reducer.load_state_dict(self._state)
+            self._reducer.streams.update(owned)
+
+
+def carried(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reducer's state for another number of ranks. What an owner has not sent of sums becomes part
+    of its own residual.
+    """
+    own = checkpoint.reshard([{"state": state, "unit": 1.0}])["streams"]
+    streams = {}
+    for name, each in state["streams"].items():
+        if each["residual"] is None and not checkpoint.is_answer(name):
+            streams[name] = each
+        elif name in own:
+            streams[name] = {**each, "residual": own[name]["residual"]}
+    return {"step": state["step"], "loss_scale": state["loss_scale"], "streams": streams}

@@ -1,0 +1,157 @@
+"""A replica of torchft, for processes that are killed: trains a small model to a given step.
+
+``python torchft_worker.py '{"name": ..., ...}'``; see :class:`Job`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchft
+from torch import nn
+
+from dct_plugin.torchft import ProcessGroupGloo
+
+
+@dataclass
+class Job:
+    """What a replica does.
+
+    Attributes:
+        name: Its id.
+        lighthouse: Address of the lighthouse.
+        out: File for its results; empty for none.
+        steps: Steps after which it ends at the earliest.
+        replicas, together: It ends when so many replicas have committed so many steps in a row.
+        die_at: Step in whose backward pass it kills itself; -1 for never.
+        section: The ``dct`` section.
+        plain: Use torchft's own group instead.
+        seconds: Least time that a step takes.
+        min_replicas: Replicas without which no step is committed.
+    """
+
+    name: str
+    lighthouse: str
+    out: str = ""
+    steps: int = 0
+    replicas: int = 3
+    together: int = 5
+    die_at: int = -1
+    section: dict[str, Any] = field(default_factory=dict)
+    plain: bool = False
+    seconds: float = 0.0
+    min_replicas: int = 2
+
+
+torch.manual_seed(0)
+_MODEL = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 128), nn.Tanh(), nn.Linear(128, 8))
+
+
+def model_of() -> nn.Module:
+    """The same model in every process and thread, which share a generator of random numbers."""
+    return copy.deepcopy(_MODEL)
+
+
+def batch(step: int, seed: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points of a fixed function, other ones for each step and replica."""
+    points = torch.randn(size, 32, generator=torch.Generator().manual_seed(1000 * step + seed))
+    return points, points[:, :8].sin() + points[:, 8:16] * points[:, 16:24]
+
+
+@torch.no_grad()
+def test_loss(model: nn.Module) -> float:
+    points, wanted = batch(0, 999, 2048)
+    return float(F.mse_loss(model(points), wanted))
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train to the last step and return figures, and the weights."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limit = timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pg: Any = (
+        torchft.ProcessGroupGloo(timeout=limit) if job.plain else ProcessGroupGloo(job.section, timeout=limit)
+    )
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=pg,
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=job.min_replicas,
+        timeout=limit,
+        quorum_timeout=timedelta(seconds=60),
+        replica_id=job.name,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=job.lighthouse,
+        hostname="127.0.0.1",
+    )
+    if not job.plain:
+        pg.follow(manager)
+    wrapped = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
+    stepper = torchft.Optimizer(manager, optimizer)
+    dying = [False]
+
+    def die(*_: Any) -> None:
+        if dying[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    list(model.parameters())[1].register_post_accumulate_grad_hook(die)  # other buckets have left by then
+    tries, together, began = 0, 0, time.monotonic()
+    while manager.current_step() < job.steps or together < job.together:
+        stepper.zero_grad()
+        step = manager.current_step()
+        dying[0] = step == job.die_at
+        points, wanted = batch(step, sum(map(ord, job.name)))
+        F.mse_loss(wrapped(points), wanted).backward()
+        stepper.step()
+        tries += 1
+        complete = manager.current_step() > step and manager.num_participants() == job.replicas
+        together = together + 1 if complete and manager.is_participating() else 0
+        time.sleep(job.seconds)
+    result = {
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "loss": test_loss(model),
+        "tries": tries,
+        "step": manager.current_step(),
+        "seconds": time.monotonic() - began,
+    }
+    if not job.plain:
+        result["counts"] = vars(pg.counts)
+        result["classes"] = {
+            name: (each.dense_bytes, each.sent_bytes) for name, each in pg.metrics.summary().classes.items()
+        }
+    manager.shutdown(wait=False)
+    pg.shutdown()
+    return result
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING)
+    given = Job(**json.loads(sys.argv[1]))
+    outcome = run(given)
+    if given.out:
+        torch.save(outcome, given.out + ".tmp")
+        os.replace(given.out + ".tmp", given.out)
+    sys.stdout.flush()
+    os._exit(0)  # torchft's threads need not end

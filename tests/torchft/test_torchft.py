@@ -1,0 +1,317 @@
+"""torchft with thresholded all-reduces: real lighthouse and managers, replicas as threads or processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.processes import run
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imported
+torchft = pytest.importorskip("torchft", reason="torchft is not installed")
+
+from support.torchft_replicas import LIMIT, in_threads, lighthouse, manager_of  # noqa: E402
+from support.torchft_worker import batch, model_of  # noqa: E402
+from torchft.local_sgd import DiLoCo, LocalSGD  # noqa: E402
+from torchft.manager import WorldSizeMode  # noqa: E402
+
+from dct_plugin.errors import ConfigError  # noqa: E402
+from dct_plugin.torchft import ProcessGroupGloo  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+SPARSE = {"data_parallel": {"sparsity": 0.9, "feedback": "local", "min_numel": 512}}
+EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "feedback": "local", "min_numel": 16}}
+WORKER = Path(__file__).parent.parent / "support" / "torchft_worker.py"
+
+
+def group_of(section: dict[str, Any] | None, **options: Any) -> Any:
+    if section is None:
+        return torchft.ProcessGroupGloo(timeout=LIMIT)
+    return ProcessGroupGloo(section, timeout=LIMIT, **options)
+
+
+def outcome(model: nn.Module, pg: Any) -> dict[str, Any]:
+    found = {"weights": torch.cat([p.detach().reshape(-1) for p in model.parameters()])}
+    if isinstance(pg, ProcessGroupGloo):
+        found |= {"classes": pg.metrics.summary().classes, "counts": pg.counts}
+    return found
+
+
+def check_same(found: list[Any]) -> None:
+    for each in found:
+        assert not isinstance(each, BaseException), each
+        assert torch.equal(each["weights"], found[0]["weights"])
+        assert each["weights"].isfinite().all()
+
+
+def train(model: nn.Module, stepper: Any, wrapped: Any, manager: Any, steps: int, seed: int) -> None:
+    while manager.current_step() < steps:
+        stepper.zero_grad()
+        points, wanted = batch(manager.current_step(), seed)
+        F.mse_loss(wrapped(points), wanted).backward()
+        stepper.step()
+
+
+def _ddp(name: str, address: str, section: Any, steps: int = 12) -> dict[str, Any]:
+    model, pg = model_of(), group_of(section)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = manager_of(
+        pg, name, address, state={"model": model, "optimizer": optimizer}, min_replicas=3, init_sync=False
+    )
+    wrapped = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
+    train(model, torchft.Optimizer(manager, optimizer), wrapped, manager, steps, ord(name))
+    manager.shutdown(wait=False)
+    return outcome(model, pg)
+
+
+def _local_sgd(name: str, address: str, section: Any) -> dict[str, Any]:
+    model, pg = model_of(), group_of(section, averages="weights")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = manager_of(pg, name, address, state={"model": model}, init_sync=False)
+    with LocalSGD(manager, model, optimizer, sync_every=4):
+        for step in range(32):
+            optimizer.zero_grad()
+            points, wanted = batch(step, ord(name))
+            F.mse_loss(model(points), wanted).backward()
+            optimizer.step()
+    manager.shutdown(wait=False)
+    return outcome(model, pg)
+
+
+def _diloco(name: str, address: str, section: Any) -> dict[str, Any]:
+    model, pg = model_of(), group_of(section)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    parts = [nn.Sequential(model[0]), nn.Sequential(model[2], model[4])]
+    outer = [torch.optim.SGD(p.parameters(), lr=0.7, momentum=0.9, nesterov=True) for p in parts]
+    manager = manager_of(pg, name, address, state={"model": model}, init_sync=False, use_async_quorum=False)
+    with DiLoCo(manager, parts, optimizer, outer, sync_every=4, fragment_sync_delay=1):
+        for step in range(24):
+            optimizer.zero_grad()
+            points, wanted = batch(step, ord(name))
+            F.mse_loss(model(points), wanted).backward()
+            optimizer.step()
+    found = outcome(model, pg)
+    found["weights"] = torch.cat([t.reshape(-1) for t in outer_weights(manager)])
+    found["streams"] = sorted(pg._residuals._tensors)
+    manager.shutdown(wait=False)
+    return found
+
+
+def outer_weights(manager: Any) -> list[torch.Tensor]:
+    """DiLoCo's weights at its last synchronisation, which all replicas share."""
+    states = [s() for k, s in sorted(manager._user_state_dicts.items()) if k.startswith("Streaming")]
+    return [tensor for state in states for tensor in state["original_parameters"].values()]
+
+
+def test_sparsity_zero_is_as_torchft() -> None:
+    with lighthouse(3) as address:
+        plain = in_threads(_ddp, [(name, address, None) for name in "abc"])
+        check_same(plain)
+    with lighthouse(3) as address:
+        ours = in_threads(_ddp, [(name, address, EXACT) for name in "abc"])
+        check_same(ours)
+    torch.testing.assert_close(ours[0]["weights"], plain[0]["weights"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("host", [_ddp, _local_sgd, _diloco])
+def test_hosts(host: Any) -> None:
+    with lighthouse(3) as address:
+        found = in_threads(host, [(name, address, SPARSE) for name in "abc"])
+    check_same(found)
+    for each in found:
+        assert each["counts"].steps_rolled_back == 0
+        assert each["classes"]["gradient"].ratio > 4
+    if host is _diloco:
+        assert {name.rsplit(" all-reduce")[0].rsplit(" small")[0] for name in found[0]["streams"]} == {
+            "fragment 0", "fragment 1"
+        }  # fmt: skip
+
+
+def _hsdp(rank: int, world_size: int, address: str) -> dict[str, Any]:
+    """Two replicas of two shards: the first process group's ranks 0, 1 and 2, 3."""
+    replica, shard = divmod(rank, 2)
+    ports: list[Any] = [None] * 4
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.all_gather_object(ports, server.port)
+    model, pg = model_of(), group_of(SPARSE)
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))["shard"]
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+            layer.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = manager_of(
+        pg, f"replica{replica}", address, state={}, store=(ports[2 * replica], shard, 2), init_sync=False
+    )
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.set_all_reduce_hook(lambda flat: manager.allreduce(flat).wait())
+    stepper = torchft.Optimizer(manager, optimizer)
+    train(model, stepper, model, manager, 10, rank)
+    found = {"weights": torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()])}
+    dist.barrier()
+    manager.shutdown(wait=False)
+    return found | {"ratio": pg.metrics.summary().ratio, "server": str(server)}
+
+
+def test_hsdp() -> None:
+    with lighthouse(2) as address:
+        found = run(4, _hsdp, address)
+    for shard in range(2):
+        assert torch.equal(found[shard]["weights"], found[2 + shard]["weights"])
+        assert found[shard]["ratio"] > 4
+
+
+def _refused(name: str, address: str, section: Any) -> dict[str, Any]:
+    return _steps(name, address, section, 6)
+
+
+def _steps(name: str, address: str, section: Any, steps: int, **options: Any) -> dict[str, Any]:
+    """Train without DDP: an all-reduce for each gradient."""
+    model, pg = model_of(), group_of(section)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = manager_of(
+        pg, name, address, state={"model": model, "optimizer": optimizer}, init_sync=False, **options
+    )
+    stepper, residuals = torchft.Optimizer(manager, optimizer), []
+    try:
+        for attempt in range(20):
+            if manager.current_step() >= steps:
+                break
+            stepper.zero_grad()
+            points, wanted = batch(manager.current_step(), ord(name))
+            F.mse_loss(model(points), wanted).backward()
+            for parameter in model.parameters():
+                manager.allreduce(parameter.grad).wait()
+            if attempt == 3 and "fails" in (section or {}).get("metrics", {}).get("path", ""):
+                manager.report_error(RuntimeError("a gradient was damaged"))
+            stepper.step()
+            pg._settle()
+            residuals.append(residuals_of(pg))
+    finally:
+        manager.shutdown(wait=False)
+        pg.shutdown()
+    return outcome(model, pg) | {"residuals": residuals}
+
+
+def residuals_of(pg: Any) -> torch.Tensor:
+    reducer = pg._residuals._reducer
+    streams = [] if reducer is None else [s.residual.current for n, s in sorted(reducer.streams.items())]
+    return torch.cat(streams) if streams else torch.zeros(0)
+
+
+def test_other_settings_are_refused() -> None:
+    other = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.5}}
+    with lighthouse(2) as address:
+        *others, refused = in_threads(
+            _refused, [("a", address, SPARSE), ("b", address, SPARSE), ("c", address, other)]
+        )
+    check_same(others)
+    assert isinstance(refused, ConfigError)
+    assert "replica 'c'" in str(refused)
+    assert "dct.data_parallel.sparsity differs: 0.9 on ranks 0-1; 0.5 on rank 2" in str(refused)
+
+
+def test_steps_that_are_not_committed_leave_residuals_alone(tmp_path: Path) -> None:
+    # The path of the metrics is what tells the replicas to fail.
+    section = {**SPARSE, "metrics": {"path": str(tmp_path / "fails.jsonl")}}
+    with lighthouse(2) as address:
+        found = in_threads(_refused, [("a", address, section), ("b", address, section)])
+    check_same(found)
+    for each in found:
+        assert each["counts"].steps_rolled_back == 1
+        before, after = each["residuals"][2:4]
+        assert torch.equal(before, after)
+        assert not torch.equal(each["residuals"][1], before)
+        assert before.any()
+
+
+def test_spares_keep_their_residuals() -> None:
+    options = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
+    with lighthouse(3) as address:
+        found = in_threads(lambda name: _steps(name, address, SPARSE, 4, **options), [("a",), ("b",), ("c",)])
+    check_same(found)
+    assert found[0]["classes"]["gradient"].sent_bytes > 5 * found[2]["classes"]["gradient"].sent_bytes
+
+
+def test_order_of_all_reduces_is_checked() -> None:
+    pg = group_of(SPARSE)
+    residuals = pg._residuals
+    residuals.name_of(residuals.begin(0, 1), torch.zeros(1000))
+    residuals.settle(1)
+    with pytest.raises(ConfigError, match=r"all-reduce 1 of step 1 has 2000 entries of .* and had 1000"):
+        residuals.name_of(residuals.begin(1, 1), torch.zeros(2000))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"feedback": "step_ahead"}, "feedback = 'step_ahead'"),
+        ({"nodes": 2}, "nodes = 2"),
+        ({"verify": {}}, "verify"),
+    ],
+)
+def test_settings_that_need_parameters(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"dct.data_parallel.{expected}"):
+        ProcessGroupGloo({"data_parallel": settings})
+
+
+class Replicas:
+    """Processes of torchft_worker.py, which can be killed."""
+
+    def __init__(self, folder: Path, address: str, **job: Any) -> None:
+        self.folder, self.job = folder, {"lighthouse": address, "section": SPARSE, "seconds": 0.02, **job}
+        self.processes: dict[str, Any] = {}
+
+    def start(self, name: str, **job: Any) -> None:
+        job = {**self.job, "name": name, "out": str(self.folder / name), **job}
+        command = [sys.executable, str(WORKER), json.dumps(job)]
+        self.processes[name] = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "error"})
+
+    def results(self, patience: float = 120) -> list[dict[str, Any]]:
+        until = time.monotonic() + patience
+        for name, process in self.processes.items():
+            assert process.wait(until - time.monotonic()) == 0, name
+        return [torch.load(self.folder / name) for name in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_killed_replica_heals_and_another_joins(tmp_path: Path) -> None:
+    with lighthouse(2) as address:
+        replicas = Replicas(tmp_path, address, replicas=4)
+        try:
+            for name in "abc":
+                replicas.start(name, die_at=5 if name == "c" else -1)
+            assert replicas.processes["c"].wait(60) == -9
+            replicas.start("c")
+            replicas.start("d")
+            found = replicas.results()
+        finally:
+            replicas.close()
+    for each in found:
+        assert each["step"] == found[0]["step"]
+        assert all(map(torch.equal, each["weights"], found[0]["weights"]))
+        dense, sent = map(sum, zip(*each["classes"].values(), strict=True))
+        assert dense > 5 * sent
+    a, b, c, d = [each["counts"] for each in found]
+    assert max(a["replicas_left"], b["replicas_left"]) >= 1
+    assert a["steps_rolled_back"] + b["steps_rolled_back"] <= 6
+    assert c["times_healed"] >= 1
+    assert d["times_healed"] >= 1
