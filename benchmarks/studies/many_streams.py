@@ -109,7 +109,7 @@ class Rank:
         self.reducer = GradientReducer(config, metrics=self.metrics, nodes=nodes)
         if self.reducer.node is not None:
             with one_process.apart():
-                _ = self.reducer.exchange.group, self.reducer.node.exchange.group
+                _ = self.reducer.exchange.peers.group, self.reducer.node.exchange.peers.group
         self.updates = None
         if config.parameters is not None:
             self.updates = ParameterUpdates(config, metrics=self.metrics, nodes=nodes)

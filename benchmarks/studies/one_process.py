@@ -116,11 +116,11 @@ class MemoryTransport(Transport):
     """A transport of messages between threads.
 
     Args:
-        group: The process group.
+        rank, ranks, group: See :class:`~dct_plugin.transport.base.Transport`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group)
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        super().__init__(rank, ranks, group)
         threads = group if group is not None else dist.group.WORLD
         assert isinstance(threads, ThreadGroup)
         self._rounds = threads.channel()

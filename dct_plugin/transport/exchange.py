@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import DesyncError
 from ..host_traffic import bytes_sent, own_traffic
+from . import lost_ranks
 from .announced import AnnouncedMessages
 from .base import Transport
 from .peers import GroupPeers, Peers
@@ -36,8 +37,7 @@ class Exchange:
 
     Every method is a collective, but for :meth:`progress`: all ranks of the group call it in the same order.
     Works on gloo with CPU tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go
-    through the host. The group of
-    :attr:`peers` may be set before the first exchange.
+    through the host. The group of :attr:`peers` may be set before the first exchange.
 
     Args:
         group: Process group, None for the default one; or the ranks as another kind of :class:`.peers.Peers`.

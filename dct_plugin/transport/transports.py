@@ -21,7 +21,9 @@ from .tcp import Connections, TcpTransport
 logger = logging.getLogger("dct_plugin.transport")
 
 #: Transports of process groups that have one of their own, by the class of the group.
-TRANSPORTS: dict[type[dist.ProcessGroup], Callable[[int, Sequence[int], dist.ProcessGroup | None], Transport]] = {}
+TRANSPORTS: dict[
+    type[dist.ProcessGroup], Callable[[int, Sequence[int], dist.ProcessGroup | None], Transport]
+] = {}
 
 
 def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

@@ -20,15 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imported
-torchft = pytest.importorskip("torchft", reason="torchft is not installed")
+pytest.importorskip("torchft.coordination", reason="torchft is not installed")
 
-from support.torchft_replicas import LIMIT, in_threads, lighthouse, manager_of  # noqa: E402
-from support.torchft_worker import batch, model_of  # noqa: E402
-from torchft.local_sgd import DiLoCo, LocalSGD  # noqa: E402
-from torchft.manager import WorldSizeMode  # noqa: E402
+import torchft
+from support.torchft_replicas import LIMIT, in_threads, lighthouse, manager_of
+from support.torchft_worker import batch, model_of
+from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.manager import WorldSizeMode
 
-from dct_plugin.errors import ConfigError  # noqa: E402
-from dct_plugin.torchft import ProcessGroupGloo  # noqa: E402
+from dct_plugin.errors import ConfigError
+from dct_plugin.torchft import ProcessGroupGloo
 
 pytestmark = pytest.mark.slow
 
