@@ -154,6 +154,11 @@ class Stream:
         return stats
 
 
+def fresh_state(residual: Tensor) -> dict[str, Any]:
+    """Return the state of a stream that has a residual, and measures its threshold at its next use."""
+    return {"threshold": Threshold().state_dict(), "residual": residual, "shape": None}
+
+
 def first_position(step: int, numel: int) -> int:
     """Return the position from which a payload of limited capacity is filled in a step."""
     return (step * _START_STRIDE) % numel if numel else 0

@@ -211,7 +211,7 @@ class NodeRanks:
                 residual = unpacked(stream["residual"])
                 start, stop = self.part(name, residual.numel())
                 own = residual[start:stop].clone()
-                found[name] = {**stream, "residual": own, "velocity": None, "shape": None}
+                found[name] = {**stream, "residual": own, "shape": None}
         return found
 
     def failing_together(self) -> AbstractContextManager[None]:

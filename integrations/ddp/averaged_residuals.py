@@ -11,7 +11,7 @@ from torch import Tensor
 from dct_plugin import checkpoint
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import own_traffic
-from dct_plugin.thresholds import Threshold
+from dct_plugin.stream import fresh_state
 
 from .state import DCTState
 
@@ -53,8 +53,7 @@ class AveragedResiduals:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        fresh = {"threshold": Threshold().state_dict(), "shape": None}
-        streams = {name: {**fresh, "residual": residual} for name, residual in saved["residuals"].items()}
+        streams = {name: fresh_state(residual) for name, residual in saved["residuals"].items()}
         state = {"step": saved["step"], "loss_scale": saved["loss_scale"], "streams": streams}
         self._state.load_state_dict({"reducer": state})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +39,6 @@ from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
 from .parameter_names import ParameterNames
 
-logger = logging.getLogger("dct_plugin")
 _HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
 
@@ -225,7 +223,7 @@ class DCTState:
                 ahead, named = self._ahead, self.parameters.reduced()
                 return [(name, p.data if ahead is None else ahead.weight(p)) for name, p in named]
 
-            self.steps.replicas = Replicas(self.config.data_parallel, weights, self.process_group)
+            self.steps.replicas = [Replicas(self.config.data_parallel, weights, self.process_group)]
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
 
@@ -275,12 +273,7 @@ class DCTState:
         agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
         lost_peers.watch(self, lambda state: state.steps.step)
         if reducer.group_rank == 0 and reducer.group_size > 1:
-            logger.warning(
-                "dct: active on torch DDP, %d ranks, %s, config %s",
-                reducer.group_size, self.config.data_parallel.summary, self.config.fingerprint(),
-            )  # fmt: skip
-            if self._note:
-                logger.warning("dct: %s", self._note)
+            startup.log_active(f"torch DDP, {reducer.group_size} ranks", self.config, self._note)
         return overlap_of(reducer, inline=True)
 
     def _reduce_early(self, bucket: Bucket) -> None:
@@ -323,10 +316,8 @@ class DCTState:
             return
         self._step_open = False
         self._overlap.record_hidden_time()
-        scale = self._scale.current()
-        # A scaler lowers its scale when, and only when, it has skipped a step.
-        skipped |= scale is not None and scale < self._reducer.loss_scale
-        self.steps.end(skipped=skipped, loss_scale=scale)
+        skipped |= self._scale.skipped_since(self._reducer.loss_scale)
+        self.steps.end(skipped=skipped, loss_scale=self._scale.current())
 
     # -- saved states ---
 

@@ -102,16 +102,8 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
 
 def _report(engine: Any, attachment: Attachment, note: str) -> None:
     """Log what is active, and what is strange about the configuration; ``note`` is about its feedback."""
-    settings = attachment.config.data_parallel
-    logger.warning(
-        "dct: active on %s, %d ranks, %s, config %s",
-        attachment.description,
-        dist.get_world_size(),
-        settings.summary if settings.enabled else "dense gradients",
-        attachment.config.fingerprint(),
-    )
-    if note:
-        logger.warning("dct: %s", note)
+    what = f"{attachment.description}, {dist.get_world_size()} ranks"
+    startup.log_active(what, attachment.config, note)
     if unknown := unread_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
     for sentence in advice(facts_of(engine)):

@@ -120,11 +120,13 @@ class Attachment:
             for name, parameter in group
             if not is_expert(parameter)
         ]
-        self.steps.replicas = Replicas(
-            self.config.data_parallel,
-            lambda: [(name, parameter.data) for name, parameter in replicated],
-            self.reducer.group,
-        )
+        self.steps.replicas = [
+            Replicas(
+                self.config.data_parallel,
+                lambda: [(name, parameter.data) for name, parameter in replicated],
+                self.reducer.group,
+            )
+        ]
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         monitor = engine.monitor.write_events if engine.monitor.enabled else None
         self._reporting = Reporting(self.metrics, monitor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -37,14 +36,10 @@ from .parameter_groups import (
     check_torch,
     has_replicas,
     parameter_groups,
-    parameters_of,
+    replicated_groups,
 )
 from .replica_group import ReplicaGroup
 from .sharded_weights import GatheredShard, check_displaceable, shard_units
-
-__all__ = ["ReplicaCompression", "compress_replicas"]
-
-logger = logging.getLogger("dct_plugin")
 
 #: The seam in torch, once in a process.
 _seam = lru_cache(maxsize=None)(lambda: ReductionSeam(ReplicaGroup))
@@ -117,7 +112,7 @@ class ReplicaCompression:
         written = DCTConfig.given(config, rank=dist.get_rank())
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._model, self._time_limit = model, time_limit
-        groups = _replicated(model)
+        groups = replicated_groups(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
         self.config, self._note = settled(
             written,
@@ -135,11 +130,8 @@ class ReplicaCompression:
         self._nonfinite = PoisonedSteps(self.config.data_parallel, self._gradients, agree=True)
         self._agreed: set[GradientReducer] = set()
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
-        self._replicas: list[Replicas] = []
-        self._step_open = self._step_due = self._skipped = False
-        """Whether gradients were reduced since the last step, the scaler is done with them, and the optimizer
-        was kept from using them.
-        """
+        self._step_due = self._skipped = False
+        """Whether the scaler is done with a step, and whether the optimizer was kept from making it."""
         self._step_scale = 1.0
         """Loss scale of the gradients of this step."""
         self._reduced: set[GradientReducer] = set()
@@ -193,7 +185,7 @@ class ReplicaCompression:
             own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]
             return [(each.name, each.local()) for each in own if each.shape.numel()]
 
-        self._replicas.append(Replicas(settings, weights, replicas))
+        self.steps.replicas.append(Replicas(settings, weights, replicas))
         return reducer
 
     def _follow_steps(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -230,9 +222,8 @@ class ReplicaCompression:
             self._agree(group)
             self._agreed.add(group.reducer)
         self._follow_unit(group)
-        if not self._step_open and self._optimizer is None and self._scale.scaler is None:
+        if not self.steps.open and self._optimizer is None and self._scale.scaler is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
-        self._step_open = True
         self._reduced.add(group.reducer)
         self.steps.begin()
 
@@ -248,16 +239,11 @@ class ReplicaCompression:
                         "compress_replicas; call compress_replicas after the last fully_shard"
                     )
             if group.averages:
-                _check_average(group)
+                group.check_average()
         facts = {"optimizer steps so far": group.reducer.step, "optimizer given": self._optimizer is not None}
         agreement.confirm(startup.facts_of(self.config, facts))
         if dist.get_rank() == 0 and not self._agreed:
-            logger.warning(
-                "dct: active on FSDP2, %d replicas, %s, config %s",
-                group.size(), self.config.data_parallel.summary, self.config.fingerprint(),
-            )  # fmt: skip
-            if self._note:
-                logger.warning("dct: %s", self._note)
+            startup.log_active(f"FSDP2, {group.size()} replicas", self.config, self._note)
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
@@ -282,30 +268,27 @@ class ReplicaCompression:
 
     def _before_step(self, *_: Any) -> None:
         """Decide what becomes of the step that the optimizer is about to make."""
-        self._skipped = self._step_open and self._nonfinite.found(self.steps.step)
+        self._skipped = self.steps.open and self._nonfinite.found(self.steps.step)
         if self._skipped:
             for each in self.parameters:
                 each.sharded.grad = None  # torch's optimizers leave such parameters and their states alone
 
     def _scaler_updated(self) -> None:
-        self._step_due = self._step_open
+        self._step_due = self.steps.open
 
     def _end_due_step(self) -> None:
         """End the step that the gradient scaler has made or skipped."""
         if self._step_due:
-            # A scaler lowers its scale when, and only when, it has skipped a step.
-            self._skipped = (self._scale.current() or 1.0) < self._step_scale
+            self._skipped = self._scale.skipped_since(self._step_scale)
             self._end_step()
 
     def _end_step(self) -> None:
-        if not self._step_open:  # get_state_dict() lets a fresh optimizer step without gradients
+        if not self.steps.open:  # get_state_dict() lets a fresh optimizer step without gradients
             return
         skipped, self._skipped = self._skipped, False
-        self._step_open = self._step_due = False
+        self._step_due = False
         self._reduced.clear()
         self.steps.end(skipped=skipped)
-        for each in self._replicas:
-            each.check(self.steps.step)
 
     # -- saved states ---
 
@@ -345,7 +328,7 @@ class ReplicaCompression:
         return found
 
     def _restored(self) -> None:
-        self._step_open = self._step_due = False
+        self.steps.open = self._step_due = False
         self._reduced.clear()
         self.steps.step = self.groups[0].reducer.step
 
@@ -379,48 +362,3 @@ def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
             raise ConfigError(
                 f"dct.data_parallel.{key} needs compress_replicas(model, config, optimizer=optimizer)"
             )
-
-
-def _replicated(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
-    """Return FSDP's parameter groups with a replica dimension, and their parameters.
-
-    Raises:
-        ConfigError: There are none; says what to do.
-    """
-    groups = [(group, parameters_of(model, group)) for group in parameter_groups(model)]
-    replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
-    if not replicated:
-        ranks = dist.get_world_size()
-        raise ConfigError(
-            f"rank {dist.get_rank()}: compress_replicas: every parameter is sharded over all ranks of a mesh "
-            "of one dimension, so that there are no replicas between which gradients are all-reduced. Pass "
-            "fully_shard a mesh of two dimensions, nodes and ranks in a node: init_device_mesh("
-            f"device_type, (nodes, {ranks} // nodes), mesh_dim_names=('replicate', 'shard'))"
-        )
-    rest = [p.name for group, parameters in groups if not has_replicas(group) for p in parameters]
-    if rest and dist.get_rank() == 0:
-        logger.warning(
-            "dct: %d parameters have no replicas, and FSDP reduces their gradients by itself: %s",
-            len(rest),
-            ", ".join(rest[:5]),
-        )
-    return replicated
-
-
-def _check_average(group: ReplicaGroup) -> None:
-    """Check that the shards' backend averages: gloo of some versions sums; a collective of the shards.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    shards = getattr(group.parameters[0].group.mesh_info, "shard_process_group", None)
-    if shards is None or shards.size() == 1 or dist.get_backend(shards) != "gloo":
-        return
-    result = torch.empty(1)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce_scatter(result, torch.ones(shards.size()), dist.ReduceOp.AVG, shards)
-    if result.item() != 1.0:
-        raise ConfigError(
-            f"rank {dist.get_rank()}: gloo of torch {torch.__version__} sums where FSDP asks for the average "
-            "of the shards; call set_force_sum_reduction_for_comms(True) on every module of FSDP's"
-        )

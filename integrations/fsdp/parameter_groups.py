@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..host.patches import Patches
 from ..host.signatures import Target
 from ..host.versions import VersionRange, unsupported
 
-__all__ = ["ShardedParameter", "check_torch", "has_replicas", "parameter_groups", "parameters_of"]
+logger = logging.getLogger("dct_plugin")
 
 SUPPORTED = VersionRange("2.6.0", "2.16.0")
 _REMEDY = "install one of these, or train without compress_replicas"
@@ -120,12 +121,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
         yield from (group for group in groups if group is not None)
 
 
-def parameters_of(model: nn.Module, group: Any) -> list[ShardedParameter]:
-    """Return the parameters of a group, between two steps.
-
-    Raises:
-        ConfigError: The model does not show them.
-    """
+def _parameters_of(model: nn.Module, group: Any) -> list[ShardedParameter]:
     names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
     return [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params]
 
@@ -133,6 +129,32 @@ def parameters_of(model: nn.Module, group: Any) -> list[ShardedParameter]:
 def has_replicas(group: Any) -> bool:
     """Return whether a parameter group has a replica dimension."""
     return hasattr(group.mesh_info, "replicate_process_group")
+
+
+def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
+    """Return FSDP's parameter groups with a replica dimension, and their parameters; between two steps.
+
+    Raises:
+        ConfigError: There are none, or the model does not show their parameters; says what to do.
+    """
+    groups = [(group, _parameters_of(model, group)) for group in parameter_groups(model)]
+    replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
+    if not replicated:
+        ranks = dist.get_world_size()
+        raise ConfigError(
+            f"{_rank()}: compress_replicas: every parameter is sharded over all ranks of a mesh "
+            "of one dimension, so that there are no replicas between which gradients are all-reduced. Pass "
+            "fully_shard a mesh of two dimensions, nodes and ranks in a node: init_device_mesh("
+            f"device_type, (nodes, {ranks} // nodes), mesh_dim_names=('replicate', 'shard'))"
+        )
+    rest = [p.name for group, parameters in groups if not has_replicas(group) for p in parameters]
+    if rest and dist.get_rank() == 0:
+        logger.warning(
+            "dct: %d parameters have no replicas, and FSDP reduces their gradients by itself: %s",
+            len(rest),
+            ", ".join(rest[:5]),
+        )
+    return replicated
 
 
 class ReductionSeam:

@@ -28,12 +28,10 @@ from torch import Tensor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.feedback import unpacked
-from dct_plugin.thresholds import Threshold
+from dct_plugin.stream import fresh_state
 
 from .parameter_groups import ShardedParameter
 from .replica_group import ReplicaGroup
-
-__all__ = ["load", "restore", "state_of"]
 
 logger = logging.getLogger("dct_plugin")
 
@@ -81,8 +79,7 @@ def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any]) -> None:
                 mean = own_residual.mean(0)
                 if name in held_back:  # parts of the sum
                     mean += held_back[name] / len(own_residual)
-                fresh = {"threshold": Threshold().state_dict(), "velocity": None, "shape": None}
-                streams[name] = {**fresh, "residual": mean.reshape(-1).cpu()}
+                streams[name] = fresh_state(mean.reshape(-1).cpu())
                 continue
             _put(streams, name, own_residual.reshape(-1))
             for shard, stream in reducer.topology.held_back(name, numel):

@@ -12,8 +12,6 @@ from dct_plugin.errors import ConfigError
 
 from .parameter_groups import ShardedParameter
 
-__all__ = ["GatheredShard", "check_displaceable", "shard_units"]
-
 
 class GatheredShard:
     """This rank's shard of a parameter as FSDP gathers it before a pass.

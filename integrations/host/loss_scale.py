@@ -36,6 +36,11 @@ class LossScale:
         scale = self.scaler._get_scale_async()
         return float(self.scaler.get_scale() if scale is None else self._mirror.of(scale))
 
+    def skipped_since(self, scale: float) -> bool:
+        """Return whether the scaler has skipped the step with this scale: it is lowered only then."""
+        current = self.current()
+        return current is not None and current < scale
+
     def _copied_to_host(self, update: Callable[..., None]) -> Callable[..., None]:
         def updated(*arguments: Any, **keywords: Any) -> None:
             update(*arguments, **keywords)

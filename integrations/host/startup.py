@@ -6,6 +6,7 @@ differs. A rank that states nothing is named after a time limit, and hangs nobod
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from dct_plugin.errors import VersionError
 from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 from dct_plugin.transport.nodes import publish_machine
+
+logger = logging.getLogger("dct_plugin")
 
 
 def join(
@@ -101,6 +104,15 @@ def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
         "version of torch": torch.__version__,
         **more,
     }
+
+
+def log_active(what: str, config: DCTConfig, note: str) -> None:
+    """Log what is active; ``note`` is about its feedback."""
+    settings = config.data_parallel
+    summary = settings.summary if settings.enabled else "dense gradients"
+    logger.warning("dct: active on %s, %s, config %s", what, summary, config.fingerprint())
+    if note:
+        logger.warning("dct: %s", note)
 
 
 def _store() -> Any:

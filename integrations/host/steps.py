@@ -37,7 +37,7 @@ class StepHooks:
     Attributes:
         step: Optimizer steps so far, skipped ones included; a host sets it when it restores a checkpoint.
         open: Whether gradients were reduced since the last step.
-        replicas: Compares the ranks' parameters after a step, if the host says which they are.
+        replicas: Compare the ranks' parameters after a step, where the host says which they are.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepHooks:
         self.metrics = metrics
         self.step = step
         self.open = False
-        self.replicas: Replicas | None = None
+        self.replicas: list[Replicas] = []
         self._warns = rank == 0
 
     def begin(self) -> None:
@@ -75,5 +75,5 @@ class StepHooks:
             member.end_step(skipped=skipped, loss_scale=loss_scale, reduced_at=reduced_at)
         if self.metrics is not None:
             self.metrics.step(self.step)
-        if self.replicas is not None:
-            self.replicas.check(self.step)
+        for each in self.replicas:
+            each.check(self.step)
