@@ -111,7 +111,8 @@ class ReplicaGroup(dist.ProcessGroup):
         if result.item() != 1.0:
             raise ConfigError(
                 f"rank {dist.get_rank()}: gloo of torch {torch.__version__} sums where FSDP asks for the "
-                "average of the shards; call set_force_sum_reduction_for_comms(True) on each of FSDP's modules"
+                "average of the shards; call set_force_sum_reduction_for_comms(True) on every module of "
+                "FSDP's"
             )
 
     @property
