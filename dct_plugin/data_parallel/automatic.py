@@ -401,10 +401,20 @@ class AutomaticSparsity(AddOn):
         link: Link,
         why: str,
     ) -> None:
-        """Log the decision with its reason in milliseconds, on the first rank."""
+        """Log a decision with its reason in milliseconds, on the first rank; write it to the metrics."""
+        predicted = next(each for each in predictions if each.setting == chosen)
+        if self._group.metrics is not None:
+            self._group.metrics.event(
+                "decision",
+                step=self._group.step,
+                setting=str(chosen),
+                reason=why,
+                predicted_ms=1e3 * predicted.total,
+                measured_ms=1e3 * seconds[chosen],
+                tried_ms={str(setting): 1e3 * measured for setting, measured in seconds.items()},
+            )
         if self._group.group_rank:
             return
-        predicted = next(each for each in predictions if each.setting == chosen)
         others = ", ".join(
             f"{setting} {1e3 * measured:.1f}" for setting, measured in seconds.items() if setting != chosen
         )

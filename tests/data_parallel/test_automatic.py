@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.processes import run
 
-from dct_plugin.config import DataParallelConfig
+from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.config.automatic import Setting, judged, settings_within
 from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel import GradientReducer
@@ -24,6 +24,7 @@ from dct_plugin.data_parallel.automatic import (
     likely,
 )
 from dct_plugin.errors import ConfigError
+from dct_plugin.metrics import Metrics
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
 
@@ -151,7 +152,10 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
         patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=probe),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config: allowed),
     ):
-        reducer = GradientReducer(config)
+        metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+        events: list[dict[str, Any]] = []
+        metrics.event = lambda name, **figures: events.append(figures)  # type: ignore[method-assign]
+        reducer = GradientReducer(config, metrics=metrics)
         automatic = reducer.add_on(AutomaticSparsity)
         generator = torch.Generator().manual_seed(rank)
         given, got, used, states = torch.zeros(5_000), torch.zeros(5_000), [], None
@@ -169,6 +173,8 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
         residual = reducer.streams["weight"].residual
         return {
             "used": used,
+            "decisions": [each["setting"] for each in events],
+            "reasons": [each["reason"] for each in events],
             "given": given,
             "got": got,
             "owed": 0.0 if residual is None else float(residual.current.abs().max()),
@@ -185,6 +191,8 @@ def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
     assert first[0] == DENSE
     assert first[_STEPS // 2 - 1] == STRONG  # the slow link
     assert first[-1] == DENSE  # the fast one
+    assert ranks[0]["decisions"] == [str(STRONG), str(DENSE)]
+    assert ranks[0]["reasons"][1].startswith(("the link takes", "steps take"))
     assert all(each["resumed"] == STRONG for each in ranks)
     # Nothing is owed once the exchange is dense again: all that was given has arrived.
     assert all(each["owed"] == 0.0 for each in ranks)
