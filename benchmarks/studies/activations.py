@@ -48,8 +48,8 @@ def classes() -> dict[str, dict[str, Any]]:
         **apart("threshold 0.9, int4", threshold(0.9, "int4")),
         "threshold 0.65, int8": threshold(0.65, "int8"),
         "quantise 4 bits": both_ways("quantise", bits=4),
-        **apart("quantise 2 bits, rotated", both_ways("quantise", bits=2, rotate=True)),
-        "quantise 1 bit, rotated": both_ways("quantise", bits=1, rotate=True),
+        **apart("quantise 2 bits", both_ways("quantise", bits=2)),
+        "quantise 1 bit": both_ways("quantise", bits=1),
         **apart("transform 1.42 bits", both_ways("transform", rate=1.42)),
         "transform 4 bits": both_ways("transform", rate=4.0),
     }

@@ -3,19 +3,17 @@
 A group's ``2**bits`` levels are equally spaced and symmetric about zero. Rounded to nearest, the distance of
 levels is the better, for each group, of two: the one that spans the largest magnitude, and the one that
 serves normally distributed values best and clips the rest (Max, IRE Trans. Inf. Theory 1960, table II).
-Rounded at random, levels span the group, and each value is right on average. Plain torch, any device.
+Plain torch, any device.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .splitmix import shift_right, splitmix64
 
 #: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
 _BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
@@ -27,7 +25,6 @@ class Quantiser(NamedTuple):
     Attributes:
         bits: Bits of a value, 1 to 8; 16 is bf16 without scales.
         group: Values that share a scale of bf16, a power of two of at least 8.
-        rotate: Mix the values of each group by a Hadamard transform (TAH-Quant, arXiv 2506.01352).
 
     Example:
         >>> quantiser = Quantiser(bits=4, group=64)
@@ -37,7 +34,6 @@ class Quantiser(NamedTuple):
 
     bits: int
     group: int = 128
-    rotate: bool = False
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of ``numel`` values."""
@@ -45,14 +41,11 @@ class Quantiser(NamedTuple):
             return 2 * numel
         return 2 * -(-numel // self.group) + self.bits * -(-numel // 8)
 
-    def encode(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
         """Return the values of ``x``, any shape and floating type, as uint8 [nbytes].
 
         Groups follow each other in memory: those of [rows, hidden] lie within a row if ``group`` divides
         ``hidden``. A group with a non-finite entry decodes to no finite entry.
-
-        Args:
-            seed: int64 []: round at random, by it alone; None: to nearest.
         """
         flat = x.detach().reshape(-1)
         if self.bits == 16:
@@ -60,15 +53,8 @@ class Quantiser(NamedTuple):
         numel = flat.numel()
         table = torch.zeros(-(-numel // self.group), self.group, device=x.device)
         table.view(-1)[:numel] = flat
-        if self.rotate:
-            table = table @ hadamard(self.group, x.device)
-        levels = 2**self.bits
-        if seed is None:
-            step, half = self._nearest(table), levels / 2
-        else:
-            step = _stored(table.abs().amax(dim=1, keepdim=True) * (2 / (levels - 1)))
-            half = uniform(table.numel(), seed).view_as(table).add_((levels - 1) / 2)
-        codes = _codes(table, step, half, levels).to(torch.uint8)
+        step = self._nearest(table)
+        codes = _codes(table, step, 2**self.bits).to(torch.uint8)
         scales = step.to(torch.bfloat16).view(-1).view(torch.uint8)
         return torch.cat([scales, pack(codes.view(-1)[: 8 * -(-numel // 8)], self.bits)])
 
@@ -89,8 +75,6 @@ class Quantiser(NamedTuple):
         codes = unpack(data[2 * groups : size], self.bits)
         table.view(-1)[: codes.numel()] = codes
         table.sub_((2**self.bits - 1) / 2).mul_(step.unsqueeze(1))
-        if self.rotate:
-            table = table @ hadamard(self.group, data.device)
         return table.view(-1)[:numel]
 
     def _nearest(self, table: Tensor) -> Tensor:
@@ -103,7 +87,7 @@ class Quantiser(NamedTuple):
             return spanning
         best = _stored(table.square().mean(dim=1, keepdim=True).sqrt_() * _BEST_STEP[self.bits])
         errors = [
-            (_codes(table, step, levels / 2, levels) - (levels - 1) / 2)
+            (_codes(table, step, levels) - (levels - 1) / 2)
             .mul_(step)
             .sub_(table)
             .square_()
@@ -118,10 +102,10 @@ def _stored(step: Tensor) -> Tensor:
     return step.to(torch.bfloat16).to(torch.float32)
 
 
-def _codes(table: Tensor, step: Tensor, half: Tensor | float, levels: int) -> Tensor:
+def _codes(table: Tensor, step: Tensor, levels: int) -> Tensor:
     """Return the number of each value's level, fp32; a step of zero has no levels."""
     scaled = table / step.clamp_min(torch.finfo(torch.float32).tiny)
-    return scaled.add_(half).floor_().clamp_(0, levels - 1)
+    return scaled.add_(levels / 2).floor_().clamp_(0, levels - 1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -154,20 +138,3 @@ def unpack(data: Tensor, bits: int) -> Tensor:
         places = [(word >> (bits * place)) & mask for place in range(8)]
         return torch.stack(places, dim=1).to(torch.uint8).view(-1)
     return torch.stack([(data >> (bits * place)) & mask for place in range(8 // bits)], dim=1).view(-1)
-
-
-def uniform(numel: int, seed: Tensor) -> Tensor:
-    """Return random fp32 [numel] in [0, 1) that follow from ``seed``, int64 [], and position; read
-    nothing.
-    """
-    words = splitmix64(torch.arange(numel, dtype=torch.int64, device=seed.device), seed)
-    return shift_right(words, 40).to(torch.float32).mul_(2.0**-24)
-
-
-@functools.lru_cache(maxsize=16)
-def hadamard(size: int, device: torch.device) -> Tensor:
-    """Return the orthonormal, symmetric Hadamard matrix of a power of two, fp32: its own inverse."""
-    matrix = torch.ones(1, 1, device=device)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
-    return matrix / size**0.5

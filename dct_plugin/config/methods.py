@@ -78,18 +78,7 @@ class ThresholdMethod(Method):
         return self.sparsity > 0
 
 
-class RoundedMethod(Method):
-    """Base class of methods that write values in few bits."""
-
-    stochastic: bool = False
-    """Round at random, so that the average is right, and span each group's largest value. The seed follows
-    from name, step and content, so that recomputation rounds alike.
-
-    With few bits where a bias would add up; it spans outliers, so the error of one value is larger.
-    """
-
-
-class QuantiseMethod(RoundedMethod):
+class QuantiseMethod(Method):
     """All entries cross in few bits."""
 
     in_words = "{method}, {bits} bits"
@@ -99,11 +88,6 @@ class QuantiseMethod(RoundedMethod):
     """Bits of a value; 16 is bf16, 1 a sign. One scale serves a group of values.
 
     4 where 8 are too many bytes; 16 is lossless for bf16 tensors.
-    """
-    rotate: bool = False
-    """Mix the values of each group by a Hadamard transform first, so that outliers spread (TAH-Quant).
-
-    With 4 bits and fewer, where some entries are far larger than the rest.
     """
 
 
@@ -120,7 +104,7 @@ class BoundMethod(Method):
     """
 
 
-class TransformMethod(RoundedMethod):
+class TransformMethod(Method):
     """Coordinates in the principal directions cross, in as many bits as each earns."""
 
     in_words = "transform, {rate:g} bits per entry"

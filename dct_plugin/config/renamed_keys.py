@@ -33,11 +33,11 @@ _ACTIVATIONS: Mapping[str, str] = {
     "enabled": '"forward": "none" for false; nothing for true',
     **{
         key: f'"forward": {{{{"method": ..., "{key}": {{value}}}}}}'
-        for key in ("bits", "error_bound", "stochastic", "rotate", "rate")
+        for key in ("bits", "error_bound", "rate")
     },
     **{
         f"gradient_{key}": f'"backward": {{{{"method": ..., "{key}": {{value}}}}}}'
-        for key in ("bits", "error_bound", "stochastic", "rate")
+        for key in ("bits", "error_bound", "rate")
     },
 }
 #: Keys that have no successor, and why.
@@ -67,6 +67,18 @@ _GONE: Mapping[str, str] = {
     **dict.fromkeys(
         ("data_parallel.momentum_correction", "data_parallel.feedback.momentum"),
         'it lost to "feedback": "step_ahead", which works with the optimizer\'s own momentum',
+    ),
+    **dict.fromkeys(
+        (
+            *("pipeline.stochastic", "tensor.stochastic", "experts.stochastic", "forward.stochastic"),
+            *("pipeline.gradient_stochastic", "tensor.gradient_stochastic", "experts.gradient_stochastic"),
+            "backward.stochastic",
+        ),
+        "values are rounded to nearest, whose error is half as large",
+    ),
+    **dict.fromkeys(
+        ("pipeline.rotate", "tensor.rotate", "experts.rotate", "forward.rotate", "backward.rotate"),
+        'rotated values of 1 and 2 bits lost to "transform" at equal bytes',
     ),
     "data_parallel.index_encoding": "the encoder takes the smallest encoding",
     "data_parallel.momentum_masking": "it cost quality",

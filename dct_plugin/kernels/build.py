@@ -24,9 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import fcntl
@@ -209,6 +209,20 @@ def _open(path: Path) -> ctypes.CDLL:
     if found != (ABI_VERSION, build_id()):
         raise BuildError(f"{path} was built from another version of the source")
     return library
+
+
+def fields(names: str, kind: type[Any]) -> list[tuple[str, type[Any]]]:
+    """Return fields of one type for a structure of ctypes."""
+    return [(name, kind) for name in names.split()]
+
+
+def load_functions(signatures: Mapping[str, Sequence[Any]]) -> tuple[ctypes.CDLL, Path]:
+    """Do what :func:`load` does, and declare functions: their arguments by name; each returns a status."""
+    library, path = load()
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int32
+    return library, path
 
 
 def load() -> tuple[ctypes.CDLL, Path]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_s
 from ..codecs.payload import Header, Payload, verify_checksum, write_payload
 from ..codecs.stats import KERNEL_ERRORS, Stats
 from ..errors import PayloadError
-from . import build
 from .backend import Backend
+from .build import fields, load_functions
 from .checks import (
     check_encode_shared,
     check_exact,
@@ -51,42 +52,26 @@ _ERR_HEADER = -9
 
 class _Compress(ctypes.Structure):
     _fields_ = [
-        ("grad", c_void_p),
-        ("residual", c_void_p),
-        ("left", c_void_p),
-        ("out", c_void_p),
-        ("numel", c_uint64),
-        ("capacity", c_uint64),
-        ("start", c_uint64),
-        ("tau", c_float),
-        ("grad_dtype", c_int32),
-        ("value_dtype", c_int32),
-        ("encoding", c_int32),
-        ("dense", c_int32),
-        ("threads", c_int32),
-        ("clear", c_int32),
-        ("nonfinite", c_int32),
-        ("nbytes", c_uint64),
-        ("nnz", c_uint64),
-        ("above", c_uint64),
-        ("select_ns", c_uint64),
-        ("encode_ns", c_uint64),
+        *fields("grad residual left out", c_void_p),
+        *fields("numel capacity start", c_uint64),
+        *fields("tau", c_float),
+        *fields("grad_dtype value_dtype encoding dense threads clear nonfinite", c_int32),
+        *fields("nbytes nnz above select_ns encode_ns", c_uint64),
     ]
 
 
 class _Payload(ctypes.Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("nbytes", c_uint64),
-        ("numel", c_uint64),
-        ("nnz", c_uint64),
-        ("index_nbytes", c_uint64),
-        ("encoding", c_int32),
-        ("param", c_int32),
-        ("value_dtype", c_int32),
-        ("check1", c_uint32),
-        ("check2", c_uint32),
+        *fields("data", c_void_p),
+        *fields("nbytes numel nnz index_nbytes", c_uint64),
+        *fields("encoding param value_dtype", c_int32),
+        *fields("check1 check2", c_uint32),
     ]
+
+    @classmethod
+    def of(cls, payload: Payload) -> _Payload:
+        header = payload.header
+        return cls(payload.data.data_ptr(), *(getattr(header, field[0]) for field in cls._fields_[1:]))
 
 
 class _Message(ctypes.Structure):
@@ -97,7 +82,7 @@ class _Target(ctypes.Structure):
     _fields_ = [("out", c_void_p), ("numel", c_uint64), ("dtype", c_int32)]
 
 
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "dct_isa": [c_int32],
     "dct_compress": [POINTER(_Compress)],
     "dct_decode_add": [POINTER(_Payload), POINTER(_Payload), c_void_p],
@@ -130,22 +115,6 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _view(payload: Payload) -> _Payload:
-    header = payload.header
-    return _Payload(
-        payload.data.data_ptr(),
-        header.nbytes,
-        header.numel,
-        header.nnz,
-        header.index_nbytes,
-        header.encoding,
-        header.param,
-        header.value_dtype,
-        header.check1,
-        header.check2,
-    )
-
-
 def _on_cpu(**tensors: Payload | Tensor | None) -> None:
     for name, tensor in tensors.items():
         tensor = tensor.data if isinstance(tensor, Payload) else tensor
@@ -169,10 +138,7 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
-        self._library, self.path = build.load()
-        for function, arguments in _SIGNATURES.items():
-            getattr(self._library, function).argtypes = arguments
-            getattr(self._library, function).restype = c_int32
+        self._library, self.path = load_functions(_SIGNATURES)
         self.threads = threads
         self._local = threading.local()
 
@@ -234,8 +200,8 @@ class CpuBackend(Backend):
             verify_checksum(opened.header, opened.data)
             out.fill_(float("nan"))
             return 0
-        own = _view(opened)
-        other = own if mask is opened else _view(mask)
+        own = _Payload.of(opened)
+        other = own if mask is opened else _Payload.of(mask)
         _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
         return opened.nnz
 
@@ -274,7 +240,7 @@ class CpuBackend(Backend):
         _on_cpu(payload=payload)
         payload = open_positions(payload, numel, verify=False)
         mask = torch.zeros(numel, dtype=torch.bool)
-        _check(self._library.dct_decode_mask(byref(_view(payload)), mask.data_ptr()))
+        _check(self._library.dct_decode_mask(byref(_Payload.of(payload)), mask.data_ptr()))
         return mask
 
     def encode_shared(
@@ -288,7 +254,7 @@ class CpuBackend(Backend):
             write_payload(out, header)
         else:
             flag, code, vt = c_int32(), _GRAD_CODE[source.dtype], header.value_dtype
-            arguments = (source.data_ptr(), code, byref(_view(mask)), vt, out.data_ptr(), byref(flag))
+            arguments = (source.data_ptr(), code, byref(_Payload.of(mask)), vt, out.data_ptr(), byref(flag))
             _check(self._library.dct_encode_shared(*arguments))
             if flag.value:
                 header = Header.flagged(vt, mask.numel)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from . import build
+from .build import fields, load_functions
 from .embedding_format import (
     RICE_COST,
     Decoding,
@@ -28,54 +29,36 @@ from .embedding_reference import ReferenceEmbeddingKernels
 
 class _Outgoing(ctypes.Structure):
     _fields_ = [
-        ("x", c_void_p),
-        ("decoded", c_void_p),
-        ("out", c_void_p),
-        ("codes", c_void_p),
-        ("numel", c_uint64),
-        ("first", c_uint64),
-        ("segments", c_uint64),
-        ("nbytes", c_uint64),
-        ("kind", c_int32),
-        ("status", c_int32),
+        *fields("x decoded out codes", c_void_p),
+        *fields("numel first segments nbytes", c_uint64),
+        *fields("kind status", c_int32),
     ]
 
 
 class _Encode(ctypes.Structure):
-    _fields_ = [
-        ("messages", c_void_p),
-        ("lengths", c_void_p),
-        ("bounds", c_void_p),
-        ("bit_cost", c_uint64),
-        ("rice_cost", c_uint64),
-    ]
+    _fields_ = [*fields("messages lengths bounds", c_void_p), *fields("bit_cost rice_cost", c_uint64)]
 
 
 class _Incoming(ctypes.Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("out", c_void_p),
-        ("nbytes", c_uint64),
-        ("numel", c_uint64),
-        ("first", c_uint64),
-        ("segments", c_uint64),
-        ("found", c_int64),
-        ("status", c_int32),
-        ("reserved", c_int32),
+        *fields("data out", c_void_p),
+        *fields("nbytes numel first segments", c_uint64),
+        *fields("found", c_int64),
+        *fields("status reserved", c_int32),
     ]
 
 
 class _Decode(ctypes.Structure):
-    _fields_ = [("messages", c_void_p), ("lengths", c_void_p)]
+    _fields_ = fields("messages lengths", c_void_p)
 
 
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "dct_mean_squares": [POINTER(_Encode), c_int32, c_void_p],
     "dct_embedding_encode": [POINTER(_Encode), c_int32, c_int32],
     "dct_embedding_decode": [POINTER(_Decode), c_int32, c_int32],
     "dct_distinct_rows": [
-        *[c_void_p, c_uint64, c_uint64, c_void_p, c_void_p],
-        *[c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
+        *[c_void_p, c_uint64, c_uint64],
+        *[c_void_p] * 7,
     ],
     "dct_add_rows": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint64],
 }
@@ -96,10 +79,7 @@ class CompiledEmbeddingKernels(EmbeddingKernels):
     name = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
-        self._library, _ = build.load()
-        for function, arguments in _SIGNATURES.items():
-            getattr(self._library, function).argtypes = arguments
-            getattr(self._library, function).restype = c_int32
+        self._library, _ = load_functions(_SIGNATURES)
         self._bound = self._library.dct_embedding_bound
         self._bound.argtypes, self._bound.restype = [c_uint64, c_uint64], c_int64
         self._threads = threads

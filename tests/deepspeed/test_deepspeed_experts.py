@@ -18,8 +18,8 @@ READY = CONFIGS / "deepspeed_experts_dct.json"
 METHODS: dict[str, dict[str, Any]] = {
     "8-bit": {"forward": {"method": "quantise", "bits": 8}},
     "4-bit": {
-        "forward": {"method": "quantise", "bits": 4, "stochastic": True},
-        "backward": {"method": "quantise", "bits": 8, "stochastic": True},
+        "forward": {"method": "quantise", "bits": 4},
+        "backward": {"method": "quantise", "bits": 8},
     },
     "bound": {"forward": {"method": "bound", "error_bound": 0.02}},
     "threshold": {

@@ -22,8 +22,8 @@ CLASSES: dict[str, dict[str, Any]] = {
         "backward": {"method": "answer", "value_dtype": "int4"},
     },
     "quantise": {
-        "forward": {"method": "quantise", "bits": 4, "rotate": True, "stochastic": True},
-        "backward": {"method": "quantise", "bits": 3, "rotate": True, "stochastic": True},
+        "forward": {"method": "quantise", "bits": 4},
+        "backward": {"method": "quantise", "bits": 3},
     },
     "transform": {"forward": {"method": "transform", "rate": 0.5}},
 }
@@ -90,14 +90,14 @@ def test_pipelines(tmp_path: Path) -> None:
 
 def test_tensor_and_sequence_parallel() -> None:
     job = Job(tp=2, sequence_parallel=True, steps=10)
-    stochastic = tensor(**CLASSES["quantise"], gather=True)
+    quantised = tensor(**CLASSES["quantise"], gather=True)
     plain, none, nothing_left_out, *found, recomputed, alone = run(
         2,
         replace(job, steps=3),
         job.with_dct(tensor(forward="none", gather=True), steps=3),
         job.with_dct(tensor(forward={"method": "threshold", "sparsity": 0.0}, gather=True), steps=3),
         *(job.with_dct(tensor(**section, gather=True)) for section in CLASSES.values()),
-        job.with_dct(stochastic, recompute="full"),
+        job.with_dct(quantised, recompute="full"),
         job.with_dct(tensor(**CLASSES["transform"]), sequence_parallel=False),
     )
     for same in (none, nothing_left_out):

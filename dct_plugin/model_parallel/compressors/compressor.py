@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ class Site:
 
     Attributes:
         name: The same at both ends.
-        rank: Of this end; seeds what is random.
+        rank: Of this end; seeds samples.
         kernels: Which kernels run; the defaults when None.
         step: Optimizer steps so far.
         training: False in forward-only passes: state is used and left as it is, and nothing is kept.
@@ -69,7 +68,7 @@ class ActivationCompressor(ABC, Generic[Settings]):
 
     One instance serves one direction of one site, at both ends. The same tensor gives the same message for as
     long as a step lasts, so that activation recomputation finds what was sent: state changes in
-    :meth:`end_step` only, and what is random is seeded by :meth:`seed`.
+    :meth:`end_step` only.
 
     Args:
         config: The settings of the method.
@@ -130,12 +129,6 @@ class ActivationCompressor(ABC, Generic[Settings]):
         return
 
     # -- for the classes -------------------------------------------------------------------------------------
-
-    def seed(self, tensor: Tensor) -> Tensor:
-        """Return int64 [] on the tensor's device, made of name, rank, step and content."""
-        own = zlib.crc32(f"{self.site.name}/{self.site.rank}/{self.site.step}".encode())
-        words = tensor.detach().to(torch.float32).contiguous().view(torch.int32)
-        return words.sum(dtype=torch.int64) * 0x9E3779B1 + (own << 20)
 
     def written(
         self, messages: list[Tensor], kept: list[Any], parts: Sequence[Tensor], began: float

@@ -58,12 +58,11 @@ class Transformed(ActivationCompressor[TransformMethod]):
         code = state.own or self._code(rows.t() @ rows, None)
         head = [code.stored.to(part.device)] if self._sends_directions(state) else []
         sections = [*head, mean.view(torch.uint8)]
-        seed = self.seed(part) if self.config.stochastic else None
         coordinates = torch.nn.functional.pad(
             (rows @ code.basis.to(part.device)).t(), (0, -rows.shape[0] % 8)
         )
         for quantiser, place in code.widths(coordinates.shape[1]):
-            sections.append(quantiser.encode(coordinates[place], seed))
+            sections.append(quantiser.encode(coordinates[place]))
         spare = self.nbytes(part.shape, part.dtype) - sum(section.numel() for section in sections)
         return torch.cat([*sections, rows.new_zeros(spare, dtype=torch.uint8)]), None
 
