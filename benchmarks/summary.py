@@ -4,7 +4,7 @@ Every rank gets a network namespace of its own (Linux, root or user namespaces).
 without and with the plugin. The interfaces say what crossed; the metrics say what they hold for sent, and for
 sent without the plugin.
 
-    python benchmarks/summary.py
+    python benchmarks/summary.py       # in the root of the repository
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cases(ranks: int) -> dict[str, Case]:
             {"batch 1024": ["dense", "lossless", "hybrid"]},
         ),
         "megatron": Case(
-            f"{bench}.megatron:Megatron",
+            "benchmarks.megatron_gpt:Megatron",
             [{"dct": False}, {"dct": True}],
             {
                 variant: ["dense", "DCT"]

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from dct_plugin.integrations.dlrm.intervals import paired
-from dct_plugin.tools.bench import megatron_cpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support import megatron_cpu
 from support.megatron_gpt import Job, train
 
 from dct_plugin.interfaces import InterfaceCounter

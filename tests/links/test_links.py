@@ -49,11 +49,9 @@ def test_names_of_rates() -> None:
     ("arguments", "message"),
     [
         (["bench", "links", "--rate", "fast"], "'fast': must be a number with one of kbit, mbit, gbit"),
-        (["bench", "links", "--workload", "jax"], "must be one of ddp, deepspeed, fsdp, dlrm, megatron"),
-        (["bench", "links", "--workload", "megatron", "--ranks", "4"], "megatron has 2 ranks"),
+        (["bench", "links", "--workload", "jax"], "must be one of ddp, deepspeed, fsdp, dlrm"),
         (["bench", "links", "--batch-size", "255"], "must be a multiple of 2 ranks"),
         (["bench", "links", "--data", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["dlrm", "--link", "fast"], "'fast': must be a number"),
         (["demo", "--link", "fast"], "'fast': must be a number"),
     ],
 )
@@ -74,13 +72,13 @@ def test_limited_links_that_cannot_be_made_are_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    plan = Plan(["ddp", "megatron"], [2, 4], ["1gbit", "100mbit"], 60, tmp_path)
+    plan = Plan(["ddp", "deepspeed"], [2, 4], ["1gbit", "100mbit"], 60, tmp_path)
     cells = measure(plan, lambda cell: None)
     assert [(cell.workload, cell.ranks) for cell in cells if cell.rate == "1gbit"] == [
         ("ddp", 2),
-        ("megatron", 2),
-        ("megatron", 2),
+        *[("deepspeed", 2)] * 3,
         ("ddp", 4),
+        *[("deepspeed", 4)] * 3,
     ]
     assert all("not installed" in cell.skipped and not cell.failed for cell in cells)
     (line,) = unmeasured(cells)
@@ -210,18 +208,3 @@ def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, monkeypatch: py
     ):
         team.open("")
     assert all(process.returncode is not None for process in team._processes)
-
-
-@pytest.mark.slow
-def test_training_on_a_link(namespaces: None, tmp_path: Path) -> None:
-    arguments = ["--max-rows", "3000", "--epochs", "1", "--link", "1gbit", "--report", "report.json"]
-    done = dct("dlrm", "--config", str(CONFIGS / "hybrid_dct.json"), *arguments, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Step on links of 1 Gbit/s" in done.stdout
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["link"] == "1gbit"
-    dense, ours = report["outcomes"]["dense"], report["outcomes"]["hybrid_dct"]
-    assert dense["ranks_in_step"]
-    assert ours["ranks_in_step"]
-    # Its gradients are dense in so few steps.
-    assert ours["interface_bytes_per_step"] < dense["interface_bytes_per_step"]

@@ -332,7 +332,7 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    from dct_plugin.tools.bench import megatron_cpu
+    from support import megatron_cpu
 
     megatron_cpu.install()
     from types import SimpleNamespace
@@ -417,8 +417,7 @@ def _identities(rank: int, world_size: int) -> tuple[int, int]:
     from types import SimpleNamespace
 
     import torch.distributed as dist
-
-    from dct_plugin.tools.bench import megatron_cpu
+    from support import megatron_cpu
 
     megatron_cpu.install()
     from megatron.core.tensor_parallel import layers

@@ -22,7 +22,7 @@ pytestmark = [
 
 def _waits(rank: int, world_size: int, backend: str) -> tuple[list[torch.Tensor], list[int]]:
     """Three steps of a model with gradients in two buffers: the last ones, and the waits of each."""
-    from dct_plugin.tools.bench import megatron_cpu
+    from support import megatron_cpu
 
     megatron_cpu.install()
     from megatron.core import parallel_state

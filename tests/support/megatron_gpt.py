@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dct_plugin.metrics import HOST
-from dct_plugin.tools.bench import megatron_cpu
-from support import with_local_feedback
+from support import megatron_cpu, with_local_feedback
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def prepare(host: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     if host == "megatron":
-        from dct_plugin.tools.bench import megatron_cpu
+        from support import megatron_cpu
 
         megatron_cpu.install()
         megatron_cpu.patch_megatron()

@@ -96,9 +96,7 @@ def links(options: _Options) -> None:
     """
     quick = options.quick
     names = _workloads(options.workload or (None if options.nodes is None else list(SPREAD)))
-    counts = _counts(
-        options.ranks or (QUICK_RANKS if quick else RANKS), names, named=options.workload is not None
-    )
+    counts = list(dict.fromkeys(options.ranks or (QUICK_RANKS if quick else RANKS)))
     format = options.format
     if "dlrm" in names:
         from dct_plugin.integrations.dlrm.commands.shared import chosen_format
@@ -138,19 +136,6 @@ def _workloads(given: list[str] | None) -> list[str]:
             allowed = ", ".join(WORKLOADS)
             raise typer.BadParameter(f"{name!r}: must be one of {allowed}", param_hint="--workload")
     return names
-
-
-def _counts(given: Sequence[int], workloads: Sequence[str], *, named: bool) -> list[int]:
-    """Return the different numbers of ranks; every workload that was ``named`` can have one of them."""
-    counts = list(dict.fromkeys(given))
-    for name in workloads:
-        allowed = WORKLOADS[name].ranks
-        if named and allowed and not set(allowed) & set(counts):
-            raise typer.BadParameter(
-                f"{', '.join(map(str, counts))}: {name} has {', '.join(map(str, allowed))} ranks",
-                param_hint="--ranks",
-            )
-    return counts
 
 
 def _batch_sizes(given: Sequence[int], counts: Sequence[int]) -> list[int]:

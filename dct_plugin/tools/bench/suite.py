@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,12 @@ from typing import Any, NamedTuple
 
 from dct_plugin.links.interleave import Figures, interleaved, warmed
 from dct_plugin.links.namespaces import Links, LinksError
-from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
+from dct_plugin.links.team import NETWORKS, Team, TeamError
 
 UNLIMITED = "unlimited"
 #: Seconds that the ranks of a workload take to start, and a variant to be made and warmed up; rough.
 STARTING, WARMING = 15.0, 8.0
 LEAST_SECONDS = 1.0
-
-#: Label of the ranks -> options of the workload.
-Teams = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -68,29 +66,27 @@ class Entry(NamedTuple):
         target: ``module:class`` of it.
         needs: Modules that must be installed.
         variants: Of it, under a plan.
-        teams: Under a plan and a number of ranks; several where methods cannot share processes.
+        options: Its options, under a plan and a number of ranks.
         baseline: Method that the others are compared with.
-        ranks: Numbers of ranks that it can have; empty: any.
     """
 
     title: str
     target: str
     needs: tuple[str, ...]
     variants: Callable[[Plan], Sequence[str]]
-    teams: Callable[[Plan, int], Teams]
+    options: Callable[[Plan, int], dict[str, Any]]
     baseline: str
-    ranks: tuple[int, ...] = ()
 
 
-def _sized(plan: Plan, ranks: int) -> Teams:
-    return {"all": {"parameters": plan.parameters, "per_node": plan.per_node(ranks)}}
+def _sized(plan: Plan, ranks: int) -> dict[str, Any]:
+    return {"parameters": plan.parameters, "per_node": plan.per_node(ranks)}
 
 
-def _recommender(plan: Plan, ranks: int) -> Teams:
+def _recommender(plan: Plan, ranks: int) -> dict[str, Any]:
     from .recommender import configurations
 
     configs = configurations(ranks, list(plan.batch_sizes))
-    return {"all": {"format": plan.format, "data": plan.data, "max_rows": None, "configs": configs}}
+    return {"format": plan.format, "data": plan.data, "max_rows": None, "configs": configs}
 
 
 WORKLOADS: dict[str, Entry] = {
@@ -126,15 +122,6 @@ WORKLOADS: dict[str, Entry] = {
         _recommender,
         "dense",
     ),
-    "megatron": Entry(
-        "Megatron GPT",
-        "dct_plugin.tools.bench.megatron:Megatron",
-        ("megatron.core",),
-        lambda plan: ["PP 2", "DP 2"],
-        lambda plan, ranks: {"dense": {"dct": False}, "DCT": {"dct": True}},
-        "dense",
-        ranks=(2,),
-    ),
 }
 
 
@@ -153,12 +140,7 @@ class _Run:
         self.plan, self.follow = plan, follow
         self.end = time.monotonic() + plan.seconds
         self.begun = False  # with measuring: a slow start must not use up all the time
-        self.jobs = [
-            (ranks, name)
-            for ranks in plan.ranks
-            for name in plan.workloads
-            if not WORKLOADS[name].ranks or ranks in WORKLOADS[name].ranks
-        ]
+        self.jobs = list(itertools.product(plan.ranks, plan.workloads))
         # What is still to come, to share out the time.
         self.variants = sum(len(WORKLOADS[name].variants(plan)) for _, name in self.jobs)
         self.starts = len(self.jobs)
@@ -179,7 +161,7 @@ class _Run:
             for variant in entry.variants(self.plan)
             for rate in rates
         }
-        if missing := [module for module in entry.needs if not _installed(module)]:
+        if missing := [module for module in entry.needs if importlib.util.find_spec(module) is None]:
             yield from _skipped(todo.values(), f"{', '.join(missing)} not installed")
             return
         with ExitStack() as stack:
@@ -208,36 +190,18 @@ class _Run:
         if self._late():
             return (yield from self._out_of_time(todo))
         entry = WORKLOADS[name]
-        teams = [
-            stack.enter_context(
-                Team(
-                    entry.target,
-                    ranks,
-                    links,
-                    options=options,
-                    folder=self.plan.out / "logs",
-                    name=f"{name}-{ranks}-{label}",
-                )
-            )
-            for label, options in entry.teams(self.plan, ranks).items()
-        ]
+        options, logs = entry.options(self.plan, ranks), self.plan.out / "logs"
+        team = stack.enter_context(
+            Team(entry.target, ranks, links, options=options, folder=logs, name=f"{name}-{ranks}")
+        )
         for variant in dict.fromkeys(variant for variant, _ in todo):
             self.variants -= 1
             if self._late():
                 break
             if links is not None:
                 links.limit(None)
-            owners: dict[str, Team] = {}
-            warmups: dict[str, int] = {}
-            for team in teams:
-                made = team.open(variant)
-                owners |= dict.fromkeys(made, team)
-                warmups |= made
-
-            def take(method: str, steps: int, owners: Mapping[str, Team] = owners) -> Block:
-                return owners[method].block(method, steps)
-
-            warmed(take, warmups)
+            methods = team.open(variant)
+            warmed(team.block, methods)
             for rate in [rate for v, rate in todo if v == variant]:
                 if self._late():
                     break
@@ -245,10 +209,9 @@ class _Run:
                     links.limit(None if rate == UNLIMITED else rate)
                 self.begun = True
                 cell = todo.pop((variant, rate))
-                cell.figures = interleaved(take, list(warmups), self._share())
+                cell.figures = interleaved(team.block, list(methods), self._share())
                 yield cell
-            for team in teams:
-                team.close()
+            team.close()
         yield from self._out_of_time(todo)
 
     def _share(self) -> float:
@@ -268,10 +231,3 @@ def _skipped(cells: Any, reason: str, *, failed: bool = False) -> Iterator[Cell]
     for cell in list(cells):
         cell.skipped, cell.failed = reason, failed
         yield cell
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent
-        return False

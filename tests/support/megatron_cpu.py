@@ -1,4 +1,4 @@
-"""megatron-core on CPU with gloo, for measurements and tests; ``install()`` comes before its import.
+"""megatron-core on CPU with gloo, for tests and measurements; ``install()`` comes before its import.
 
 megatron-core asks for CUDA devices, streams and random-number states by name; here they are the CPU's.
 """

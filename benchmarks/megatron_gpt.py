@@ -1,22 +1,37 @@
-"""A small GPT of megatron-core's own parts under Megatron's own schedules, on CPU: PP 2, and DP 2.
+"""Steps of a small GPT of megatron-core's own parts under Megatron's own schedules, on links of limited rate.
 
-The hooks belong to a whole process, so dense and DCT have ranks of their own; ``dct`` says which these are.
+    python benchmarks/megatron_gpt.py --minutes 1.3
+
+On CPU, two ranks: PP 2, and DP 2. The hooks belong to a whole process, so dense and DCT have ranks of their
+own; ``dct`` says which these are. Run it in the root of the repository. It needs what `dct bench links` does.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.links.interleave import interleaved, warmed
 from dct_plugin.links.method import Method
+from dct_plugin.links.namespaces import Links
+from dct_plugin.links.rates import rate_name
+from dct_plugin.links.team import NETWORKS, Block, Team
+from dct_plugin.metrics import format_bytes
 
-from . import megatron_cpu
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support import megatron_cpu
+
+TARGET = "benchmarks.megatron_gpt:Megatron"
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 4, 512, 64, 8
 #: Variant -> pipeline stages, micro-batches, ``dct`` section.
@@ -186,3 +201,57 @@ def batches() -> Iterator[Tensor]:
     while True:
         start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
         yield (start + 7 * torch.arange(LENGTH + 1)) % VOCABULARY
+
+
+def measure(variants: list[str], rates: list[str | None], seconds: float, folder: Path) -> None:
+    """Print a table for each variant: milliseconds per step on links of every rate."""
+    with Links(2, NETWORKS) as links, ExitStack() as stack:
+        teams = [
+            stack.enter_context(
+                Team(TARGET, 2, links, options={"dct": dct}, folder=folder, name=f"megatron-{dct}")
+            )
+            for dct in (False, True)
+        ]
+        for variant in variants:
+            links.limit(None)
+            opened = [(team, team.open(variant)) for team in teams]
+            owners = {name: team for team, methods in opened for name in methods}
+
+            def take(method: str, steps: int, owners: Mapping[str, Team] = owners) -> Block:
+                return owners[method].block(method, steps)
+
+            warmed(take, {name: steps for _, methods in opened for name, steps in methods.items()})
+            cells: dict[str, list[str]] = {}
+            for rate in rates:
+                links.limit(rate)
+                for one in interleaved(take, list(owners), seconds / len(variants) / len(rates)):
+                    low, high = one.quartiles
+                    cells.setdefault(one.name, [one.name, format_bytes(one.sent)])
+                    cells[one.name].append(f"{one.median:.0f} ±{(high - low) / 2:.0f}")
+            for team in teams:
+                team.close()
+            header = ["", "sent", *("unlimited" if rate is None else rate_name(rate) for rate in rates)]
+            rows = [header, ["---", *["--:"] * (len(header) - 1)], *cells.values()]
+            print(
+                f"{variant}: ms per step, median ± half the interquartile range; bytes per step, all ranks\n"
+            )
+            print("\n".join(f"| {' | '.join(row)} |" for row in rows), end="\n\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=["PP 2", "DP 2"])
+    parser.add_argument("--rates", nargs="*", default=["unlimited", "10gbit", "1gbit", "100mbit"])
+    parser.add_argument("--minutes", type=float, default=1.3)
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/megatron"), help="Folder for the ranks' output."
+    )
+    args = parser.parse_args()
+    rates = [None if rate == "unlimited" else rate for rate in args.rates]
+    measure(args.variants, rates, 60 * args.minutes, args.out)
+
+
+if __name__ == "__main__":
+    main()
