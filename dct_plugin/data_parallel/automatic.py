@@ -413,7 +413,7 @@ class AutomaticSparsity(AddOn):
                 measured_ms=1e3 * seconds[chosen],
                 tried_ms={str(setting): 1e3 * measured for setting, measured in seconds.items()},
             )
-        if self._group.group_rank:
+        if dist.get_rank():
             return
         others = ", ".join(
             f"{setting} {1e3 * measured:.1f}" for setting, measured in seconds.items() if setting != chosen

@@ -333,6 +333,7 @@ def _check_settings(config: DCTConfig) -> None:
         f"nodes = {settings.nodes}": (settings.nodes not in ("auto", 1), "1; a replica is a node"),
         "parameters": (settings.parameters is not None, "null"),
         "verify": (settings.verify is not None, "null"),
+        f"quality = '{settings.quality}'": (settings.quality is not None, "null, and sparsity to a number"),
         "adaptive": (settings.adaptive is not None, "null"),
         "nonfinite_action = 'skip'": (settings.nonfinite_action == "skip", '"pass"'),
     }
