@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
+from support.launches import counted_launches
+
 from dct_plugin import kernels
 from dct_plugin.cli import doctor
 from dct_plugin.codecs import Stats, ValueDtype
@@ -51,8 +53,10 @@ def test_kernels_that_equal_the_reference_are_used(
 
     monkeypatch.setattr(self_check, "first_difference", counted)
     registered(TritonBackend)
-    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
+    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"), counted_launches() as launches:
         backends = [get_backend("cpu") for _ in range(3)]
+    assert self_check._NUMEL <= 4096
+    assert len(launches) < 600, len(launches)  # short on a GPU, which compiles every form once
     assert {type(backend) for backend in backends} == {TritonBackend}
     assert found == [None]  # once in a process
     assert problem_with("interpreted", "cpu") is None

@@ -7,8 +7,10 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
+from dct_plugin.transport import tcp
 from dct_plugin.transport.tcp import Connections
 
 #: Bytes that a socket of these tests holds until they are sent.
@@ -117,3 +119,25 @@ def test_who_waits_for_one_rank_goes_on_sending_to_another() -> None:
     together([waits, answers, receives])
     assert answer == b"yes"
     assert torch.equal(large, random_bytes(LARGE, 0))
+
+
+def test_a_silent_rank_is_given_up_and_named_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system is asked once, for as long as the limit is."""
+    asked = []
+
+    class Poll:
+        def register(self, *_: object) -> None:
+            pass
+
+        def poll(self, milliseconds: float) -> list[object]:
+            asked.append(milliseconds)
+            return []
+
+    monkeypatch.setattr(tcp.select, "poll", Poll)
+    first, *others = connected(3)
+    first.receive(2, bytearray(1))
+    with pytest.raises(RuntimeError, match=r"Timed out after 10 s waiting for rank\(s\) \[2\]"):
+        first.complete()
+    assert asked == [1e3 * LIMIT]
+    for each in (first, *others):
+        each.close()

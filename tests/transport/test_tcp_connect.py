@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import launch, run
 
 from dct_plugin.transport import Exchange, tcp_connect, transports
@@ -43,6 +46,59 @@ def before_connecting(action: Callable[[list[Any]], None]) -> Callable[..., Any]
         return real(invitation, *others)
 
     return exchange
+
+
+def calls_while_connecting(rank: int, world_size: int) -> dict[str, Any]:
+    """How often this rank calls others and meets them in collectives until all agree, and how long it may."""
+    counts: dict[str, Any] = {"calls": 0, "sums": 0, "gathers": 0, "limits": []}
+    greet, connect = tcp_connect._Rendezvous._greet, tcp_connect._Rendezvous.connect
+    reduce, gather = dist.all_reduce, dist.all_gather
+
+    async def greets(*arguments: Any) -> socket.socket:
+        counts["calls"] += 1
+        return await greet(*arguments)
+
+    async def connects(self: Any, listeners: Any, seconds: float) -> None:
+        counts["limits"].append(seconds)
+        await connect(self, listeners, seconds)
+
+    def sums(*arguments: Any, **options: Any) -> Any:
+        counts["sums"] += 1
+        work = reduce(*arguments, **options)
+        wait = work.wait
+
+        def waits(limit: timedelta) -> bool:
+            counts["limits"].append(limit.total_seconds())
+            return wait(limit)
+
+        return SimpleNamespace(wait=waits)
+
+    def gathers(*arguments: Any, **options: Any) -> Any:
+        counts["gathers"] += 1
+        return gather(*arguments, **options)
+
+    exchange = Exchange(None, CPU)
+    with (
+        transport(),
+        patch.object(tcp_connect, "time_limit", lambda group: 20.0),
+        patch.multiple(tcp_connect._Rendezvous, _greet=greets, connect=connects),
+        patch.multiple(dist, all_reduce=sums, all_gather=gathers),
+    ):
+        for number in range(3):
+            exchange.agree(number)
+    return {**counts, "name": type(exchange._open()).__name__}
+
+
+def test_a_rank_calls_each_rank_before_it_once_and_all_agree_in_one_sum() -> None:
+    """Connecting takes two collectives and one call per pair of ranks, whatever is agreed on later. A lost
+    rank is waited for until half of the limit, and in the sum until the limit.
+    """
+    for rank, found in enumerate(run(3, calls_while_connecting)):
+        assert (found["calls"], found["sums"], found["gathers"]) == (rank, 1, 1)
+        connecting, agreeing = found["limits"]
+        assert connecting == 10.0
+        assert agreeing <= 20.0
+        assert found["name"] == "TcpTransport"
 
 
 def one_says_gloo(rank: int, world_size: int) -> str:

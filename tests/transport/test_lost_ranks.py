@@ -1,0 +1,69 @@
+"""How long the other ranks take to name a lost one, by a clock that stands still but for who waits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from dct_plugin.transport import lost_ranks
+from dct_plugin.transport.lost_ranks import _LOST, _REPORT, _alive_key, _lost
+
+
+class Clock:
+    """Moves for those who sleep alone; ``at`` has what others write into the store meanwhile."""
+
+    def __init__(self) -> None:
+        self.now, self.at, self.store = 1000.0, dict[float, tuple[str, str]](), dist.HashStore()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for due in [each for each in self.at if each <= self.now]:
+            self.store.set(*self.at.pop(due))
+
+    @property
+    def waited(self) -> float:
+        return self.now - 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lost_ranks, "time", clock)
+    monkeypatch.setattr(lost_ranks, "_store", lambda: clock.store)
+    return clock
+
+
+def test_ranks_that_do_not_report_are_named_when_the_time_for_reports_is_over(clock: Clock) -> None:
+    clock.at = {1001.0: (_alive_key(2), "1")}
+    assert _lost([0, 1, 2, 3], own=0, look=False) == [1, 3]
+    assert _REPORT <= clock.waited < _REPORT + 0.1
+    assert json.loads(clock.store.get(_LOST)) == [1, 3]
+
+
+def test_what_another_rank_has_found_out_holds_at_once(clock: Clock) -> None:
+    clock.store.set(_LOST, "[3]")
+    assert _lost([0, 1, 2, 3], own=0, look=False) == [3]
+    assert clock.waited == 0
+
+
+def test_a_rank_that_reports_late_but_in_time_is_not_lost(clock: Clock) -> None:
+    clock.at = {1000.0 + _REPORT - 0.1: (_alive_key(1), "1")}
+    assert _lost([0, 1], own=0, look=False) == []
+    assert not clock.store.check([_LOST])
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_beyond_the_reports(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(lost_ranks, "in_time", lambda function, seconds: limits.append(seconds))
+    text = lost_ranks.describe_failure("exchange", RuntimeError("Timed out after 8 s"), object())  # type: ignore[arg-type]
+    assert "the key-value store does not answer" in text
+    assert limits == [_REPORT + 2.0]
