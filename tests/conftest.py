@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,25 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+#: Files that take more than 30 CPU seconds, the longest first.
+LONGEST = (
+    "dlrm/test_demo.py",
+    "data_parallel/test_triton_reducer.py",
+    "deepspeed/test_deepspeed.py",
+    "deepspeed/test_deepspeed_startup.py",
+    "embedding/test_device_exchange.py",
+    "dlrm/test_dlrm_command.py",
+    "deepspeed/test_deepspeed_pipeline.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where pytest-xdist shares the files out, those with slow tests come first: short ones fill gaps."""
+    """Where pytest-xdist shares the files out, the longest come first: short ones fill gaps."""
     if hasattr(config, "workerinput"):
+        here = Path(__file__).parent
+        order = {here / name: number for number, name in enumerate(LONGEST)}
         slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        items.sort(key=lambda item: (order.get(item.path, len(order)), item.path not in slow))
 
 
 def pytest_collection_finish() -> None:

@@ -69,3 +69,21 @@ def test_a_gradient_passes_at_most_seven_files() -> None:
 
 def test_the_page_is_short() -> None:
     assert len(PAGE.split()) <= 1200
+
+
+#: Folders of tests that are no module: across modules, on a GPU, and what tests share.
+BESIDE = {"reliability", "gpu", "support"}
+#: Modules whose tests lie with what they are for.
+ELSEWHERE = {"tools": "links", "accelerate": "huggingface", "lightning": "huggingface"}
+
+
+def test_folders_of_tests_are_those_of_the_modules() -> None:
+    roots = (ROOT / "dct_plugin", ROOT / "integrations")
+    packages = {path.parent.name for root in roots for path in root.glob("*/__init__.py")}
+    modules = {path.stem for root in roots for path in root.glob("*.py")}
+    tests = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert tests - BESIDE - set(ELSEWHERE.values()) <= packages | modules
+    assert packages - {"integrations"} - tests <= ELSEWHERE.keys()
+    assert set(ELSEWHERE.values()) <= tests
+    for path in (ROOT / "tests").glob("test_*.py"):
+        assert path.stem.removeprefix("test_") in modules, path
