@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,17 +51,20 @@ class NodeRanks:
     ) -> None:
         self.exchange = Exchange(group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
-        self._on_host = device.type == "cpu"
+        self._on_host = self._may_share = device.type == "cpu"
+        self._memory: SharedMemory | None = None
         self.sizes: dict[str, int] = {}
         """Entries of the tensors that were asked about."""
         self._min_numel, self._metrics = min_numel, metrics
         if metrics is not None:
             metrics.has_nodes = True
 
-    @functools.cached_property
     def _shared_memory(self) -> SharedMemory | None:
-        """Memory that these ranks share, if they can; a collective when it is first asked for."""
-        return open_shared_memory(self.exchange) if self._on_host else None
+        """Return memory that these ranks share, if they can; the first call is a collective."""
+        if self._memory is None and self._may_share:
+            self._memory = open_shared_memory(self.exchange)
+            self._may_share = self._memory is not None
+        return self._memory
 
     def is_divided(self, numel: int) -> bool:
         """Return whether every rank has a part of a tensor of so many entries."""
@@ -153,8 +155,8 @@ class NodeRanks:
         """
         fingerprint = fingerprint_of(operation, tuple([(name, t.numel(), ()) for name, t in entries]))
         with self._recorded():
-            if self._shared_memory is not None:
-                return self._shared_memory.swap(outgoing, like, fingerprint)
+            if (memory := self._shared_memory()) is not None:
+                return memory.swap(outgoing, like, fingerprint)
             return self._swap_messages(outgoing, like, fingerprint)
 
     def _swap_messages(

@@ -279,7 +279,7 @@ def _fails(rank: int, world_size: int, kind: str) -> str:
     if rank == 1 and kind == "other tensors":
         entries = {"c": entries.pop("a"), **entries}
     elif rank == 1:
-        failing = group.node._shared_memory if kind == "fails inside" else group.topology.phases[0]
+        failing = group.node._shared_memory() if kind == "fails inside" else group.topology.phases[0]
         assert failing is not None
         failing._write = failing.write = lambda *_: 1 / 0  # type: ignore[union-attr, method-assign]
     try:
