@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import NamedTuple
 
@@ -26,6 +27,24 @@ _UNTOLD = (
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
 #: Most ranks for which step-ahead at 0.99 lost nothing that could be measured.
 _SAFE_RANKS = 4
+
+
+#: Most compressors for which a sparsity and a value type are the default with step-ahead. Loss grows with
+#: their number at one density, and fewer bits pay for a higher one (docs/quality.md#many-compressors).
+BY_COMPRESSORS = ((4, 0.99, "bf16"), (math.inf, 0.98, "int4"))
+
+
+def for_compressors(settings: DataParallelConfig, count: int) -> DataParallelConfig:
+    """Return the settings with the sparsity and the value type for so many compressors.
+
+    Settings that name one of them stay as they are, and so do those without step-ahead.
+    """
+    written = settings.model_fields_set & {"sparsity", "value_dtype", "quality", "adaptive"}
+    _, sparsity, values = next(row for row in BY_COMPRESSORS if count <= row[0])
+    suits = (sparsity, values) == (settings.sparsity, settings.value_dtype)
+    if written or suits or not settings.feedback.looks_ahead:
+        return settings
+    return _changed(settings, sparsity=sparsity, value_dtype=values)
 
 
 class Setting(NamedTuple):
@@ -121,7 +140,7 @@ def chosen(
 
 
 def _changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:
-    return DataParallelConfig.of({**settings.model_dump(), **changes})
+    return DataParallelConfig.of({**settings.model_dump(exclude_unset=True), **changes})
 
 
 class Judgement(NamedTuple):

@@ -7,6 +7,8 @@ add-ons (:mod:`.add_ons`).
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +39,8 @@ from .two_phase import TwoPhase
 
 _AddOn = TypeVar("_AddOn", bound=AddOn)
 _Entries = Sequence[tuple[str, Tensor]]
+
+logger = logging.getLogger("dct_plugin")
 
 #: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
 SMALL_APART = 4096
@@ -85,17 +89,19 @@ class GradientReducer(StreamGroup):
             step=step,
             nodes=nodes,
         )
-        self.config, self.loss_scale = config, loss_scale
+        self.config, self.loss_scale = self.settings, loss_scale
+        if self.settings is not config and self.group_rank == 0 and self.world_size > 1:
+            _log_once(f"dct: {self.settings.summary}, for {self.world_size} ranks or nodes")
         self.deferred = False
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
         device there, not in every reduction.
         """
         self.topology, self.small_topology, self._scatter = _topologies_of(self)
-        self._dense = DenseSums(self, config.dense_steps)
+        self._dense = DenseSums(self, self.config.dense_steps)
         self._fixed_size = (
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
         )
-        self.add_ons = add_ons_of(ReducerContext(self, config, self.topology, self.average_tensors))
+        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topology, self.average_tensors))
         self._dense.add_ons = self.add_ons
 
     def find(self, kind: type[_AddOn]) -> _AddOn | None:
@@ -354,6 +360,11 @@ class GradientReducer(StreamGroup):
         for each in self.add_ons:
             if each.key:
                 each.load_state_dict(state.get(each.key), step=self.step)
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logger.warning("%s", line)
 
 
 def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, Topology]:

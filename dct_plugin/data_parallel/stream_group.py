@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..config import DataParallelConfig, KernelConfig
+from ..config.automatic import for_compressors
 from ..errors import PayloadError
 from ..feedback import ScratchBuffers
 from ..metrics import TENSOR, Metrics, Record
@@ -102,6 +103,7 @@ class StreamGroup:
         self.exchange = Exchange(group, self.device, None if nodes is None else nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
+        self.settings = settings = for_compressors(settings, self.world_size)
         self.schedule = SparsitySchedule.of(settings)
         self.step = step
         """Optimizer steps so far."""
@@ -111,7 +113,6 @@ class StreamGroup:
         """By name: one for each tensor that this rank sends by itself."""
         self.host_collective = "reduce_scatter"
         """Collective by which the host would give owners their sums; for the metrics."""
-        self.settings = settings
         self._kernels = kernels
         self.backend = backend_of(kernels, self.device)
         self._transactional = transactional

@@ -11,7 +11,7 @@ import torch
 from support.processes import run
 
 from dct_plugin.config import DataParallelConfig, MetricsConfig
-from dct_plugin.config.automatic import Setting, judged, settings_within
+from dct_plugin.config.automatic import Setting, for_compressors, judged, settings_within
 from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.automatic import (
@@ -45,6 +45,28 @@ def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> No
         _config(quality="bytes", adaptive="accordion")
     with pytest.raises(ConfigError, match=r"quality = 'safe' does not go with feedback = 'local_updates'"):
         _config(quality="safe", feedback="local_updates")
+
+
+@pytest.mark.parametrize(
+    ("written", "feedback", "count", "sparsity", "values"),
+    [
+        ({}, "step_ahead", 4, 0.99, "bf16"),
+        ({}, "step_ahead", 5, 0.98, "int4"),
+        ({"min_numel": 100}, "step_ahead", 64, 0.98, "int4"),
+        ({"sparsity": 0.99}, "step_ahead", 8, 0.99, "bf16"),
+        ({"value_dtype": "int8"}, "step_ahead", 8, 0.99, "int8"),
+        ({"sparsity": "auto"}, "step_ahead", 8, 0.99, "bf16"),
+        ({}, "local", 8, 0.99, "bf16"),
+    ],
+)
+def test_what_is_not_written_follows_the_number_of_compressors(
+    written: dict[str, Any], feedback: str, count: int, sparsity: float, values: str
+) -> None:
+    found = for_compressors(_config(**written, feedback=feedback), count)
+    assert (found.sparsity, found.value_dtype) == (sparsity, values)
+    assert found.min_numel == written.get("min_numel", 4096)
+    adam = judged(_config(**written), Training(["AdamW"], ranks=count)).settings
+    assert feedback == "local" or for_compressors(adam, count).sparsity == min(sparsity, adam.sparsity)
 
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
