@@ -135,7 +135,10 @@ class DCTConfig(Section):
 
     def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
         """Return a validated copy with nested ``changes``, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
-        return validated(type(self), _merged(self.model_dump(), changes), SECTION)
+        base, written = self.model_dump(), self.data_parallel.model_fields_set
+        # What is not written there depends on the number of ranks.
+        base["data_parallel"] = {key: base["data_parallel"][key] for key in written}
+        return validated(type(self), _merged(base, changes), SECTION)
 
     def canonical_json(self) -> str:
         """Return the section with every default written out and keys sorted.

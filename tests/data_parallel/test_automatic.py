@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.processes import run
 
-from dct_plugin.config import DataParallelConfig, MetricsConfig
+from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.config.automatic import Setting, for_compressors, judged, settings_within
 from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel import GradientReducer
@@ -67,6 +67,15 @@ def test_what_is_not_written_follows_the_number_of_compressors(
     assert found.min_numel == written.get("min_numel", 4096)
     adam = judged(_config(**written), Training(["AdamW"], ranks=count)).settings
     assert feedback == "local" or for_compressors(adam, count).sparsity == min(sparsity, adam.sparsity)
+
+
+def test_a_changed_section_still_follows_it() -> None:
+    changed = DCTConfig.parse({"data_parallel": {"feedback": "step_ahead"}}).updated(
+        {"data_parallel": {"min_numel": 5}}
+    )
+    assert for_compressors(changed.data_parallel, 8) == _config(
+        feedback="step_ahead", min_numel=5, sparsity=0.98, value_dtype="int4"
+    )
 
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
