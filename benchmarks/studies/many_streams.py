@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 
 
 class Run(NamedTuple):
-    """What names a run."""
+    """The name of a run."""
 
     setting: str
     ranks: int
