@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from .._version import __version__
 from ..errors import ConfigError, VersionError
+from ..integrations.host.versions import installed
 from .tested_versions import describe
 
 DISTRIBUTION = "dct-plugin"
@@ -97,10 +98,10 @@ def _cuda() -> Iterable[Finding]:
 
 def _hosts() -> Iterable[Finding]:
     names = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
-    installed = [name for name in names if _version(name) is not None]
+    present = [name for name in names if installed(name) is not None]
     for name, extra in names.items():
         yield from _package(name, extra, advice=f"pip install '{DISTRIBUTION}[{extra}]'")
-    if not installed:
+    if not present:
         advice = (
             f"pip install '{DISTRIBUTION}[deepspeed]', or use the hook for torch's DistributedDataParallel"
         )
@@ -128,7 +129,7 @@ def _hugging_face() -> Iterable[Finding]:
         "accelerate": "passes the dct section on to DeepSpeed; DDP models take the hook after prepare()",
     }
     for name, what in allows.items():
-        version = _version(name)
+        version = installed(name)
         detail = f"{version} ({describe(name, version)}), {what}" if version else "not installed; not needed"
         yield Finding("ok", name, detail)
 
@@ -136,7 +137,7 @@ def _hugging_face() -> Iterable[Finding]:
 def _compilers() -> Iterable[Finding]:
     from ..kernels.build import BuildError, compilers
 
-    triton = _version("triton")
+    triton = installed("triton")
     detail = (
         f"{triton}, kernels for CUDA tensors" if triton else "not installed: plain torch for CUDA tensors"
     )
@@ -261,7 +262,7 @@ def _distributed() -> Iterable[Finding]:
 
 
 def _tensorboard() -> Iterable[Finding]:
-    version = _version("tensorboard")
+    version = installed("tensorboard")
     detail = version or "not installed; needed only for dct.metrics.tensorboard (pip install tensorboard)"
     yield Finding("ok", "tensorboard", detail)
 
@@ -285,7 +286,7 @@ CHECKS: list[Callable[[], Iterable[Finding]]] = [
 
 
 def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:
-    version, supported = _version(name), _supported(name)
+    version, supported = installed(name), _supported(name)
     limits = ",".join(sorted(map(str, supported), reverse=True))
     wanted = f"supported: {limits}" if limits else "any version"
     if version is None:
@@ -298,13 +299,6 @@ def _package(name: str, extra: str, *, required: bool = False, advice: str = "")
     else:
         tested = describe(name, version)
         yield Finding("ok", name, f"{version} ({wanted}{f'; {tested}' if tested else ''})")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _supported(name: str) -> SpecifierSet:

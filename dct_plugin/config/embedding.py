@@ -64,11 +64,6 @@ class EmbeddingChannelConfig(Section):
 
     After the bounds: at equal bytes quantising costs less quality.
     """
-    granularity: Literal["table", "vector"] = "table"
-    """Entries that are ranked together: those of a table, or of one vector.
-
-    `vector` keeps some of every vector.
-    """
     dense_gradient: bool = False
     """Gradients of all entries come back, not only of those that crossed.
 

@@ -83,6 +83,7 @@ _GONE: Mapping[str, str] = {
     "data_parallel.index_encoding": "the encoder takes the smallest encoding",
     "data_parallel.momentum_masking": "it cost quality",
     "data_parallel.server_error_feedback": "owners always keep what they did not send back",
+    "embedding.granularity": "the entries of a table are ranked together",
     "embedding.warmup_steps": "dense steps did not change results",
     "embedding.gradient_value_dtype": "value_dtype is used for gradients, too",
     "data_parallel.parameters.enabled": "the section is used if it is there",
@@ -91,11 +92,6 @@ _GONE: Mapping[str, str] = {
 #: Values that a key had, and what to write in their place.
 _VALUES: Mapping[tuple[str, str], str] = {
     ("data_parallel.adaptive", "off"): "null",
-    (
-        "embedding.granularity",
-        "sample",
-    ): '"vector", or nothing for "table": it starved tables of small entries',
-    ("embedding.granularity", "tensor"): 'nothing for "table": it starved tables of small entries',
 }
 
 

@@ -64,7 +64,7 @@ class TableLimits(nn.Module):
         kernels: ``dct.kernels``; the defaults when None.
 
     Attributes:
-        tau: fp32 [tables] ([0] for granularity ``vector``), 0: no threshold yet.
+        tau: fp32 [tables], 0: no threshold yet.
         bound_class: int64 [tables], index of the factor in ``bound_classes``.
         steps: int64 scalar, optimizer steps so far.
     """
@@ -85,7 +85,7 @@ class TableLimits(nn.Module):
         self.tau: Tensor
         self.bound_class: Tensor
         self.steps: Tensor
-        self.register_buffer("tau", torch.zeros(tables if config.granularity == "table" else 0))
+        self.register_buffer("tau", torch.zeros(tables))
         self.register_buffer("bound_class", torch.ones(tables, dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -186,12 +186,11 @@ class TableLimits(nn.Module):
         """Return the absolute error bounds of the own tables, float64 [tables], on the host.
 
         Under a threshold a table's bound is at most tau: what is kept is never rounded to zero, so that zeros
-        are the mask. (Thresholds that differ from row to row cannot do that: there, what rounds to zero gets
-        no gradient.)
+        are the mask.
         """
         factors = np.array(self.config.bound_classes, dtype=np.float64)
         bounds: FloatArray = factors[self.known("bound_class")] * (limits.bound or 0.0)
-        if limits.threshold and self.tau.numel():
+        if limits.threshold:
             tau = self.known("tau").astype(np.float64)
             bounds = np.where(tau > 0, np.minimum(bounds, tau), bounds)
         return bounds
@@ -204,15 +203,10 @@ class TableLimits(nn.Module):
             tables: Own tables, local numbers.
             rows: Rows of each.
         """
-        magnitude = x.abs().to(torch.float32)
-        if self.config.granularity == "vector":
-            keep = max(1, round((1.0 - self.config.sparsity) * x.shape[1]))
-            tau = magnitude.topk(keep, dim=1).values[:, -1:] if len(x) else magnitude[:, :1]
-        else:
-            at = torch.tensor(tables, dtype=torch.int64, device=x.device)
-            counts = torch.tensor(rows, dtype=torch.int64, device=x.device)
-            tau = self.tau[at].repeat_interleave(counts).unsqueeze(1)
-        return magnitude >= tau.clamp(min=SMALLEST_TAU)
+        at = torch.tensor(tables, dtype=torch.int64, device=x.device)
+        counts = torch.tensor(rows, dtype=torch.int64, device=x.device)
+        tau = self.tau[at].repeat_interleave(counts).unsqueeze(1)
+        return x.abs().to(torch.float32) >= tau.clamp(min=SMALLEST_TAU)
 
     # -- measuring ---
 
@@ -235,7 +229,7 @@ class TableLimits(nn.Module):
             return
         self._measured = True
         step = int(self.known("steps"))
-        due = self.config.sparsity > 0 and self.tau.numel() > 0
+        due = self.config.sparsity > 0
         classes = len(set(self.config.bound_classes)) > 1 and step % _CLASS_INTERVAL == 0
         classes = classes and limits.bound is not None
         if not (due or classes):

@@ -1,4 +1,4 @@
-"""Requests for rows: which rows of every owner's tables the samples of this rank need.
+"""Requests for rows: which rows of every owner's tables the samples of this rank need, and their exchange.
 
 With de-duplication a request names each distinct row of a table once, in ascending order. The rows come back
 in the same order, so forward and backward messages need no index. Pooled (multi-hot) vectors are taken apart
@@ -8,6 +8,7 @@ into their rows if these are fewer and nothing lossy applies; otherwise each dis
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,8 +18,24 @@ from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
 from ..config import EmbeddingChannelConfig
+from ..errors import PayloadError
 from ..kernels.embedding_format import EmbeddingKernels, OutOfRange
-from .request_message import NO_BAGS, NO_IDS, Bags, RowRequest, answer_order
+from ..transport.exchange import Exchange
+from .bounds import TableLimits
+from .request_message import (
+    MOST_BYTES,
+    NO_BAGS,
+    NO_IDS,
+    Bags,
+    RowRequest,
+    answer_order,
+    read_request,
+    write_request,
+)
+from .timer import ExchangeTimer
+
+_HOST = torch.device("cpu")
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class BatchLookup(NamedTuple):
@@ -198,6 +215,78 @@ class RequestBuilder:
         if not self.deduplicates or bag.one_hot:
             return self.deduplicates
         return not self._keeps_bags and len(torch.unique(bag.ids)) <= len(bag.lengths)
+
+
+class RequestExchange:
+    """Sends the requests of a batch, and receives those of all ranks. They are written and read on the host.
+
+    Args:
+        builder: Builds the requests.
+        limits: Gives the kernels.
+        name: Name of the tables, part of the fingerprint by which ranks out of step are found.
+    """
+
+    def __init__(self, builder: RequestBuilder, limits: TableLimits, name: str) -> None:
+        self._builder = builder
+        self._limits = limits
+        self._name = name
+        self._fingerprint = zlib.crc32(f"{name}/ids".encode())
+
+    def exchange(
+        self, categorical: Tensor | Sequence[Bags], transport: Exchange, timer: ExchangeTimer
+    ) -> tuple[BatchLookup, list[RowRequest]]:
+        """Send the requests for ``categorical``; return them, and the requests of every rank to this one.
+
+        Args:
+            categorical: See :meth:`.tables.ShardedTables.forward`.
+            timer: With four phases: distinct rows found, requests written, sent, read.
+
+        Raises:
+            IndexError: An id is outside its table. The other ranks are told.
+            ValueError: The ids have another shape.
+            PayloadError: A request is damaged, or about other tables.
+            DesyncError: A rank failed, or is at another exchange.
+        """
+        builder, device = self._builder, transport.device
+        with transport.preparing():  # peers learn of an error in the exchange they are waiting in
+            lookup = builder.build(categorical, self._limits.host_kernels())
+            timer.lap()
+            backend = self._limits.backend(_HOST)
+            messages = [
+                _NO_BYTES if owner == builder.rank else write_request(request, first_rows, backend)
+                for owner, (request, first_rows) in enumerate(
+                    zip(lookup.requests, builder.first_rows, strict=True)
+                )
+            ]
+            if device.type != "cpu":
+                lookup = lookup.to(device)
+        timer.lap()
+        received = transport.all_to_all(
+            [to_device(message, device) for message in messages],
+            self._fingerprint,
+            bounds=[MOST_BYTES] * transport.world_size,
+        )
+        timer.lap()
+        requests = [
+            lookup.requests[source] if source == builder.rank else self._read(message, source)
+            for source, message in enumerate(received)
+        ]
+        timer.lap()
+        return lookup, requests
+
+    def _read(self, message: Tensor, source: int) -> RowRequest:
+        """Read what rank ``source`` of the group asks of this one.
+
+        Raises:
+            PayloadError: The request is damaged, or about other tables; names the ranks.
+        """
+        builder = self._builder
+        try:
+            return read_request(message, builder.first_rows[builder.rank], self._limits.backend(_HOST))
+        except PayloadError as error:
+            raise PayloadError(
+                f"{self._name}: rank {builder.rank}: request from rank {source} of the group: {error}"
+            ) from error
 
 
 def _shape_error(ids: Tensor, tables: int) -> str:

@@ -6,12 +6,11 @@ torch nor DeepSpeed: ``dct config check`` starts at once, and on machines that h
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..host.versions import parse
+from ..host.versions import installed, parse
 from .section import SECTION, backend_name
 
 #: ZeRO stages, as they may be written.
@@ -90,7 +89,7 @@ class Job:
         dtype = str(_object(content, "torch_autocast").get("dtype"))
         ranks = _object(content, "tensor_parallel").get("autotp_size", 0)
         sequence = content.get("sequence_parallel_size", 1)
-        version, schedule = _installed(), _object(_object(content, "scheduler"), "params")
+        version, schedule = installed("deepspeed") or "", _object(_object(content, "scheduler"), "params")
         loses_loose = () < parse(version) <= (0, 19, 0)
         return cls(
             stage=stage,
@@ -134,10 +133,3 @@ def _on(content: Mapping[str, Any], key: str) -> bool:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
-
-
-def _installed() -> str:
-    try:
-        return importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        return ""

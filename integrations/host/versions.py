@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from dataclasses import dataclass
 
 from dct_plugin.errors import VersionError
+
+
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def parse(version: str) -> tuple[int, ...]:

@@ -223,7 +223,7 @@ def test_doctor_survives_a_check_that_breaks(monkeypatch: pytest.MonkeyPatch) ->
 def test_versions_are_held_against_the_metadata(
     installed: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_module, "_version", lambda name: installed)
+    monkeypatch.setattr(doctor_module, "installed", lambda name: installed)
     (finding,) = doctor_module._package("deepspeed", "deepspeed")
     assert finding.status == status
     assert "supported: >=0.19,<0.20" in finding.detail

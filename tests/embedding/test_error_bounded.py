@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding.error_bounded import decode_bounded, encode_bounded
-from dct_plugin.embedding.lookup import take_rows
+from dct_plugin.embedding.tables import take_rows
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend

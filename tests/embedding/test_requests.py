@@ -14,9 +14,8 @@ from torch import Tensor
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
 from dct_plugin.embedding.bounds import TableLimits
-from dct_plugin.embedding.request_exchange import RequestExchange
 from dct_plugin.embedding.request_message import RowRequest, read_request, write_request
-from dct_plugin.embedding.requests import BatchLookup, RequestBuilder
+from dct_plugin.embedding.requests import BatchLookup, RequestBuilder, RequestExchange
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding_format import EmbeddingKernels

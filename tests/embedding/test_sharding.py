@@ -172,11 +172,8 @@ def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_
     exact = pooled(tables, bags, "sum")
     shown, mask = exact.detach().clone(), torch.ones_like(exact, dtype=torch.bool)
     cfg = module.config
-    if cfg.sparsity and cfg.granularity == "table":
+    if cfg.sparsity:
         mask = shown.abs() >= state[0]["tau"].view(1, -1, 1)
-    elif cfg.sparsity and cfg.granularity == "vector":
-        keep = round((1 - cfg.sparsity) * DIM)
-        mask = shown.abs() >= shown.abs().topk(keep, dim=2).values[:, :, -1:]
     shown = torch.where(mask, shown, torch.zeros_like(shown))
     bounds = None
     if cfg.error_bound is not None:
@@ -214,7 +211,6 @@ def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_
     [
         {"sparsity": 0.7},
         {"sparsity": 0.7, "dense_gradient": True},
-        {"sparsity": 0.5, "granularity": "vector"},
         {"error_bound": 0.02},
         {"error_bound": 0.02, "bound_classes": [0.5, 1.0, 2.0]},
         {"sparsity": 0.6, "error_bound": 0.02},
@@ -226,9 +222,7 @@ def test_layers_mean_what_they_say(world_size: int, deduplicate: bool, config: d
     for result in run(world_size, _lossy, {"deduplicate": deduplicate, **config}):
         assert result["within"]
         assert result["error"] < 2e-6
-        if config.get("granularity") == "vector":
-            assert 0.45 < result["kept"] < 0.55
-        elif config.get("sparsity"):
+        if config.get("sparsity"):
             assert result["kept"] == pytest.approx(1 - config["sparsity"], abs=0.1)
         else:
             assert result["kept"] == 1.0
@@ -508,7 +502,7 @@ def test_non_finite_rows_reach_every_rank() -> None:
 
 
 def test_faults_are_named() -> None:
-    with pytest.raises(ConfigError, match='no such value any more; write "vector"'):
+    with pytest.raises(ConfigError, match="no such key any more: the entries of a table are ranked together"):
         EmbeddingChannelConfig.of({"granularity": "sample", "sparsity": 0.5})
     with pytest.raises(ConfigError, match=r"dct.embedding.bound_classes.*three numbers"):
         EmbeddingChannelConfig.of({"bound_classes": [0, 1, 1]})

@@ -335,7 +335,7 @@ def test_wrong_positions_under_right_checksums(encoding: IndexEncoding) -> None:
 
 
 def test_rice_code_is_left_to_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
-    from dct_plugin.kernels.fallbacks import say_once
+    from dct_plugin.kernels.triton.messages import say_once
 
     say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):

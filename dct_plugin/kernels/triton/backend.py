@@ -31,7 +31,6 @@ from ..checks import (
     open_pair,
     open_positions,
 )
-from ..fallbacks import say_once
 from ..job import GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
@@ -55,7 +54,14 @@ try:
         tables,
         upload,
     )
-    from .messages import RICE_ON_HOST, OpenedMessages, open_all, open_payload_on_device, split_messages
+    from .messages import (
+        RICE_ON_HOST,
+        OpenedMessages,
+        open_all,
+        open_payload_on_device,
+        say_once,
+        split_messages,
+    )
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,13 +17,20 @@ from ...codecs.index import IndexEncoding, decode_indices
 from ...codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
 from ...errors import PayloadError
 from ..checks import naming_message, scales_first
-from ..fallbacks import say_once
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, grad_code, launched_on, upload
 
 #: Why plain torch does what the kernels do not.
 RICE_ON_HOST = "Rice code is not written or read by the Triton kernels: plain torch does it, with copies"
+
+logger = logging.getLogger("dct_plugin.kernels")
 _ROW, _BODY = device.ROW.value, device.BODY.value
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log once in a process what kernels of a device leave to plain torch."""
+    logger.warning(text)
 
 
 class OpenedMessages(NamedTuple):
