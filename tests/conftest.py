@@ -24,7 +24,6 @@ LONGEST = (
     "data_parallel/test_triton_reducer.py",
     "deepspeed/test_deepspeed.py",
     "deepspeed/test_deepspeed_startup.py",
-    "embedding/test_device_exchange.py",
     "dlrm/test_dlrm_command.py",
     "deepspeed/test_deepspeed_pipeline.py",
 )
