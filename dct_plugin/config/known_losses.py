@@ -89,7 +89,8 @@ KNOWN_LOSSES = (
     ),
     KnownLoss(
         "0.23 nats at 0.99 (char GPT, AdamW, 1,200 steps, 2 ranks)",
-        '"sparsity": 0.9, or ZeRO stage 1 or 2, which have step-ahead',
+        '"sparsity": 0.9, or step-ahead, which ZeRO stage 1 and 2 have, and copies in nodes '
+        "(docs/nodes.md#zero-3)",
         "zero-3",
         _NEEDS_MOMENTS,
         sparsity=0.97,
@@ -97,7 +98,7 @@ KNOWN_LOSSES = (
     ),
     KnownLoss(
         "0.05 nats at 0.9 (char GPT, AdamW, 1,200 steps, 2 ranks)",
-        "ZeRO stage 1 or 2, which have step-ahead",
+        "step-ahead, which ZeRO stage 1 and 2 have, and copies in nodes (docs/nodes.md#zero-3)",
         "zero-3",
         _NEEDS_MOMENTS,
         sparsity=0.9,

@@ -202,7 +202,8 @@ RECOMMENDATIONS = (
     Recommendation(
         _ADAM, tuple(LINKS), (2, 2), (3,), None,
         Measured("2.7x at 0.9", _ZERO3), Measured("+0.0528 nats at 0.9 (one seed)", _ZERO3), None,
-        "take ZeRO stage 1 or 2, which have step-ahead, where the memory allows it",
+        "take ZeRO stage 1 or 2, which have step-ahead, where the memory allows it; with several ranks per "
+        "node `zero_hpz_partition_size` and `parameters`",
     ),
     Recommendation(
         _MOMENTUM, (_SLOW, _GIGABIT), (2, 2), (0,), {"sparsity": 0.99},

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 from support.deepspeed_launch import Results, Run, config, launch
 
-pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+partition_parameters = pytest.importorskip("deepspeed.runtime.zero.partition_parameters")
+divide = inspect.getsource(partition_parameters.Init._partition_param_sec)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif("max(0, min(param.ds_numel" not in divide, reason="cannot divide small parameters"),
+]
 
 FP16 = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 4, "hysteresis": 1}
 EXACT = {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100, "nodes": 2}
@@ -62,7 +68,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("gathered", name, 4, EXACT),
             run("full", name, 4, EXACT | {"parameters": {"sparsity": 0, "value_dtype": "fp32"}}),
             run("all", name, 4, EXACT | ALL),
-            run("updated", name, 30, SPARSE | UPDATES),
+            run("updated", name, 12, SPARSE | UPDATES),
             run("whole", name, 6, SPARSE | UPDATES, save=save, save_after=3),
             run("rest", name, 6, SPARSE | UPDATES, load=save, seed=2),
         ]
