@@ -76,6 +76,28 @@ def dct_section(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     return {"data_parallel": data}
 
 
+def config_of(args: argparse.Namespace, stage: int, variant: Variant) -> dict[str, Any]:
+    """DeepSpeed's JSON."""
+    zero: dict[str, Any] = {"stage": stage}
+    if args.nodes > 1:  # as in large models, of which not all weights stay until the backward pass
+        zero |= {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}
+    if variant.hpz:
+        zero["zero_hpz_partition_size"] = args.ranks // args.nodes
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": args.bf16},
+        "steps_per_print": 10**9,
+    }
+    if args.config is not None:
+        config["optimizer"] = json.loads(args.config.read_text())["optimizer"]
+    if variant.dct:
+        config["dct"] = dct_section(args, stage)
+    return config
+
+
 def worker(args: argparse.Namespace) -> None:
     """One rank: every stage, dense and DCT, in this process."""
     import deepspeed
@@ -92,25 +114,7 @@ def worker(args: argparse.Namespace) -> None:
         for variant in variants(stage, args.nodes):
             dct = variant.dct
             model, batch = model_and_data()
-            section: dict[str, Any] = {
-                "train_micro_batch_size_per_gpu": BATCH,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-                "zero_optimization": {"stage": stage},
-                "zero_allow_untested_optimizer": True,
-                "bf16": {"enabled": args.bf16},
-                "steps_per_print": 10**9,
-            }
-            if args.nodes > 1:  # as in large models, of which not all weights stay until the backward pass
-                section["zero_optimization"] |= {
-                    "stage3_max_live_parameters": 1,
-                    "stage3_max_reuse_distance": 1,
-                }
-            if variant.hpz:
-                section["zero_optimization"]["zero_hpz_partition_size"] = args.ranks // args.nodes
-            if args.config is not None:
-                section["optimizer"] = json.loads(args.config.read_text())["optimizer"]
-            if dct:
-                section["dct"] = dct_section(args, stage)
+            section = config_of(args, stage, variant)
             engine, *_ = deepspeed.initialize(
                 model=model, model_parameters=model.parameters(), config=section
             )

@@ -299,8 +299,11 @@ class StepAhead:
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float]:
         """Return what this rank has not sent of a parameter's gradients, and the share of it that counts."""
         residual = self._residual_of(name)
-        if residual is not None and self._held is not None:
-            residual = self._of_held(name, residual)
+        if residual is not None and self._node is not None and self._held is not None:
+            parameter, held = self._parameters[name], self._held[name]
+            part = self._node.part(name, parameter.numel())
+            if held != part and residual.numel() == part[1] - part[0]:
+                residual = _entries_of(held, residual, part, self._scratch.take("held", parameter.data))
         if residual is None or self.moments.of(name) is None or residual.numel() != numel:
             return None, 0.0
         share = self.coefficients.of(name)
@@ -310,20 +313,6 @@ class StepAhead:
                 both = torch.mul(residual, share, out=self._scratch.take("both", residual))
             both[shard.start : shard.stop].add_(part)
         return (residual, share) if both is None else (both, 1.0)
-
-    def _of_held(self, name: str, residual: Tensor) -> Tensor:
-        """Return the residual of the entries that a parameter's data are, as far as this rank has it: hosts
-        and :class:`NodeRanks` divide a tensor in places that differ by a few entries.
-        """
-        assert self._node is not None
-        assert self._held is not None
-        held, part = self._held[name], self._node.part(name, self._parameters[name].numel())
-        if held == part or residual.numel() != part[1] - part[0]:
-            return residual
-        start, stop = common(held, part)
-        aligned = self._scratch.take("held", self._parameters[name].data).zero_()
-        aligned[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
-        return aligned
 
     def _decay_of(self, parameter: torch.nn.Parameter) -> float | None:
         unit = self._unit_of(parameter)
@@ -358,6 +347,15 @@ class StepAhead:
         saved = state or {"moments": {}, "products": {}}
         self.moments.load_state_dict(saved["moments"], step=step)
         self.coefficients.load_state_dict(saved["products"])
+
+
+def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor:
+    """Set ``out`` to the residual of the entries ``held``, as far as ``part`` has them: hosts and nodes divide
+    a tensor in places that differ by a few entries.
+    """
+    start, stop = common(held, part)
+    out.zero_()[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
+    return out
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

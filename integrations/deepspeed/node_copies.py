@@ -55,7 +55,7 @@ class HeldSlice:
     """
 
     def __init__(self, name: str, parameter: Any, layout: Sequence[Sequence[int]], position: int) -> None:
-        self.name, self.parameter, self.position = name, parameter, position
+        self.name, self.parameter = name, parameter
         self._each = parameter.partition_numel()
         size = self._each * len(layout)
         stop = min(parameter.ds_numel, (position + 1) * size)
