@@ -301,9 +301,9 @@ class StepAhead:
         residual = self._residual_of(name)
         if residual is not None and self._node is not None and self._held is not None:
             parameter, held = self._parameters[name], self._held[name]
-            part = self._node.part(name, parameter.numel())
-            if held != part and residual.numel() == part[1] - part[0]:
-                residual = _entries_of(held, residual, part, self._scratch.take("held", parameter.data))
+            known = self._node.part(name, parameter.numel())
+            if held != known and residual.numel() == known[1] - known[0]:
+                residual = _entries_of(held, residual, known, self._scratch.take("held", parameter.data))
         if residual is None or self.moments.of(name) is None or residual.numel() != numel:
             return None, 0.0
         share = self.coefficients.of(name)
@@ -350,8 +350,8 @@ class StepAhead:
 
 
 def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor:
-    """Set ``out`` to the residual of the entries ``held``, as far as ``part`` has them: hosts and nodes divide
-    a tensor in places that differ by a few entries.
+    """Set ``out`` to the residual of the entries ``held``, as far as ``part`` has them: hosts and nodes
+    divide a tensor in places that differ by a few entries.
     """
     start, stop = common(held, part)
     out.zero_()[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
