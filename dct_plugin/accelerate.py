@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from .config import DCTConfig
 from .integrations.attach import attach as attach_to_model
 from .integrations.ddp import DCTState
 from .integrations.fsdp import ReplicaCompression
+from .metrics import Event
 
 __all__ = ["attach"]
 
@@ -23,7 +25,8 @@ def attach(
 ) -> DCTState | ReplicaCompression | None:
     """Compress the gradients of a model; :func:`dct_plugin.attach` for what ``prepare`` returned.
 
-    ``accelerator.save_state`` saves the residuals, and ``load_state`` restores them.
+    ``accelerator.save_state`` saves the residuals, and ``load_state`` restores them. The metrics go to the
+    accelerator's trackers, if it has any.
 
     Args:
         accelerator: The ``Accelerator``; its gradient scaler is followed.
@@ -35,6 +38,12 @@ def attach(
     """
     state = attach_to_model(model, optimizer, section, scaler=accelerator.scaler, total_steps=total_steps)
     if state is not None:
+        if accelerator.is_main_process:
+            state.metrics.add_sink(partial(_log, accelerator))
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: state.save(folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
     return state
+
+
+def _log(accelerator: Any, events: list[Event]) -> None:
+    accelerator.log({name: value for name, value, _ in events}, step=events[0][2])

@@ -10,6 +10,7 @@ from .errors import ConfigError
 from .integrations.attach import attach
 from .integrations.ddp import AveragedResiduals, DCTState
 from .integrations.fsdp import ReplicaCompression
+from .metrics import Event
 
 try:
     from lightning.pytorch import Callback
@@ -24,7 +25,8 @@ _KEY = "dct_residuals"
 class DCTCallback(Callback):
     """Compresses the gradients of a Trainer, and keeps the residuals in its checkpoints.
 
-    Lightning's checkpoint is one file, so it gets the mean of the ranks' residuals, 4 bytes per parameter.
+    The metrics go to the Trainer's loggers, and the loss to the metrics' file. Lightning's checkpoint is one
+    file, so it gets the mean of the ranks' residuals, 4 bytes per parameter.
     Any number of ranks can resume from it.
 
     Args:
@@ -66,9 +68,18 @@ class DCTCallback(Callback):
                 "DCTCallback: Lightning's checkpoints do not take FSDP2's residuals; use the strategy 'ddp'"
             )
         self.state = state
+        if state is not None and trainer.is_global_zero:
+            state.metrics.add_sink(lambda events: _log(trainer, events))
         if self.state is not None and self._loaded is not None:
             AveragedResiduals(self.state).load_state_dict(self._loaded)
             self._loaded = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Write the loss to the metrics' file, as often as the Trainer logs."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.state is None or loss is None or trainer.global_step % trainer.log_every_n_steps:
+            return
+        self.state.metrics.event("loss", step=trainer.global_step, loss=float(loss))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Put the mean of the residuals into a checkpoint; a collective."""
@@ -78,3 +89,9 @@ class DCTCallback(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the residuals of a checkpoint until the model is wrapped."""
         self._loaded = checkpoint.get(_KEY)
+
+
+def _log(trainer: Any, events: list[Event]) -> None:
+    """Hand a report to the loggers."""
+    for logger in trainer.loggers:
+        logger.log_metrics({name: value for name, value, _ in events}, step=events[0][2])

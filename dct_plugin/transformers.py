@@ -12,6 +12,7 @@ from .config import DCTConfig
 from .integrations.attach import attach
 from .integrations.ddp import DCTState
 from .integrations.fsdp import ReplicaCompression
+from .metrics import Metrics
 
 __all__ = ["DCTCallback"]
 
@@ -19,7 +20,9 @@ __all__ = ["DCTCallback"]
 class DCTCallback(TrainerCallback):
     """Compresses the gradients of a Trainer, and keeps the residuals in its checkpoints.
 
-    With DeepSpeed it does nothing: there the ``dct`` section of the JSON is all there is to it.
+    With DeepSpeed it compresses nothing: there the ``dct`` section of the JSON is all there is to it. In both
+    cases the metrics go to the Trainer's log, and with it to TensorBoard, W&B or MLflow, and the loss to
+    the metrics' file.
 
     Args:
         trainer: The Trainer that the callback is added to, which wraps the model when training begins.
@@ -36,11 +39,14 @@ class DCTCallback(TrainerCallback):
         self.trainer, self.section = trainer, section
         self.state: DCTState | ReplicaCompression | None = None
         self._attached: Any = None
+        self._metrics: Metrics | None = None
+        self._unlogged: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach to the wrapped model; restore the residuals of a training that is resumed."""
         trainer = self.trainer
         if trainer.is_deepspeed_enabled:
+            self._report(getattr(getattr(trainer.model_wrapped, "dct", None), "metrics", None))
             return
         if self._attached is not trainer.model_wrapped:
             self._attached = trainer.model_wrapped
@@ -51,9 +57,27 @@ class DCTCallback(TrainerCallback):
                 scaler=trainer.accelerator.scaler,
                 total_steps=state.max_steps,
             )
+            self._report(None if self.state is None else self.state.metrics)
         if self.state is not None and state.global_step:
             given = args.resume_from_checkpoint
             self.state.load(given if isinstance(given, str) else self._folder(args, state))
+
+    def _report(self, metrics: Metrics | None) -> None:
+        """Follow the metrics of this training."""
+        if metrics is not None and metrics is not self._metrics:
+            metrics.add_sink(lambda events: self._unlogged.update({name: value for name, value, _ in events}))
+            self._metrics = metrics
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log a report that was made in this step."""
+        figures, self._unlogged = self._unlogged, {}
+        if figures and state.is_world_process_zero:
+            self.trainer.log(figures)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Write the loss to the metrics' file."""
+        if self._metrics is not None and "loss" in (logs or {}):
+            self._metrics.event("loss", step=state.global_step, loss=float(logs["loss"]))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the residuals in the folder of the checkpoint."""

@@ -94,6 +94,18 @@ def _advise() -> Any:
     return advise
 
 
+def _report() -> Any:
+    from .report import report
+
+    return report
+
+
+def _watch() -> Any:
+    from .watch import watch
+
+    return watch
+
+
 _PLOTS = ("sklearn", "matplotlib")
 COMMANDS = [
     LazyCommand(
@@ -111,6 +123,14 @@ COMMANDS = [
         _advise,
         needs=("torch",),
     ),
+    LazyCommand(
+        "report",
+        "Make an HTML page of metrics files, or of the JSON of dct demo, dct dlrm and dct bench links.",
+        _report,
+        needs=("matplotlib", "jinja2"),
+        extra="report",
+    ),
+    LazyCommand("watch", "Show the metrics of a job in the terminal while it runs.", _watch),
     LazyCommand(
         "patch-launch",
         "Have a Megatron launch script start its training with the plugin, or take that back.",

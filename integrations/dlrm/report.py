@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dct_plugin.metrics import format_bytes
 from dct_plugin.output import Table
 from dct_plugin.plots import Point, draw_bars, draw_differences, png
+from dct_plugin.report.page import Part, Section
 
 from .comparison import Comparison
 from .figures import LAYERS, Run
+from .intervals import Interval
 
 #: A loss of AUC up to this is called none.
 MARGIN_AUC = 0.002
@@ -194,16 +197,23 @@ def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
         _draw_densities(axes[3], comparison)
 
 
+def _loss_curves(comparison: Comparison) -> tuple[int, list[float], list[float]]:
+    """Return the steps that each mean is of, and the curves of the dense and the DCT run."""
+    window = max(1, min(50, comparison.dense.steps // 20))
+    (dense,), (dct,) = comparison.dense.losses.values(), comparison.dct.losses.values()
+    return window, moving_average(dense, window), moving_average(dct, window)
+
+
 def _draw_losses(axis: Any, comparison: Comparison) -> None:
     """Draw the loss curves, and say how much they differ on training and on test rows."""
-    window = max(1, min(50, comparison.dense.steps // 20))
-    means: dict[str, list[float]] = {}
-    for run, name, color in ((comparison.dense, "dense", "0.5"), (comparison.dct, "DCT", "C0")):
-        (losses,) = run.losses.values()
-        means[name] = moving_average(losses, window)
+    window, dense, dct = _loss_curves(comparison)
+    for run, name, curve, color in (
+        (comparison.dense, "dense", dense, "0.5"),
+        (comparison.dct, "DCT", dct, "C0"),
+    ):
         label = f"{name}, test AUC {run.mean_auc:.4f}"
-        axis.plot(range(window, run.steps + 1), means[name], color=color, label=label, linewidth=1.4)
-    dense, dct = means.values()
+        steps = range(window, run.steps + 1)
+        axis.plot(steps, curve, color=color, label=label, linewidth=1.4, linestyle="-")
     axis.set_title(f"Training loss, mean of {window} steps")
     training, test = dct[-1] - dense[-1], comparison.log_loss_difference
     axis.set_xlabel(f"optimizer step\nDCT - dense: training loss {training:+.4f}, test loss {test:+.4f}")
@@ -255,6 +265,68 @@ def _draw_steps(axis: Any, comparison: Comparison) -> None:
     draw_bars(axis, names, lengths, labels)
     axis.set_title("Step time, median")
     axis.set_xticks([])
+
+
+# -- parts of the HTML report ---
+
+
+def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) -> Part:
+    """Return the demo's part of the page: verdict, step times, bytes and loss curves."""
+    sent = comparison.dct_sent.payload_bytes, comparison.dense_sent.payload_bytes
+    saved = (
+        f"A rank sent {format_bytes(sent[0])} a step in place of {format_bytes(sent[1])}: "
+        f"{_fewer(comparison.reduction)}."
+    )
+    said = [saved, *verdict(comparison, quick=quick), *diverged([comparison.dense, comparison.dct])]
+    table = speed_table(comparison, title="Dense and DCT")
+    payload = [row for row in table.rows if row[0].startswith(("Payload", "On the wire"))]
+    times = [row for row in table.rows if row[0].startswith(("Step", "  dense"))]
+    window, dense, dct = _loss_curves(comparison)
+    losses = [
+        [str(window + at), f"{dense[at]:.6f}", f"{dct[at]:.6f}"]
+        for at in range(0, len(dense), -(-len(dense) // 60))
+    ]
+    loss_table = Table(f"Training loss, mean of {window} steps", ["to step", "dense", "DCT"], losses)
+    height = 0.27 * (2 + 3 * len(comparison.measured)) + 0.9
+    sections = [
+        Section(table),
+        Section(
+            Table("Step times", table.header, times), partial(_draw_steps, comparison=comparison), height
+        ),
+        Section(Table("Bytes", table.header, payload), partial(_draw_bytes, comparison=comparison), 2.0),
+        Section(loss_table, partial(_draw_losses, comparison=comparison)),
+    ]
+    return Part(title, said, sections)
+
+
+def outcomes_part(figures: Mapping[str, Any]) -> Part:
+    """Return the part of the page about a report of ``dct dlrm``."""
+    outcomes: dict[str, dict[str, Any]] = figures["outcomes"]
+    rows, points, said = [], [], []
+    for name, run in outcomes.items():
+        change, fewer = run["auc_difference"], run["total_reduction"]
+        auc = sum(run["auc"].values()) / len(run["auc"])
+        rows.append([name, f"{auc:.4f}", "" if change is None else str(Interval(**change))])
+        rows[-1] += [f"{run['total_bytes_per_step']:,.1f}", _times(fewer)]
+        rows[-1] += [_times(run["crossing_reduction"]), f"{run['step_ms']:.1f}"]
+        if fewer is not None:
+            said.append(f"{name} sent {_fewer(fewer)} bytes than dense.")
+        if change is not None:
+            times = () if fewer is None else (round(fewer, 1),)
+            points.append(Point(name, change["mean"], change["half_width"], times))
+    if points:
+        held = sum(point.mean >= -MARGIN_AUC for point in points)
+        said.append(f"{held} of {len(points)} runs lost at most {MARGIN_AUC:g} of AUC beside dense.")
+
+    def draw(axis: Any) -> None:
+        axis.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.2)
+        draw_differences(axis, points)
+        axis.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
+
+    title = "Quality beside dense (95 % interval), and bytes per step of all ranks"
+    header = ["", "AUC", "AUC - dense", "bytes", "fewer", "embeddings, fewer", "step, ms"]
+    section = Section(Table(title, header, rows), draw if points else None, 0.45 * len(points) + 1.2)
+    return Part(f"dct dlrm: {figures['data']['data']}", said, [section])
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

@@ -22,9 +22,17 @@ from dct_plugin.integrations.dlrm.commands.demo import PRESETS, Options, deepspe
 from dct_plugin.integrations.dlrm.comparison import Comparison, Measured, Sent, read_metrics
 from dct_plugin.integrations.dlrm.figures import Run, read_runs
 from dct_plugin.integrations.dlrm.progress import LaunchProgress
-from dct_plugin.integrations.dlrm.report import diverged, draw_training, moving_average, speed_table, verdict
+from dct_plugin.integrations.dlrm.report import (
+    comparison_part,
+    diverged,
+    draw_training,
+    moving_average,
+    speed_table,
+    verdict,
+)
 from dct_plugin.integrations.dlrm.runner import RunFailed, Runner, config_file
 from dct_plugin.links.interleave import Figures
+from dct_plugin.report.page import write_page
 
 PRESET = PRESETS["diabetes"]
 
@@ -218,7 +226,7 @@ def test_verdict_is_honest() -> None:
     assert "ranks of the dct run ended with different weights" in line
 
 
-def test_table_and_plot(tmp_path: Path) -> None:
+def test_table_and_charts(tmp_path: Path) -> None:
     comparison = compare()
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(speed_table(comparison, title="a title").rich())
@@ -242,6 +250,11 @@ def test_table_and_plot(tmp_path: Path) -> None:
     ):
         draw_training(drawn, tmp_path / f"{name}.png", title=name)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        written = json.dumps(drawn.as_dict())
+        again = Comparison.of_dict(json.loads(written))
+        assert json.dumps(again.as_dict()) == written
+        write_page(tmp_path / "page.html", [comparison_part(again, title=name)])
+        assert (tmp_path / "page.html").read_text().count("<svg") == 3
 
 
 def test_measured_steps() -> None:
@@ -311,10 +324,13 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
         "DCT",
         "Step at 1 Gbit/s",
         "torchrun",
-        "demo.png",
+        "demo.png and out/report.html",
     ):
         assert part in output, output
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Bytes per step by class" in page
+    assert "Training loss" in page
 
     figures = json.loads((tmp_path / "figures" / "demo.json").read_text())
     dense, dct = figures["dense"], figures["dct"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from dct_plugin.links.rates import rate_name
 from dct_plugin.metrics import format_bytes
 from dct_plugin.output import Table
 from dct_plugin.plots import draw_bars, png
+from dct_plugin.report.page import Part, Section
 
 from .suite import WORKLOADS, Cell
 
@@ -136,13 +138,57 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     rows = [(group.title, cell) for group in groups(cells) for cell in group.cells]
     if not rows:
         return
-    with png(path, [0.27 * len(cell.figures) + 0.9 for _, cell in rows]) as (_, axes):
+    with png(path, [_height(cell) for _, cell in rows]) as (_, axes):
         for axis, (title, cell) in zip(axes, rows, strict=True):
-            floor = next((f.median for f in cell.figures if f.name == IDEAL), None)
-            labels = [
-                f"{f.median:.0f}" + (f" ({f.median / floor:.2f}x ideal)" if floor and f.name != IDEAL else "")
-                for f in cell.figures
-            ]
-            draw_bars(axis, [f.name for f in cell.figures], [f.median for f in cell.figures], labels)
-            axis.set_title(f"{rate_name(cell.rate)}: {title}")
-            axis.set_xlabel("ms per step, median")
+            _draw_steps(axis, cell, title)
+
+
+def _height(cell: Cell) -> float:
+    return 0.27 * len(cell.figures) + 0.9
+
+
+def _draw_steps(axis: Any, cell: Cell, title: str) -> None:
+    floor = next((f.median for f in cell.figures if f.name == IDEAL), None)
+    labels = [
+        f"{f.median:.0f}" + (f" ({f.median / floor:.2f}x ideal)" if floor and f.name != IDEAL else "")
+        for f in cell.figures
+    ]
+    draw_bars(axis, [f.name for f in cell.figures], [f.median for f in cell.figures], labels)
+    axis.set_title(f"{rate_name(cell.rate)}: {title}")
+    axis.set_xlabel("ms per step, median")
+
+
+def links_part(figures: Mapping[str, Any]) -> Part:
+    """Return the part of the HTML report about a ``links.json``; see :func:`as_dict`."""
+    cells = []
+    for content in figures["cells"]:
+        own = [{each.name: one[each.name] for each in fields(Figures)} for one in content["figures"]]
+        cells.append(Cell(**{**content, "figures": [Figures(**each) for each in own]}))
+    sections: list[Section] = []
+    said = []
+    for group in groups(cells):
+        sections.append(Section(_steps(group, True)))
+        for cell in group.cells:
+            rows = [[f.name, f"{f.median:.3f}", f"{f.sent:,.1f}"] for f in cell.figures]
+            title = f"{group.title}, {rate_name(cell.rate)}: ms per step"
+            table = Table(title, ["", "median, ms", "bytes, all ranks"], rows)
+            draw_cell = partial(_draw_steps, cell=cell, title=group.title)
+            sections.append(Section(table, draw_cell, _height(cell)))
+        if (parts := _split(group, True)) is not None:
+            sections.append(Section(parts))
+        said += _gain(group)
+    return Part(f"dct bench links, {figures['date']}", said, sections, notes=unmeasured(cells))
+
+
+def _gain(group: Group) -> list[str]:
+    """Say what the fastest method of the plugin gains on the slowest link."""
+    cell = group.cells[-1]
+    ours = [figures for figures in cell.figures if "DCT" in figures.name]
+    if not ours:
+        return []
+    baseline, best = _named(cell, cell.baseline), min(ours, key=lambda each: each.median)
+    fewer = f", with {baseline.sent / best.sent:.3g}x fewer bytes" if best.sent else ""
+    return [
+        f"{group.title} at {rate_name(cell.rate)}: {best.name} takes {best.median:.1f} ms a step, "
+        f"{baseline.median / best.median:.2f}x faster than {baseline.name}{fewer}."
+    ]

@@ -89,8 +89,8 @@ class Options:
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed JSON to start from; options given here override it.")
     ] = None
-    out: Annotated[Path, typer.Option(help="Folder for the plot, the JSON files and the ranks' output.")] = (
-        Path("out")
+    out: Annotated[Path, typer.Option(help="Folder for report, JSON files and the ranks' output.")] = Path(
+        "out"
     )
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures, curves and versions to this file.")
@@ -165,6 +165,7 @@ class _Demo:
         from ..comparison import Comparison, Sent, read_metrics
         from ..figures import read_runs
 
+        self._metrics_file = metrics_file
         self._done = launch("demo", self._job, ranks=self._ranks, folder=self._out, console=self._console)
         metrics = read_metrics(metrics_file)
         if not metrics:
@@ -216,7 +217,7 @@ class _Demo:
             self._console.print(line, markup=False, soft_wrap=True)
 
     def report(self, json_file: Path | None) -> None:
-        """Print the table and the verdict, draw the plot, and write the figures.
+        """Print the table and the verdict, draw the plot, and write the figures and the page.
 
         Raises:
             typer.Exit: The ranks of a run ended with different weights.
@@ -224,7 +225,11 @@ class _Demo:
         from rich.padding import Padding
         from rich.text import Text
 
-        from ..report import diverged, draw_training, speed_table, verdict
+        from dct_plugin.report.metrics_part import metrics_part
+        from dct_plugin.report.page import write_page
+        from dct_plugin.report.reading import read
+
+        from ..report import comparison_part, diverged, draw_training, speed_table, verdict
 
         comparison, console = self._comparison, self._console
         of_data, of_run = self._titles()
@@ -238,10 +243,14 @@ class _Demo:
         console.print("To repeat each run by itself:")
         for line in self._done.command_lines.values():
             console.print(Text("  " + line), soft_wrap=True)
-        files = [str(plot)]
+        page = self._out / "report.html"
+        runs, _ = read([self._metrics_file])
+        shown = comparison_part(comparison, title=f"{of_data} {of_run}", quick=self._quick)
+        write_page(page, [shown, *map(metrics_part, runs)])
+        files = [str(plot), str(page)]
         if json_file is not None:
-            write(json_file, self._figures())
-            files.append(str(json_file))
+            write(json_file, {**self._figures(), "quick": self._quick})
+            files.insert(1, str(json_file))
         seconds = time.monotonic() - self._started
         console.print(Text(f"\nWrote {' and '.join(files)} in {seconds:.0f} s."))
         if broken:

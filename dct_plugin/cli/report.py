@@ -1,0 +1,90 @@
+"""``dct report``: one HTML page from metrics files and from the JSON of other commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import DCTError
+from ..output import check_target
+from ..report.metrics_part import metrics_part
+from ..report.page import Part, write_page
+from ..report.reading import json_object, read
+
+
+def _demo(figures: Mapping[str, Any]) -> Part:
+    from ..integrations.dlrm.comparison import Comparison
+    from ..integrations.dlrm.report import comparison_part
+
+    title = f"dct demo: {figures['data']['data']}"
+    return comparison_part(Comparison.of_dict(figures), title=title, quick=figures["quick"])
+
+
+def _dlrm(figures: Mapping[str, Any]) -> Part:
+    from ..integrations.dlrm.report import outcomes_part
+
+    return outcomes_part(figures)
+
+
+def _links(figures: Mapping[str, Any]) -> Part:
+    from ..tools.bench.report import links_part
+
+    return links_part(figures)
+
+
+#: A key that only the JSON of one command has -> makes its part of the page.
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {
+    "reduction_payload": _demo,
+    "outcomes": _dlrm,
+    "cells": _links,
+}
+
+
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Metrics files (those of several ranks make one run), or JSON of dct demo --json, dct dlrm "
+            "--report, dct bench links."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    run: Annotated[
+        int | None, typer.Option(min=1, help="Of files with several runs: which one (the last).")
+    ] = None,
+) -> None:
+    """Make one HTML page of a run: what it saved, charts with tables, and what to try next."""
+    check_target(out, "--out")
+    parts, metrics = [], []
+    for path in paths:
+        figures = json_object(path)
+        if figures is None:
+            metrics.append(path)
+        else:
+            parts.append(_part(path, figures))
+    runs, notes = read(metrics, number=run)
+    parts += map(metrics_part, runs)
+    parts[0].notes[:0] = notes
+    write_page(out, parts)
+    for line in [*notes, *parts[0].verdict]:
+        typer.echo(line)
+    typer.echo(f"Wrote {out}")
+
+
+def _part(path: Path, figures: dict[str, Any]) -> Part:
+    make = next((make for key, make in _PARTS.items() if key in figures), None)
+    if make is None:
+        raise DCTError(
+            f"{path}: is neither a metrics file nor the JSON of dct demo --json, dct dlrm --report or "
+            "dct bench links"
+        )
+    try:
+        return make(figures)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DCTError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); another version of dct wrote it, or "
+            "it is not complete"
+        ) from error

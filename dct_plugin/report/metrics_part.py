@@ -1,0 +1,241 @@
+"""The part of the page about a run's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..metrics import format_bytes
+from ..output import Table
+from . import charts
+from .advice import advice
+from .page import Part, Section
+from .reading import RankRun
+from .run import PARTS, Run, Window, grouped, weighted
+
+PART_NAMES = {
+    "select_ms": "select",
+    "encode_ms": "encode",
+    "exchange_ms": "exchange, network",
+    "waited_ms": "exchange, wait for slow ranks",
+    "decode_ms": "decode",
+    "hidden_ms": "beside the backward pass",
+}
+#: Classes that are drawn; the table has all.
+_DRAWN = 7
+
+_Column = tuple[str, Callable[[Window], float | None], str]
+
+
+def metrics_part(ranks: Sequence[RankRun]) -> Part:
+    """Return verdict, advice and charts of a run.
+
+    Args:
+        ranks: What its ranks wrote; see :func:`.reading.read`.
+    """
+    run = Run(ranks)
+    sections = [_bytes(run), *_densities(run), _times(run)]
+    if run.losses:
+        sections.append(_losses(run))
+    if run.decisions:
+        sections.append(_decisions(run))
+    if len(run.ranks) > 1:
+        rows = [[str(rank), f"{waited:.3f}"] for rank, waited in run.waited().items()]
+        header = ["rank", "waited, ms"]
+        sections.append(Section(Table("Wait for slower ranks, ms per step after the start", header, rows)))
+    sources = ", ".join(dict.fromkeys(Path(part.source).name for part in run.ranks))
+    return Part(f"Metrics: {sources}", verdict(run), sections, advice(run))
+
+
+def verdict(run: Run) -> list[str]:
+    """Say in two sentences what was saved: bytes, and time beside the dense steps at the start."""
+    sent = run.per_step("sent_bytes", run.windows, *run.classes) * run.steps
+    dense = run.per_step("dense_bytes", run.windows, *run.classes) * run.steps
+    whole, steady = run.ratio(run.windows), run.ratio(run.steady)
+    saved = (
+        f"In {run.steps} steps {run.who} sent {format_bytes(sent)} in place of {format_bytes(dense)}"
+        f"{_fewer(whole)}"
+    )
+    if run.steady is not run.windows and len(run.steady) < len(run.windows) and steady is not None:
+        saved += f"; after the start{_fewer(steady).replace(': ', ' ')}"
+    step, before = run.step_ms, run.dense_step_ms
+    if step is None:
+        time = "How long steps took is not in these metrics: one step, or an older version."
+    elif before is None:
+        time = f"A step took {step:.1f} ms; there were no dense steps at the start to compare with."
+    elif not run.thresholded:
+        time = f"A step took {step:.1f} ms; nothing was thresholded."
+    else:
+        factor = before / step
+        says = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
+        time = f"A step took {step:.1f} ms, {says} than the dense steps at the start ({before:.1f} ms)."
+    return [f"{saved}.", time]
+
+
+def _fewer(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f": {ratio:.3g}x fewer bytes" if ratio >= 1 else f": {1 / ratio:.3g}x more bytes"
+
+
+# -- sections ---
+
+
+def _over_steps(
+    run: Run, title: str, columns: Sequence[_Column], draw: Callable[..., None], height: float = 2.8
+) -> Section:
+    """Return a section with a row for each window, or each group of them where there are many.
+
+    Args:
+        run: The run.
+        title: Of chart and table.
+        columns: Name, figure of a window, and format of the table.
+        draw: Gets the axes, the last step of each row, and the figures by name of their column.
+        height: Of the chart.
+    """
+    groups = grouped(run.windows)
+    steps = [group[-1].step for group in groups]
+    found = {name: [weighted(group, figure) for group in groups] for name, figure, _ in columns}
+    form = {name: form for name, _, form in columns}
+    rows = [
+        [str(step), *("" if (x := found[name][at]) is None else format(x, form[name]) for name in found)]
+        for at, step in enumerate(steps)
+    ]
+    if len(groups) < len(run.windows):
+        title += f"; each row is the mean of {len(groups[0])} reports"
+    return Section(Table(title, ["to step", *found], rows), lambda axis: draw(axis, steps, found), height)
+
+
+def _bytes(run: Run) -> Section:
+    sending = [cls for cls in run.classes if any(window.mean("sent_bytes", cls) for window in run.windows)]
+    columns: list[_Column] = [
+        ("without the plugin", lambda window: window.total("dense_bytes"), ",.1f"),
+        ("sent", lambda window: window.total("sent_bytes"), ",.1f"),
+        *((cls, partial(_sent, cls=cls), ",.1f") for cls in sending),
+    ]
+
+    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
+        chosen = {cls: found[cls] for cls in sending[:_DRAWN]}
+        reference = {"without the plugin": found["without the plugin"]}
+        charts.lines(axis, steps, chosen, "bytes", reference=reference, logarithmic=True)
+
+    return _over_steps(run, "Bytes per step by class", columns, draw, 3.4)
+
+
+def _sent(window: Window, cls: str) -> float | None:
+    return window.mean("sent_bytes", cls) or 0.0
+
+
+def _densities(run: Run) -> list[Section]:
+    """Return density and threshold of each class, and the tensors that miss their density most."""
+    if not run.thresholded:
+        return []
+    density, threshold = [], []
+    for cls in run.thresholded:
+        for key, name in (("density", cls), ("density_target", f"{cls}, target")):
+            density.append((name, partial(_figure, key=key, cls=cls), ".6g"))
+        threshold.append((cls, partial(_figure, key="tau", cls=cls), ".6g"))
+
+    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
+        targets = {name: found.pop(name) for name in list(found) if name.endswith(", target")}
+        charts.lines(axis, steps, found, "share of entries sent", reference=targets)
+        axis.set_ylim(bottom=0)
+
+    def draw_threshold(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
+        charts.lines(axis, steps, found, "gradient units")
+        axis.set_ylim(bottom=0)
+
+    sections = [
+        _over_steps(run, "Density by class", density, draw),
+        _over_steps(run, "Mean threshold by class", threshold, draw_threshold),
+    ]
+    return [*sections, _tensors(run)] if run.tensors else sections
+
+
+def _figure(window: Window, key: str, cls: str) -> float | None:
+    return window.mean(key, cls)
+
+
+def _tensors(run: Run) -> Section:
+    worst = run.tensors[:10]
+    rows = [
+        [
+            each.name,
+            f"{each.density:.6g}",
+            f"{each.target:.6g}",
+            "" if each.tau is None else f"{each.tau:.6g}",
+        ]
+        for each in worst
+    ]
+
+    def draw(axis: Any) -> None:
+        for at, each in enumerate(worst):
+            axis.barh(at, each.density / each.target, color=charts.SERIES[0], height=0.6)
+        axis.axvline(1, color=charts.INK, linestyle=":")
+        axis.set_yticks(range(len(worst)), [_short(each.name) for each in worst], fontsize=7)
+        axis.set(ylim=(len(worst) - 0.4, -0.6), xlabel="density, times its target")
+
+    title = f"The {len(worst)} of {len(run.tensors)} tensors that miss their density most"
+    table = Table(title, ["tensor", "density", "target", "threshold"], rows)
+    return Section(table, draw, 0.9 + 0.24 * len(worst))
+
+
+def _short(name: str) -> str:
+    """Return the ends of a long name, as matplotlib takes it."""
+    return (name if len(name) <= 30 else f"{name[:14]}...{name[-14:]}").replace("$", r"\$")
+
+
+def _times(run: Run) -> Section:
+    columns: list[_Column] = [("step", lambda window: window.of_step(), ".4f")]
+    columns += [(PART_NAMES[key], partial(Window.part, key=key), ".4f") for key in PARTS]
+    columns.append(("dense steps at the start", lambda window: window.of_step("dense_step_ms"), ".4f"))
+
+    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
+        parts = {name: found[name] for name in PART_NAMES.values() if name != PART_NAMES["hidden_ms"]}
+        bottom = [0.0] * len(steps)
+        width = [after - before for before, after in zip([0, *steps], steps, strict=False)]
+        for (name, values), color in zip(parts.items(), charts.SERIES, strict=False):
+            heights = [value or 0.0 for value in values]
+            left = [step - wide for step, wide in zip(steps, width, strict=True)]
+            axis.bar(left, heights, width, bottom=bottom, align="edge", color=color, label=name, linewidth=0)
+            bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+        for name, dash in (("step", "-"), ("dense steps at the start", ":")):
+            if any(value is not None for value in found[name]):
+                values = [float("nan") if value is None else value for value in found[name]]
+                axis.plot(steps, values, color=charts.INK, linestyle=dash, label=name, linewidth=1.4)
+        for decision in run.decisions:
+            axis.axvline(decision.step, color=charts.FAINT, linestyle="--", linewidth=1)
+        axis.set(xlabel="step" + (" (dashed: decisions)" if run.decisions else ""), ylabel="ms per step")
+        charts.legend(axis)
+
+    return _over_steps(run, "Milliseconds per step by part", columns, draw, 3.6)
+
+
+def _losses(run: Run) -> Section:
+    size = -(-len(run.losses) // 200)
+    groups = [run.losses[at : at + size] for at in range(0, len(run.losses), size)]
+    means = [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
+    steps, values = [step for step, _ in means], [loss for _, loss in means]
+    table = Table("Training loss", ["to step", "loss"], [[str(step), f"{loss:.6g}"] for step, loss in means])
+    return Section(table, lambda axis: charts.lines(axis, steps, {"training loss": values}, "loss"))
+
+
+def _decisions(run: Run) -> Section:
+    rows = [
+        [
+            str(each.step),
+            each.setting,
+            each.reason,
+            *("" if ms is None else f"{ms:.1f}" for ms in (each.predicted_ms, each.measured_ms)),
+        ]
+        for each in run.decisions
+    ]
+    return Section(
+        Table(
+            "Decisions of the automatic mode",
+            ["step", "setting", "reason", "predicted ms", "measured ms"],
+            rows,
+        )
+    )

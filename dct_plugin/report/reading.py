@@ -1,0 +1,219 @@
+"""Read metrics files as they are found: cut off, appended to, of several ranks, or of another version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import DCTError
+from ..metrics import FORMAT
+
+
+class Row(BaseModel):
+    """One line of a tensor class; keys that only newer or older versions write have defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    step: int
+    steps: int = Field(ge=1)
+    cls: str = Field(alias="class")
+    dense_bytes: float
+    sent_bytes: float
+    step_ms: float | None = None
+    dense_step_ms: float | None = None
+    density: float | None = None
+    density_target: float | None = None
+    tau: float | None = None
+    refreshes: int = 0
+    select_ms: float = 0.0
+    encode_ms: float = 0.0
+    exchange_ms: float = 0.0
+    decode_ms: float = 0.0
+    hidden_ms: float = 0.0
+    waited_ms: float = 0.0
+    rank: int = 0
+    world_size: int = 1
+
+
+class EventLine(BaseModel):
+    """One line of an event; which keys it has depends on the event."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    event: str
+    step: int = 0
+    rank: int = 0
+    world_size: int = 1
+    format: int = FORMAT
+    version: str | None = None
+    loss: float | None = None
+    setting: str = ""
+    reason: str = ""
+    predicted_ms: float | None = None
+    measured_ms: float | None = None
+
+
+@dataclass
+class RankRun:
+    """What one rank wrote in one run."""
+
+    source: str
+    rank: int
+    world_size: int
+    version: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    events: list[EventLine] = field(default_factory=list)
+
+
+class MetricsReader:
+    """Reads the lines of one file, all at once or as they come.
+
+    Attributes:
+        runs: What was read; a run begins where steps start again, or with a line that says so.
+        faults: Number of lines that cannot be read.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.runs: list[RankRun] = []
+        self.faults = 0
+        self._open: dict[int, RankRun] = {}
+        self._lines = 0
+        self._rest = b""
+        self._first_fault = ""
+        self._newest = FORMAT
+
+    def feed(self, data: bytes) -> None:
+        """Read what was appended to the file; a line without its end waits for the rest."""
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        for line in complete:
+            self._lines += 1
+            if line.strip():
+                self._take(line)
+
+    def notes(self) -> list[str]:
+        """Say what could not be read, and which of several runs these are."""
+        found = []
+        if self._rest.strip():
+            found.append(f"{self.source} ends in the middle of line {self._lines + 1}, which is left out.")
+        if self.faults:
+            found.append(
+                f"{self.faults} of {self._lines} lines of {self.source} are left out; {self._first_fault}."
+            )
+        if self._newest > FORMAT:
+            found.append(
+                f"{self.source} was written by a newer version (format {self._newest}, this one knows "
+                f"{FORMAT}): keys that it added are not shown."
+            )
+        return found
+
+    def _take(self, line: bytes) -> None:
+        try:
+            content = json.loads(line)
+            if isinstance(content, dict) and "event" in content:
+                self._event(EventLine.model_validate(content))
+            else:
+                self._row(Row.model_validate(content))
+        except (ValueError, ValidationError) as error:
+            self.faults += 1
+            if not self._first_fault:
+                self._first_fault = f"line {self._lines}: {_reason(error)}"
+
+    def _event(self, event: EventLine) -> None:
+        self._newest = max(self._newest, event.format)
+        run = self._open.get(event.rank)
+        if run is None or event.event == "start":
+            run = self._begin(event.rank, event.world_size, event.version)
+        if event.event != "start":
+            run.events.append(event)
+
+    def _row(self, row: Row) -> None:
+        run = self._open.get(row.rank)
+        if run is None or (run.rows and row.step < run.rows[-1].step):
+            run = self._begin(row.rank, row.world_size, None)
+        run.rows.append(row)
+
+    def _begin(self, rank: int, world_size: int, version: str | None) -> RankRun:
+        before = self._open.get(rank)
+        if before is not None and not before.rows and not before.events:
+            self.runs.remove(before)  # it ended before its first report
+        run = self._open[rank] = RankRun(self.source, rank, world_size, version)
+        self.runs.append(run)
+        return run
+
+
+def _reason(error: ValueError) -> str:
+    """Return the first fault of a line in words."""
+    if isinstance(error, ValidationError):
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "missing":
+            return f"it has no {key!r}, so another version or another program wrote it"
+        return f"{key or 'it'} = {json.dumps(fault['input'], default=str)[:60]}: {fault['msg']}"
+    return f"it is not JSON ({error})"
+
+
+def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list[RankRun]], list[str]]:
+    """Read metrics files.
+
+    Args:
+        paths: The files.
+        number: Which run of each file, from 1; None takes the last one.
+
+    Returns:
+        The runs, each with its ranks, and notes about what was left out.
+
+    Raises:
+        DCTError: A file cannot be read, holds no report, or has no run of that number.
+    """
+    runs: list[list[RankRun]] = []
+    notes: list[str] = []
+    for path in paths:
+        reader = MetricsReader(str(path))
+        try:
+            reader.feed(path.read_bytes())
+        except OSError as error:
+            raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
+        said = reader.notes()
+        by_rank: dict[int, list[RankRun]] = {}
+        for each in reader.runs:
+            if each.rows:
+                by_rank.setdefault(each.rank, []).append(each)
+        if not by_rank:
+            why = " ".join(said) or "It is empty, or its job has not made a report yet (dct.metrics.every)."
+            raise DCTError(f"{path}: holds no report of metrics. {why}")
+        count = max(map(len, by_rank.values()))
+        if number is not None and number > count:
+            raise DCTError(f"{path}: --run {number}: the file has {count} run(s)")
+        if count > 1:
+            shown = count if number is None else number
+            said.append(f"{path} holds {count} runs; this is number {shown}. --run N shows another one.")
+        for part in by_rank.values():
+            _add(runs, part[-1 if number is None else min(number, len(part)) - 1])
+        notes += said
+    return runs, notes
+
+
+def _add(runs: list[list[RankRun]], part: RankRun) -> None:
+    """Add what a rank wrote to the first run that may be its own and lacks it."""
+    for run in runs:
+        if run[0].world_size == part.world_size and all(part.rank != other.rank for other in run):
+            run.append(part)
+            return
+    runs.append([part])
+
+
+def json_object(path: Path) -> dict[str, Any] | None:
+    """Return the content of a file that is one JSON object; None if it is something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) and not {"class", "event"} & content.keys() else None

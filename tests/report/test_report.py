@@ -1,0 +1,384 @@
+"""``dct report`` and ``dct watch``: figures, files as they are found, advice, and the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dct_plugin import cli
+from dct_plugin.config import MetricsConfig
+from dct_plugin.errors import DCTError
+from dct_plugin.integrations.dlrm.comparison import Comparison, Measured, Sent
+from dct_plugin.integrations.dlrm.figures import Run as Training
+from dct_plugin.integrations.dlrm.intervals import Interval
+from dct_plugin.links.interleave import Figures
+from dct_plugin.metrics import Metrics, Record
+from dct_plugin.report.advice import advice
+from dct_plugin.report.metrics_part import verdict
+from dct_plugin.report.reading import MetricsReader, RankRun, Row, read
+from dct_plugin.report.run import Run
+from dct_plugin.tools.bench.report import as_dict
+from dct_plugin.tools.bench.suite import Cell
+
+runner = CliRunner()
+
+
+def job(path: Path, *, ranks: int = 1, steps: int = 60, every: int = 5) -> None:
+    """Write the metrics of a job: ten dense steps, thresholded ones, a loss and a decision."""
+    for rank in range(ranks):
+        metrics = Metrics(
+            MetricsConfig(path=str(path), every=every, tensors=True), rank=rank, world_size=max(ranks, 2)
+        )
+        for step in range(1, steps + 1):
+            if step <= 10:
+                metrics.record(Record("gradient_warmup", 4000, 4000, 1000, exchange_ms=4.0))
+            for name, nnz in (("body.weight<b>", 9), ("head.$weight", 60)) if step > 10 else ():
+                record = Record("gradient", 4000, 40 + rank, 1000, nnz, 0.01, 0.5, 1, 0.2, 0.1)
+                metrics.record(record)
+                metrics.record(replace(record, cls=f"gradient/tensor/{name}"))
+            metrics.record(Record("gradient", tensors=0, exchange_ms=1.5, waited_ms=0.5 + rank))
+            metrics.record(Record("host_all_reduce", 8, 8, 1, tensors=0))
+            metrics.event("loss", step=step, loss=1 / step)
+            metrics.step(step)
+        metrics.event("decision", step=40, setting="0.99", reason="the <link>", predicted_ms=2, measured_ms=3)
+        metrics.close()
+
+
+def report(*arguments: str | Path) -> str:
+    result = runner.invoke(cli.app, ["report", *map(str, arguments)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+class Tables(HTMLParser):
+    """Tables of a page by title, each a list of rows."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: dict[str, list[list[str]]] = {}
+        self.classes: list[str] = []
+        self._cell: list[str] | None = None
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if given.get("class") == "scroll":
+            self._rows = self.found[given["aria-label"] or ""] = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._cell = []
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th") and self._cell is not None:
+            self._rows[-1].append("".join(self._cell))
+            self._cell = None
+
+    def handle_data(self, data: str) -> None:
+        if self._cell is not None:
+            self._cell.append(data)
+
+
+def columns(rows: list[list[str]]) -> dict[str, list[float | None]]:
+    header, *body = rows
+    cells = zip(*body, strict=True)
+    return {
+        name: [float(x.replace(",", "")) if x else None for x in column]
+        for name, column in zip(header, cells, strict=True)
+    }
+
+
+# -- the page ---
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    job(folder / "m-{rank}.jsonl", ranks=2)
+    out = folder / "new" / "report.html"
+    said = report(folder / "m-0.jsonl", folder / "m-1.jsonl", "--out", out)
+    assert "In 60 steps a rank (mean of 2 of 2) sent" in said
+    assert f"Wrote {out}" in said
+    return out
+
+
+def test_figures_of_the_page_are_those_of_the_metrics(page: Path) -> None:
+    tables = Tables(page.read_text()).found
+    lines: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for file in sorted(page.parents[1].glob("m-*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            if "class" in line:
+                lines.setdefault((line["step"], line["class"]), []).append(line)
+
+    def means(cls: str, key: str) -> list[float | None]:
+        found = []
+        for step in range(5, 61, 5):
+            values = [x for line in lines.get((step, cls), ()) if (x := line[key]) is not None]
+            found.append(sum(values) / len(values) if values else None)
+        return found
+
+    sent = columns(tables["Bytes per step by class"])
+    assert sent["to step"] == list(range(5, 61, 5))
+    for cls in ("gradient", "gradient_warmup", "host_all_reduce"):
+        assert sent[cls] == pytest.approx([x or 0.0 for x in means(cls, "sent_bytes")])
+    assert sent["without the plugin"] == [4008, 4008, *10 * [8008]]
+    density = columns(tables["Density by class"])
+    assert density["gradient"][2:] == pytest.approx(means("gradient", "density")[2:])
+    assert density["gradient, target"][2:] == pytest.approx(10 * [0.01])
+    assert columns(tables["Mean threshold by class"])["gradient"][2:] == pytest.approx(10 * [0.5])
+    times = columns(tables["Milliseconds per step by part"])
+    assert times["step"] == pytest.approx(means("gradient", "step_ms"), abs=1e-4)
+    assert times["exchange, wait for slow ranks"] == pytest.approx(12 * [1.0])
+    assert times["exchange, network"] == pytest.approx([4.5, 4.5, *10 * [0.5]])
+    assert times["select"] == pytest.approx([0.0, 0.0, *10 * [0.4]])
+    loss = columns(tables["Training loss"])
+    assert loss["loss"] == pytest.approx([1 / step for step in range(1, 61)], rel=1e-5)
+    (title,) = (title for title in tables if "miss their density" in title)
+    assert [row[0] for row in tables[title][1:]] == ["head.$weight", "body.weight<b>"]
+    assert tables[title][1][1:] == ["0.06", "0.01", "0.5"]
+    assert tables["Decisions of the automatic mode"][1] == ["40", "0.99", "the <link>", "2.0", "3.0"]
+    waits = tables["Wait for slower ranks, ms per step after the start"]
+    assert waits[1:] == [["0", "0.500"], ["1", "1.500"]]
+
+
+def test_the_page_needs_no_other_file_and_names_its_charts(page: Path) -> None:
+    text = page.read_text()
+    assert len(text) < 300_000
+    assert text.count('<svg role="img" aria-label="') == text.count("<svg") == 6
+    assert "<script" not in text
+    assert "<b>" not in text
+    for reference in ("src=", "@import", "url(http", '<link rel="stylesheet'):
+        assert reference not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium here")
+def test_a_browser_shows_it_without_complaints(page: Path, tmp_path: Path) -> None:
+    for width in (360, 1200):
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        options += [f"--window-size={width},900", f"--user-data-dir={tmp_path}", page.as_uri()]
+        result = subprocess.run(["chromium", *options], capture_output=True, text=True, timeout=120)
+        assert ":CONSOLE" not in result.stderr
+        assert Tables(result.stdout).found == Tables(page.read_text()).found
+
+
+# -- files as they are found ---
+
+
+def test_a_line_cut_off_and_foreign_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    job(path)
+    whole = path.read_text()
+    old = '{"step": 70, "class": "gradient", "bytes": 3}\n'
+    path.write_text(whole + "nonsense\n" + old + '{"step": 71, "steps"')
+    count = whole.count("\n")
+    said = report(path, "--out", tmp_path / "r.html")
+    assert f"m.jsonl ends in the middle of line {count + 3}, which is left out." in said
+    assert f"2 of {count + 2} lines of {path} are left out; line {count + 1}: it is not JSON" in said
+    assert "ends in the middle" in (tmp_path / "r.html").read_text()
+
+    reader = MetricsReader("m")
+    reader.feed(old.encode() + b'{"event": "start", "format": 2}\n{"step": 1, "steps": 0, "class": 3}\n[1]\n')
+    first, newer = reader.notes()
+    assert "3 of 4 lines" in first
+    assert "it has no 'steps', so another version or another program wrote it" in first
+    assert "newer version (format 2, this one knows 1)" in newer
+
+
+def test_lines_of_an_older_version_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    row = {"step": 50, "steps": 50, "class": "gradient", "dense_bytes": 100.0, "sent_bytes": 10.0}
+    path.write_text(json.dumps(row) + "\n")
+    said = report(path, "--out", tmp_path / "r.html")
+    assert "10x fewer" in said
+    assert "How long steps took is not in these metrics" in said
+
+
+def test_of_several_runs_one_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    for steps in (20, 30, 40):
+        job(path, steps=steps)
+    out = tmp_path / "r.html"
+    assert "In 40 steps" in (said := report(path, "--out", out))
+    assert f"{path} holds 3 runs; this is number 3. --run N shows another one." in said
+    assert "In 20 steps" in report(path, "--out", out, "--run", "1")
+    with pytest.raises(DCTError, match="--run 4: the file has 3 run"):
+        read([path], number=4)
+
+
+def test_ranks_of_one_run_belong_together(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        job(tmp_path / f"{name}-{{rank}}.jsonl", ranks=2, steps=10)
+    runs, _ = read([tmp_path / f"{name}.jsonl" for name in ("a-0", "b-0", "a-1", "b-1")])
+    assert [[(Path(part.source).stem, part.rank) for part in run] for run in runs] == [
+        [("a-0", 0), ("a-1", 1)],
+        [("b-0", 0), ("b-1", 1)],
+    ]
+    together = tmp_path / "all.jsonl"
+    together.write_text("".join((tmp_path / f"a-{rank}.jsonl").read_text() for rank in (0, 1)))
+    ((first, second),), notes = read([together])
+    assert (first.rank, second.rank, notes) == (0, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no report of metrics. It is empty, or its job has not made a report yet"),
+        ('{"event": "start"}\n', "has not made a report yet"),
+        ("a,b\n1,2\n", "2 of 2 lines of .* are left out; line 1: it is not JSON"),
+        ('{"a": 1}', "neither a metrics file nor the JSON of dct demo"),
+        ('{"outcomes": {"dense": {}}}', "another version of dct wrote it, or it is not complete"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_nothing_to_read(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "m.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DCTError, match=message):
+        runner.invoke(
+            cli.app, ["report", str(path), "--out", str(tmp_path / "r.html")], catch_exceptions=False
+        )
+    assert not (tmp_path / "r.html").exists()
+
+
+# -- what it says ---
+
+
+def run_of(*rows: dict[str, Any], ranks: int = 1) -> Run:
+    common = {"step": 10, "steps": 10, "class": "gradient", "dense_bytes": 1000, "sent_bytes": 10}
+    common |= {"density": 0.01, "density_target": 0.01, "step_ms": 10, "dense_step_ms": 20}
+    return Run(
+        [
+            RankRun("m", rank, 2, rows=[Row.model_validate({**common, **row, "rank": rank}) for row in rows])
+            for rank in range(ranks)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"step_ms": 30}], '"enabled": false'),
+        ([{"step_ms": 20, "select_ms": 15, "encode_ms": 6}], "a whole dense step 20.0 ms"),
+        ([{"exchange_ms": 5, "waited_ms": 4}], "Look for the slow rank"),
+        ([{}, {"class": "host_all_gather", "sent_bytes": 500, "density": None}], '"parameters"'),
+        ([{}, {"class": "host_all_reduce", "sent_bytes": 500, "density": None}], "own collectives"),
+        ([{}, {"class": "gradient_small", "sent_bytes": 50, "density_target": 1}], "Lower min_numel"),
+        ([{"density": 0.019, "exchange_ms": 5}], "a shorter expert.threshold_lifespan"),
+        ([{"exchange_ms": 5}], "a higher sparsity"),
+        ([{"exchange_ms": 0.1}], "a lower sparsity costs little time here"),
+        ([{"exchange_ms": 2}, {"class": "gradient/tensor/odd", "density": 0.1}], "the gradient of odd"),
+        ([{"exchange_ms": 2, "dense_step_ms": None}], '"warmup_steps": 10'),
+        ([{"exchange_ms": 2, "density_target": 1, "sent_bytes": 1000}, {"step": 20}], "Judge a longer run"),
+    ],
+)
+def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
+    given = advice(run_of(*rows))
+    assert any(said in f"{each.try_this} {each.because}" for each in given), given
+
+
+def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:
+    assert advice(run_of({"exchange_ms": 2})) == []
+    run = run_of({"exchange_ms": 5, "waited_ms": 4}, ranks=2)
+    run.windows[0].rows["gradient"][1] = (
+        run.windows[0].rows["gradient"][1].model_copy(update={"waited_ms": 3.0})
+    )
+    assert "Look at rank 1" in advice(run)[0].try_this
+    assert "2.00x faster than the dense steps" in verdict(run)[1]
+    assert "1.50x slower" in verdict(run_of({"step_ms": 30}))[1]
+    assert "nothing was thresholded" in verdict(run_of({"density_target": 1}))[1]
+    assert "no dense steps" in verdict(run_of({"dense_step_ms": None}))[1]
+
+
+# -- the JSON of other commands ---
+
+
+def test_the_demo_and_links_and_recommenders(tmp_path: Path) -> None:
+    figures = [
+        Figures(name, [ms] * 5, sent, {}, 5) for name, ms, sent in (("fp32", 60.0, 8e6), ("DCT", 20.0, 8e4))
+    ]
+
+    def training(name: str) -> Training:
+        return Training(name, {0: 0.7}, {0: 0.6}, {0: [0.7 - 0.001 * i for i in range(100)]}, step_ms=20.0)
+
+    comparison = Comparison(
+        training("dense"),
+        training("dct"),
+        Sent(1e6),
+        Sent(1e4, 0.011, 0.01, [(1, 0.01)]),
+        2,
+        measured=[Measured("1 Gbit/s", figures[0], figures[0], figures[1])],
+    )
+    demo = {"data": {"data": "some data"}, "quick": False, **comparison.as_dict()}
+    cells = [
+        Cell("ddp", "1M", 2, "1gbit", "fp32", figures),
+        Cell("ddp", "1M", 2, "10gbit", "fp32", skipped="late"),
+    ]
+    links = {"date": "2026-01-01", "cells": as_dict(cells)}
+    dense, dct = training("dense"), training("hybrid")
+    dct.difference = replace(dct.difference, auc_difference=Interval(-0.001, 0.002, 5), total_reduction=50.0)
+    outcomes = {each.name: each.as_dict() for each in (dense, dct)}
+    dlrm = {"data": {"data": "some data"}, "job": {"seeds": [0]}, "outcomes": outcomes}
+    files = []
+    for name, content in (("demo", demo), ("links", links), ("dlrm", dlrm)):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(content))
+    assert "100x fewer" in report(*files, "--out", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    tables = Tables(text).found
+    assert ["Step at 1 Gbit/s", "60.0 ms", "20.0 ms", "3.00x faster"] in tables["Step times"]
+    assert ["Payload per step and rank", "1.0 MB", "10.0 kB", "100x fewer"] in tables["Bytes"]
+    assert tables["Training loss, mean of 5 steps"][1] == ["5", "0.698000", "0.698000"]
+    assert tables["torch DDP, 1M, 2 ranks, 1 Gbit/s: ms per step"][2] == ["DCT", "20.000", "80,000.0"]
+    assert "DCT takes 20.0 ms a step, 3.00x faster than fp32, with 100x fewer bytes." in text
+    (quality,) = (rows for title, rows in tables.items() if title.startswith("Quality beside dense"))
+    assert quality[2][:3] == ["hybrid", "0.7000", "-0.0010 ±0.0020"]
+    assert "10 Gbit/s: late" in text
+
+
+# -- in the terminal ---
+
+
+def test_watch_once(tmp_path: Path) -> None:
+    job(tmp_path / "m.jsonl")
+    result = runner.invoke(cli.app, ["watch", "--once", str(tmp_path / "m.jsonl")])
+    assert "Steps 56 to 60, per step" in result.output
+    assert "Step 40: 0.99 (the <link>)" in result.output
+    with pytest.raises(DCTError, match="No such file"):
+        runner.invoke(cli.app, ["watch", "--once", str(tmp_path / "absent")], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_watch_follows_the_file_until_it_is_interrupted(tmp_path: Path) -> None:
+    path, shown = tmp_path / "m.jsonl", tmp_path / "shown"
+    with open(shown, "w") as out:
+        command = [sys.executable, "-m", "dct_plugin.cli", "watch", str(path), "--every", "0.1"]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        time.sleep(2)
+        job(path, steps=20)
+        time.sleep(1)
+        path.unlink()
+        job(path, steps=30)
+        deadline = time.monotonic() + 60
+        time.sleep(5)
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+    finally:
+        process.kill()
+    assert process.wait() == 0
+    assert "Steps 26 to 30, per step" in shown.read_text()
