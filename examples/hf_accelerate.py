@@ -32,11 +32,15 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
+    parser.add_argument("--log", help="folder for TensorBoard, without DeepSpeed")
     options = parser.parse_args(arguments)
 
     deepspeed = None if options.deepspeed is None else DeepSpeedPlugin(hf_ds_config=options.deepspeed)
     PartialState(cpu=not torch.cuda.is_available())  # under DeepSpeed Accelerate itself looks for GPUs alone
-    accelerator = Accelerator(deepspeed_plugin=deepspeed)
+    tracker = None if options.log is None else "tensorboard"
+    accelerator = Accelerator(deepspeed_plugin=deepspeed, log_with=tracker, project_dir=options.log)
+    if tracker is not None:
+        accelerator.init_trackers("accelerate")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
     make = torch.optim.AdamW if deepspeed is None else DummyOptim  # DeepSpeed makes the one of its JSON
@@ -44,7 +48,7 @@ def main(arguments=None):
         model, make(model.parameters(), lr=2e-3), batches(options.steps)
     )
     if deepspeed is None:
-        section = {"data_parallel": {"sparsity": options.sparsity}}
+        section = {"data_parallel": {"sparsity": options.sparsity}, "metrics": {"every": 5}}
         attach(accelerator, model, optimizer, section, total_steps=options.steps)
 
     losses, half = [], options.steps // 2
@@ -59,6 +63,7 @@ def main(arguments=None):
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         if options.folder and not options.resume and len(losses) == half:
             accelerator.save_state(options.folder)
+    accelerator.end_training()
     accelerator.print(
         f"loss {sum(losses[:5]) / 5:.4f} in the first steps, {sum(losses[-5:]) / 5:.4f} in the last"
     )

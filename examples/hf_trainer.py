@@ -8,6 +8,7 @@ callback attaches to the model when training begins, and keeps residuals in the 
 """
 
 import argparse
+import os
 import tempfile
 
 import torch
@@ -36,9 +37,14 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
+    parser.add_argument("--log", help="folder for the plugin's metrics; the Trainer logs to TensorBoard, too")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
+    section = {"data_parallel": {"sparsity": options.sparsity}}
+    if options.log is not None:
+        section["metrics"] = {"path": f"{options.log}/metrics.jsonl", "every": 5}
+        os.environ["TENSORBOARD_LOGGING_DIR"] = options.log
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=SYMBOLS,
@@ -61,13 +67,13 @@ def main(arguments=None):
             logging_steps=max(1, options.steps // 6),
             save_strategy="no" if options.folder is None else "steps",
             save_steps=options.steps // 2,
-            report_to="none",
+            report_to="none" if options.log is None else "tensorboard",
             ddp_find_unused_parameters=False,
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=sequences(4096, seed=1),
     )
-    trainer.add_callback(DCTCallback(trainer, {"data_parallel": {"sparsity": options.sparsity}}))
+    trainer.add_callback(DCTCallback(trainer, section))
     trainer.train(
         resume_from_checkpoint=f"{options.folder}/checkpoint-{options.steps // 2}" if options.resume else None
     )

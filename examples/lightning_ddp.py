@@ -10,6 +10,7 @@ import tempfile
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from dct_plugin.lightning import DCTCallback
@@ -52,18 +53,23 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the end of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
+    parser.add_argument("--log", help="folder for Lightning's log, and for the plugin's metrics")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
+    section = {"data_parallel": {"sparsity": options.sparsity}}
+    if options.log is not None:
+        section["metrics"] = {"path": f"{options.log}/metrics.jsonl", "every": 5}
     model, file = Network(), f"{options.folder}/end.ckpt"
     trainer = Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=2,
         strategy="ddp",
         max_steps=options.steps,
-        callbacks=[DCTCallback({"data_parallel": {"sparsity": options.sparsity}})],
+        callbacks=[DCTCallback(section)],
         default_root_dir=tempfile.mkdtemp(),
-        logger=False,
+        logger=False if options.log is None else CSVLogger(options.log),
+        log_every_n_steps=5,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,28 @@ def resumed(example: str, steps: int, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def logged(folder: Path, name: str) -> list[int]:
+    """Steps at which TensorBoard's files in a folder have a scalar."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for file in folder.rglob("events.out.*"):
+        found = EventAccumulator(str(file)).Reload()
+        if name in found.Tags()["scalars"]:
+            return [event.step for event in found.Scalars(name)]
+    return []
+
+
 def test_one_call_for_torch_ddp(tmp_path: Path) -> None:
     """The optimizer is found inside its wrappers, and checkpoints carry on bitwise."""
     plan = [*resumed("hf_accelerate", 30, tmp_path), *resumed("hf_trainer", 18, tmp_path)]
+    log = tmp_path / "log"
+    for first in plan[0], plan[2]:
+        first["arguments"] = [*first["arguments"], "--log", str(log)]
     results, printed = run(plan, tmp_path)
+    assert logged(log, "dct/gradient/sent_bytes") == [5, 10, 15, 20, 25, 30]  # of Accelerate
+    assert logged(log, "train/dct/gradient/sent_bytes") == [5, 10, 15]
+    events = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in events if each.get("event") == "loss"] == [3, 6, 9, 12, 15, 18]
     for name, steps in ("hf_trainer", 18), ("hf_accelerate", 30):
         whole, again = results[0][f"{name} whole"], results[0][f"{name} resumed"]
         assert whole["hash"] == results[1][f"{name} whole"]["hash"] == again["hash"]
@@ -99,6 +118,7 @@ def test_lightning(tmp_path: Path) -> None:
             "arguments": ["--steps", "30", *arguments[2:], "--resume"],
         },
     ]
+    plan[0]["arguments"] = [*arguments, "--log", str(tmp_path / "log")]
     results, printed = run(plan, tmp_path)
     for name in ("first", "rest"):
         assert results[0][name]["hash"] == results[1][name]["hash"]
@@ -106,3 +126,10 @@ def test_lightning(tmp_path: Path) -> None:
     assert results[0]["first"]["losses"][-1] < results[0]["first"]["losses"][0]
     assert len(results[0]["rest"]["losses"]) == 10
     assert "dct: 20 steps, rank 0 sent" in printed
+    (table,) = (tmp_path / "log").rglob("metrics.csv")
+    rows = list(csv.DictReader(table.open()))
+    assert [row["step"] for row in rows if row["dct/gradient/sent_bytes"]] == ["5", "10", "15"]
+    events = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    losses = [each for each in events if each.get("event") == "loss"]
+    assert [each["step"] for each in losses] == [5, 10, 15, 20]
+    assert losses[0]["loss"] > losses[-1]["loss"] > 0
