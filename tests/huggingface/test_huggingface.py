@@ -87,7 +87,7 @@ def logged(folder: Path, name: str) -> list[int]:
 def test_one_call_for_torch_ddp(tmp_path: Path) -> None:
     """The optimizer is found inside its wrappers, and checkpoints carry on bitwise."""
     plan = [*resumed("hf_accelerate", 30, tmp_path), *resumed("hf_trainer", 18, tmp_path)]
-    log = tmp_path / "log"
+    log = tmp_path / "logs"
     for first in plan[0], plan[2]:
         first["arguments"] = [*first["arguments"], "--log", str(log)]
     results, printed = run(plan, tmp_path)
@@ -118,7 +118,7 @@ def test_lightning(tmp_path: Path) -> None:
             "arguments": ["--steps", "30", *arguments[2:], "--resume"],
         },
     ]
-    plan[0]["arguments"] = [*arguments, "--log", str(tmp_path / "log")]
+    plan[0]["arguments"] = [*arguments, "--log", str(tmp_path / "logs")]
     results, printed = run(plan, tmp_path)
     for name in ("first", "rest"):
         assert results[0][name]["hash"] == results[1][name]["hash"]
@@ -126,10 +126,10 @@ def test_lightning(tmp_path: Path) -> None:
     assert results[0]["first"]["losses"][-1] < results[0]["first"]["losses"][0]
     assert len(results[0]["rest"]["losses"]) == 10
     assert "dct: 20 steps, rank 0 sent" in printed
-    (table,) = (tmp_path / "log").rglob("metrics.csv")
+    (table,) = (tmp_path / "logs").rglob("metrics.csv")
     rows = list(csv.DictReader(table.open()))
     assert [row["step"] for row in rows if row["dct/gradient/sent_bytes"]] == ["5", "10", "15"]
-    events = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     losses = [each for each in events if each.get("event") == "loss"]
     assert [each["step"] for each in losses] == [5, 10, 15, 20]
     assert losses[0]["loss"] > losses[-1]["loss"] > 0
