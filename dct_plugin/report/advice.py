@@ -19,19 +19,11 @@ def _slower(run: Run) -> Advice | None:
     step, dense = run.step_ms, run.dense_step_ms
     if step is None or dense is None or step <= 1.03 * dense:
         return None
+    own = sum(run.part(key) for key in ("select_ms", "encode_ms", "decode_ms"))
     return Advice(
         'Leave the plugin off on this link: "enabled": false.',
-        f"A step takes {step:.1f} ms, and the dense steps at the start took {dense:.1f} ms.",
-    )
-
-
-def _computing(run: Run) -> Advice | None:
-    own = sum(run.part(key) for key in ("select_ms", "encode_ms", "decode_ms")) - run.part("hidden_ms")
-    if run.dense_step_ms is None or own <= run.dense_step_ms:
-        return None
-    return Advice(
-        'Leave the plugin off: "enabled": false.',
-        f"Selecting, encoding and decoding take {own:.1f} ms, a whole dense step {run.dense_step_ms:.1f} ms.",
+        f"A step takes {step:.1f} ms, the dense steps at the start took {dense:.1f} ms; selecting, encoding "
+        f"and decoding take {own:.1f} ms.",
     )
 
 
@@ -147,9 +139,9 @@ def _unmeasured(run: Run) -> Advice | None:
     )
 
 
-#: The rules, most important first. :func:`_slower` and :func:`_computing` say the same: one is enough.
+#: The rules, most important first; of a row one is enough.
 RULES: tuple[tuple[Callable[[Run], Advice | None], ...], ...] = (
-    (_slower, _computing),
+    (_slower,),
     (_waiting,),
     (_gathers, _host, _small),
     (_density, _network, _cheap),

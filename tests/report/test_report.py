@@ -272,7 +272,7 @@ def run_of(*rows: dict[str, Any], ranks: int = 1) -> Run:
     ("rows", "said"),
     [
         ([{"step_ms": 30}], '"enabled": false'),
-        ([{"step_ms": 20, "select_ms": 15, "encode_ms": 6}], "a whole dense step 20.0 ms"),
+        ([{"step_ms": 25, "select_ms": 15, "encode_ms": 6}], "encoding and decoding take 21.0 ms"),
         ([{"exchange_ms": 5, "waited_ms": 4}], "Look for the slow rank"),
         ([{}, {"class": "host_all_gather", "sent_bytes": 500, "density": None}], '"parameters"'),
         ([{}, {"class": "host_all_reduce", "sent_bytes": 500, "density": None}], "own collectives"),
