@@ -277,7 +277,14 @@ def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) 
         f"A rank sent {format_bytes(sent[0])} a step in place of {format_bytes(sent[1])}: "
         f"{_fewer(comparison.reduction)}."
     )
-    said = [saved, *verdict(comparison, quick=quick), *diverged([comparison.dense, comparison.dct])]
+    factors = [("here", comparison.dense.step_ms / comparison.dct.step_ms)]
+    factors += [(f"on links of {each.name}", each.speed_up) for each in comparison.measured]
+    steps = ", ".join(f"{_faster(times)} {where}" for where, times in factors)
+    difference = f"the AUC differs by {comparison.auc_difference:+.4f} from that of the dense run"
+    quality = "a --quick run is too short to compare quality" if quick else difference
+    said = [saved, f"A step was {steps} than a dense one; {quality}."]
+    _, _, *remarks = verdict(comparison)
+    remarks += diverged([comparison.dense, comparison.dct])
     table = speed_table(comparison, title="Dense and DCT")
     payload = [row for row in table.rows if row[0].startswith(("Payload", "On the wire"))]
     times = [row for row in table.rows if row[0].startswith(("Step", "  dense"))]
@@ -296,7 +303,7 @@ def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) 
         Section(Table("Bytes", table.header, payload), partial(_draw_bytes, comparison=comparison), 2.0),
         Section(loss_table, partial(_draw_losses, comparison=comparison)),
     ]
-    return Part(title, said, sections)
+    return Part(title, said, sections, notes=remarks)
 
 
 def outcomes_part(figures: Mapping[str, Any]) -> Part:
