@@ -63,7 +63,8 @@ def main(arguments=None):
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         if options.folder and not options.resume and len(losses) == half:
             accelerator.save_state(options.folder)
-    accelerator.end_training()
+    for each in accelerator.trackers:
+        each.finish()
     accelerator.print(
         f"loss {sum(losses[:5]) / 5:.4f} in the first steps, {sum(losses[-5:]) / 5:.4f} in the last"
     )

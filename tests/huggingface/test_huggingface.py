@@ -128,7 +128,7 @@ def test_lightning(tmp_path: Path) -> None:
     assert "dct: 20 steps, rank 0 sent" in printed
     (table,) = (tmp_path / "logs").rglob("metrics.csv")
     rows = list(csv.DictReader(table.open()))
-    assert [row["step"] for row in rows if row["dct/gradient/sent_bytes"]] == ["5", "10", "15"]
+    assert [row["step"] for row in rows if row["dct/gradient/sent_bytes"]] == ["5", "10", "15", "20"]
     events = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     losses = [each for each in events if each.get("event") == "loss"]
     assert [each["step"] for each in losses] == [5, 10, 15, 20]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -361,24 +359,21 @@ def test_watch_once(tmp_path: Path) -> None:
         runner.invoke(cli.app, ["watch", "--once", str(tmp_path / "absent")], catch_exceptions=False)
 
 
-@pytest.mark.slow
-def test_watch_follows_the_file_until_it_is_interrupted(tmp_path: Path) -> None:
-    path, shown = tmp_path / "m.jsonl", tmp_path / "shown"
-    with open(shown, "w") as out:
-        command = [sys.executable, "-m", "dct_plugin.cli", "watch", str(path), "--every", "0.1"]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        time.sleep(2)
-        job(path, steps=20)
-        time.sleep(1)
+def test_watch_follows_the_file_until_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.jsonl"
+
+    def write_anew() -> None:
         path.unlink()
         job(path, steps=30)
-        deadline = time.monotonic() + 60
-        time.sleep(5)
-        while process.poll() is None and time.monotonic() < deadline:
-            process.send_signal(signal.SIGINT)
-            time.sleep(1)
-    finally:
-        process.kill()
-    assert process.wait() == 0
-    assert "Steps 26 to 30, per step" in shown.read_text()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    happens = iter([lambda: job(path, steps=20), write_anew, interrupt])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(happens)())
+    result = runner.invoke(cli.app, ["watch", str(path)])
+    assert result.exit_code == 0
+    assert next(happens, None) is None
+    assert "Steps 26 to 30, per step" in result.output
