@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +296,9 @@ def test_ranks_that_fail_or_differ_are_named_and_a_poisoned_step_leaves_no_trace
     lines = run(4, _poisoned)
     assert any("node of ranks 2-3: the gradient of a is not finite" in line for line in lines[2] + lines[3])
     for kind in ("other tensors", "fails inside", "fails between"):
-        began = time.monotonic()
         said = run(4, _fails, kind)
-        assert time.monotonic() - began < 40
         assert "nothing" not in said
+        assert "imed out" not in "".join(said)  # nobody waited for the limit of the process group
         assert any("rank(s) [1]" in each for each in said), said
 
 
