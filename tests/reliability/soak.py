@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import soak_worker
 
 #: In this order: megatron-core's stand-ins for CUDA stay in the process that ranks are forked from.
-HOSTS = ("ddp", "zero0", "zero1", "zero2", "megatron")
+#: ``nodes``: DDP on nodes of two ranks.
+HOSTS = ("ddp", "nodes", "zero0", "zero1", "zero2", "megatron")
 _NETWORK = "DCT_SOAK_NETWORK"
 #: MiB between the first quarter of the steps and the last.
 GROWTH = 8.0

@@ -71,13 +71,14 @@ def deepspeed_run(stage: int, folder: Path, limit: timedelta | None) -> Run:
     return engine.module, engine.global_steps, step, lambda tag: engine.save_checkpoint(str(folder), tag)
 
 
-def ddp_run(folder: Path) -> Run:
+def ddp_run(folder: Path, *, per_node: int) -> Run:
     from dct_plugin.data_parallel import DCTState
 
     dist.init_process_group("gloo")
     model = network()
     ddp = nn.parallel.DistributedDataParallel(model)
-    state = DCTState(SECTION, named_parameters=model.named_parameters())
+    section = {"data_parallel": {**SECTION["data_parallel"], "nodes": per_node}}
+    state = DCTState(section, named_parameters=model.named_parameters())
     state.register(ddp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     latest, first = folder / "latest", 0
@@ -205,8 +206,8 @@ def name(tag: str, folder: Path) -> None:
 def run(host: str, folder: Path, steps: int) -> None:
     """Train as one rank until ``steps`` have been made."""
     loss = Loss(folder)
-    if host == "ddp":
-        made = ddp_run(folder)
+    if host in ("ddp", "nodes"):
+        made = ddp_run(folder, per_node=2 if host == "nodes" else 1)
     elif host == "megatron":
         made = megatron_run(folder)
     else:
