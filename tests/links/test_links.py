@@ -19,6 +19,7 @@ from dct_plugin.links.interleave import LEAST_ROUNDS, Figures, interleaved
 from dct_plugin.links.namespaces import Links, LinksError, Network
 from dct_plugin.links.rates import check_rate, rate_name
 from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
+from dct_plugin.tools.bench import suite
 from dct_plugin.tools.bench.recommender import SECTIONS, configurations
 from dct_plugin.tools.bench.report import draw, split, tables, unmeasured
 from dct_plugin.tools.bench.suite import Cell, Plan, measure
@@ -83,6 +84,17 @@ def test_limited_links_that_cannot_be_made_are_skipped(
     assert all("not installed" in cell.skipped and not cell.failed for cell in cells)
     (line,) = unmeasured(cells)
     assert "ddp 10.65M parameters, 2 ranks, 1 Gbit/s" in line
+
+
+def test_chosen_methods_are_measured_beside_the_baseline(tmp_path: Path) -> None:
+    made = {"ideal": 3, "fp32": 3, "bf16": 3, "DCT": 10}
+    plan = Plan(["ddp"], [2], ["1gbit"], 60, tmp_path, methods=["DCT"])
+    assert suite._Run(plan, print)._chosen(made, "fp32") == {"fp32": 3, "DCT": 10}
+    plan = Plan(["ddp"], [2], ["1gbit"], 60, tmp_path)
+    assert suite._Run(plan, print)._chosen(made, "fp32") == made
+    plan = Plan(["ddp"], [2], ["1gbit"], 60, tmp_path, methods=["DCT 1"])
+    with pytest.raises(TeamError, match="no method DCT 1; there are ideal, fp32, bf16, DCT"):
+        suite._Run(plan, print)._chosen(made, "fp32")
 
 
 def test_the_recommender_runs_as_the_ready_files_say() -> None:

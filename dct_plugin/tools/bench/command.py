@@ -81,6 +81,12 @@ class _Options:
             "node if not given. For ddp, deepspeed and fsdp.",
         ),
     ] = None
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method beside the baseline, as the tables name it; may be repeated (all if not given)."
+        ),
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="2 ranks, 1 Gbit/s, ZeRO-0, batch 2048; for a first look.")
     ] = False
@@ -117,6 +123,7 @@ def links(options: _Options) -> None:
         batch_sizes=_batch_sizes(options.batch_size or (QUICK_BATCH_SIZES if quick else BATCH_SIZES), counts),
         stages=list(dict.fromkeys(options.zero_stage or (QUICK_STAGES if quick else STAGES))),
         nodes=options.nodes,
+        methods=options.method or (),
     )
     _measure(plan)
 

@@ -52,6 +52,8 @@ class Plan:
     stages: Sequence[int] = (0, 1, 2)
     nodes: int | None = None
     """Nodes that the ranks are spread over; None: each rank is one."""
+    methods: Sequence[str] = ()
+    """Names of the methods that take turns; empty for all."""
 
     def per_node(self, ranks: int) -> int:
         """Return the ranks of a node."""
@@ -200,7 +202,7 @@ class _Run:
                 break
             if links is not None:
                 links.limit(None)
-            methods = team.open(variant)
+            methods = self._chosen(team.open(variant), entry.baseline)
             warmed(team.block, methods)
             for rate in [rate for v, rate in todo if v == variant]:
                 if self._late():
@@ -213,6 +215,13 @@ class _Run:
                 yield cell
             team.close()
         yield from self._out_of_time(todo)
+
+    def _chosen(self, made: dict[str, int], baseline: str) -> dict[str, int]:
+        """Return those of a workload's methods that are to be measured: the baseline always is."""
+        if unknown := set(self.plan.methods) - made.keys():
+            raise TeamError(f"no method {', '.join(sorted(unknown))}; there are {', '.join(made)}")
+        chosen = {*self.plan.methods, baseline} if self.plan.methods else made
+        return {name: steps for name, steps in made.items() if name in chosen}
 
     def _share(self) -> float:
         """Seconds for the next cell."""
