@@ -145,8 +145,10 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         return self._failure or super().errored()
 
     def shutdown(self) -> None:
-        """Close all connections."""
+        """Close all connections; the metrics then hold the last step, too."""
         self._leave_quorum()
+        if self._manager is not None:
+            self._settle()
         self._worker.shutdown()
         super().shutdown()
 
