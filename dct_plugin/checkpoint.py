@@ -49,11 +49,13 @@ class Loaded(NamedTuple):
         state: For ``load_state_dict``.
         save: Identity of the save that the files are of, the same in those of all ranks.
         origin: Step, version and configuration of the files, in words.
+        ranks: Number of ranks that it was spread from; 0 if it is the rank's own.
     """
 
     state: State
     save: str
     origin: str
+    ranks: int = 0
 
     @classmethod
     def of(cls, state: State, content: State) -> Loaded:
@@ -179,7 +181,8 @@ def load(
         return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
     if not all(file_of(folder, r).exists() for r in range(saved)):
         return None
-    return Loaded.of(reshard(_parts(known, content, sizes), unit=unit), content)
+    loaded = Loaded.of(reshard(_parts(known, content, sizes), unit=unit), content)
+    return loaded._replace(ranks=saved)
 
 
 def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:

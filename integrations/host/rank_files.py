@@ -94,7 +94,7 @@ def load(
             f"{source}: the files are of another save ({found.origin}) than the checkpoint they lie in; was "
             "it written over an older one, and interrupted?"
         )
-    answers = _gathered((problem, lack, None if found is None else found[1:]), group)
+    answers = _gathered((problem, lack, None if found is None else found[1:3]), group)
     problems = {rank: fault for rank, (fault, *_) in answers.items()}
     origins = {rank: origin for rank, (*_, origin) in answers.items() if origin is not None}
     if not any(problems.values()) and len({save for save, _ in origins.values()}) > 1:

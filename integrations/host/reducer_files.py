@@ -93,6 +93,12 @@ def load(
             raise NoState(
                 "dct_rank_*.pt files are missing" if some else "the checkpoint holds no dct_rank_*.pt files"
             )
+        if rank == 0 and found.ranks not in (0, world_size):
+            logger.warning(
+                "dct: %s: what %d ranks had not sent by step %d is spread over %d ranks; only what was done "
+                "since that save is lost",
+                folder, found.ranks, found.state["step"], world_size,
+            )  # fmt: skip
         return found
 
     state = rank_files.load(read, folder, group=None if parts else group, expected=expected)

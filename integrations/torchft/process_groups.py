@@ -145,10 +145,11 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         return self._failure or super().errored()
 
     def shutdown(self) -> None:
-        """Close all connections; the metrics then hold the last step, too."""
+        """Close all connections, and the metrics, with the last step."""
         self._leave_quorum()
         if self._manager is not None:
             self._settle()
+        self._residuals.close()
         self._worker.shutdown()
         super().shutdown()
 

@@ -15,14 +15,12 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.feedback import unpacked
-from dct_plugin.metrics import Metrics, Record
+from dct_plugin.metrics import Metrics
 
+from ..host.reporting import Reporting
 from .quorum import QuorumPeers
 
 logger = logging.getLogger("dct_plugin")
-
-#: Class in the metrics of residuals that were lost with their replica, or left behind by one that healed.
-LOST = "lost_residual"
 
 
 @dataclass
@@ -50,12 +48,14 @@ class Counts:
         replicas_left: Replicas that were in a quorum and not in the next one.
         steps_rolled_back: Steps that it did not commit.
         times_healed: Times that it took over the state of another replica.
+        entries_lost: Entries of residuals that were lost with another replica, or dropped to heal.
     """
 
     quorums: int = 0
     replicas_left: int = 0
     steps_rolled_back: int = 0
     times_healed: int = 0
+    entries_lost: int = 0
 
 
 class ReplicaResiduals:
@@ -73,6 +73,7 @@ class ReplicaResiduals:
 
     def __init__(self, config: DCTConfig, metrics: Metrics | None) -> None:
         self.config, self.metrics, self.counts = config, metrics, Counts()
+        self._reporting: Reporting | None = None
         self._peers: QuorumPeers | None = None
         self._reducer: GradientReducer | None = None
         self._state: dict[str, Any] = {"step": 0, "loss_scale": 1.0, "streams": {}}
@@ -85,6 +86,7 @@ class ReplicaResiduals:
         """Go on with the replicas of a new quorum; the last round must be settled."""
         if self.metrics is None:
             self.metrics = Metrics(self.config.metrics, rank=peers.rank, world_size=len(peers.ranks))
+            self._reporting = Reporting(self.metrics)
         self.metrics.world_size = len(peers.ranks)
         self.counts.quorums += 1
         if self._peers is not None:
@@ -100,19 +102,29 @@ class ReplicaResiduals:
             self._state = carried(self._reducer.state_dict())
             self._reducer = None
 
+    def close(self) -> None:
+        """End the metrics that were made here, with their summary."""
+        if self._reporting is not None:
+            self._reporting.finish()
+
     def _count_lost(self, gone: list[str], peers: QuorumPeers) -> None:
         if not gone:
             return
         self.counts.replicas_left += len(gone)
-        assert self.metrics is not None
-        entries = sum(numel for numel, _ in self._tensors.values())
-        self.metrics.record(Record(LOST, numel=len(gone) * entries, tensors=len(gone)))
+        norm = max(each.debt for each in peers.statements)
+        self._lose("replicas_left", len(gone) * sum(numel for numel, _ in self._tensors.values()), norm, gone)
         if peers.rank == 0:
             logger.warning(
                 "dct: replica %s has left after step %d; what it had not sent is lost: a gradient of norm "
                 "%.3g or so, as much as the replicas owe that are left",
-                ", ".join(map(repr, gone)), self._step, max(each.debt for each in peers.statements),
+                ", ".join(map(repr, gone)), self._step, norm,
             )  # fmt: skip
+
+    def _lose(self, event: str, entries: int, norm: float, replicas: list[str]) -> None:
+        """Count entries of residuals that are lost."""
+        self.counts.entries_lost += entries
+        assert self.metrics is not None
+        self.metrics.event(event, step=self._step, replicas=replicas, entries=entries, norm=norm)
 
     def debt(self) -> tuple[int, float]:
         """Return the entries of the residuals of this replica's own gradients, and their norm."""
@@ -231,8 +243,7 @@ class ReplicaResiduals:
                 "dct: this replica takes over another one's state; what it had not sent is dropped: a "
                 "gradient of norm %.3g", norm
             )  # fmt: skip
-            assert self.metrics is not None
-            self.metrics.record(Record(LOST, numel=entries, tensors=1))
+            self._lose("healed", entries, norm, [])
         self.counts.times_healed += 1
         streams = {
             name: {"threshold": each, "residual": None, "shape": None}

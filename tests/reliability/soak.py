@@ -8,13 +8,15 @@ from the last checkpoint, a third of the times on a link of limited rate where u
 Ranks are forked from this process, which has imported the host and nothing more. Ends with a line of JSON;
 exits with 1 when the parameters differ, between the ranks or from the uninterrupted run, when a rank outlives
 the others' end by more than a minute, or when memory grows.
+
+"torchft" is another case: replicas are killed, heal and join, and no run begins anew (``torchft_soak``).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -48,7 +50,8 @@ Processes = list[Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800.0, help="time limit")
-    parser.add_argument("--hosts", nargs="+", default=HOSTS, choices=HOSTS)
+    installed = (*HOSTS, "torchft") if importlib.util.find_spec("torchft") else HOSTS
+    parser.add_argument("--hosts", nargs="+", default=installed, choices=installed)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=(2, 4))
     parser.add_argument("--steps", type=int, default=60, help="of every run")
     parser.add_argument("--kills", type=int, default=20, help="of every host and number of ranks")
@@ -63,8 +66,15 @@ def main() -> int:
     until, generator = time.monotonic() + arguments.seconds, random.Random(arguments.seed)
     report: dict[str, Any] = {"rate": limit.rate, "seed": arguments.seed, "cycles": 0, "runs": []}
     cases = [(host, ranks) for host in HOSTS if host in arguments.hosts for ranks in arguments.ranks]
+    if "torchft" in arguments.hosts:
+        from support import torchft_soak  # torchft need not be installed
+
+        found = torchft_soak.soak(arguments.kills, arguments.seconds / (len(cases) + 1), generator)
+        report["runs"].append(found)
+        report["cycles"] += found["kills"]
+        print(json.dumps(found), flush=True)
     for host, ranks in cases:
-        share = (until - time.monotonic()) / (len(cases) - len(report["runs"]))
+        share = (until - time.monotonic()) / (len(cases) - cases.index((host, ranks)))
         found = soak(host, ranks, arguments.steps, arguments.kills, share, limit, generator)
         report["runs"].append(found)
         report["cycles"] += found["kills"]

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Job:
         plain: Use torchft's own group instead.
         seconds: Least time that a step takes.
         min_replicas: Replicas without which no step is committed.
+        stop: File that says when to end, as steps and replicas; until it is there, replicas go on. Each
+            writes its steps so far beside ``out``.
     """
 
     name: str
@@ -53,6 +56,15 @@ class Job:
     plain: bool = False
     seconds: float = 0.0
     min_replicas: int = 2
+    stop: str = ""
+
+    def follow_orders(self, step: int) -> None:
+        """Write where this replica is, and look when it is to end."""
+        if self.stop:
+            Path(f"{self.out}.step").write_text(str(step))
+            if Path(self.stop).exists():
+                self.steps, self.replicas = map(int, Path(self.stop).read_text().split())
+                self.stop = ""
 
 
 torch.manual_seed(0)
@@ -117,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
 
     list(model.parameters())[1].register_post_accumulate_grad_hook(die)  # other buckets have left by then
     tries, together, began = 0, 0, time.monotonic()
-    while manager.current_step() < job.steps or together < job.together:
+    while job.stop or manager.current_step() < job.steps or together < job.together:
         stepper.zero_grad()
         step = manager.current_step()
         dying[0] = step == job.die_at
@@ -125,6 +137,7 @@ def run(job: Job) -> dict[str, Any]:
         F.mse_loss(wrapped(points), wanted).backward()
         stepper.step()
         tries += 1
+        job.follow_orders(manager.current_step())
         complete = manager.current_step() > step and manager.num_participants() == job.replicas
         together = together + 1 if complete and manager.is_participating() else 0
         time.sleep(job.seconds)
@@ -145,13 +158,17 @@ def run(job: Job) -> dict[str, Any]:
     return result
 
 
-if __name__ == "__main__":
+def work(job: Job) -> None:
+    """Run a replica in this process, which ends with it."""
     torch.set_num_threads(1)
-    logging.basicConfig(level=logging.WARNING)
-    given = Job(**json.loads(sys.argv[1]))
-    outcome = run(given)
-    if given.out:
-        torch.save(outcome, given.out + ".tmp")
-        os.replace(given.out + ".tmp", given.out)
+    outcome = run(job)
+    if job.out:
+        torch.save(outcome, job.out + ".tmp")
+        os.replace(job.out + ".tmp", job.out)
     sys.stdout.flush()
     os._exit(0)  # torchft's threads need not end
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    work(Job(**json.loads(sys.argv[1])))
