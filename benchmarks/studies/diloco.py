@@ -1,8 +1,8 @@
 """Measure DiLoCo of torchft with thresholded pseudo-gradients beside dense ones: held-out loss and bytes.
 
 The replicas are threads of this process, with torchft's own lighthouse, managers and DiLoCo, and the GPT and
-data of ``adam.py``. Inside AdamW, outside SGD with Nesterov momentum; the settings differ in the ``dct``
-section alone.
+data of ``adam.py``. Inside AdamW, outside SGD with Nesterov momentum, or plain SGD where the name says so; else
+the settings differ in the ``dct`` section alone.
 
     python benchmarks/studies/diloco.py --text wikitext2_valid.txt.gz --results diloco.jsonl
 
@@ -39,7 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "0.9 bf16": {"sparsity": 0.9},
     "0.99 bf16": {"sparsity": 0.99},
     "0.97 int2": {"sparsity": 0.97, "value_dtype": "int2"},
-    "0.99 int2": {"sparsity": 0.99, "value_dtype": "int2"},
+    "0.97 int2, plain outer SGD": {"sparsity": 0.97, "value_dtype": "int2"},
+    "0.99 int2, plain outer SGD": {"sparsity": 0.99, "value_dtype": "int2"},
 }
 LIMIT = timedelta(seconds=300)
 
@@ -70,7 +71,10 @@ def replica(
     )
     pg.follow(manager)
     inner = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    outer = torch.optim.SGD(model.parameters(), lr=args.outer_lr, momentum=0.9, nesterov=True)
+    if "plain" in setting:  # as SparseLoCo has it: the residual is momentum enough
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    else:
+        outer = torch.optim.SGD(model.parameters(), lr=args.outer_lr, momentum=0.9, nesterov=True)
     generator, offsets = torch.Generator().manual_seed(1000 * seed + rank), torch.arange(SEQUENCE)
     with DiLoCo(manager, [model], inner, outer, sync_every=args.every, use_bucketization=True):
         for step in range(args.steps):
