@@ -1,8 +1,8 @@
 """Measure DiLoCo of torchft with thresholded pseudo-gradients beside dense ones: held-out loss and bytes.
 
 The replicas are threads of this process, with torchft's own lighthouse, managers and DiLoCo, and the GPT and
-data of ``adam.py``. Inside AdamW, outside SGD with Nesterov momentum, or plain SGD where the name says so; else
-the settings differ in the ``dct`` section alone.
+data of ``adam.py``. Inside AdamW, outside SGD with Nesterov momentum, or plain SGD where the name says so;
+else the settings differ in the ``dct`` section alone.
 
     python benchmarks/studies/diloco.py --text wikitext2_valid.txt.gz --results diloco.jsonl
 

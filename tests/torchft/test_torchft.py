@@ -78,16 +78,18 @@ def _ddp(name: str, address: str, section: Any, steps: int = 12) -> dict[str, An
     return outcome(model, pg)
 
 
-def _local_sgd(name: str, address: str, section: Any) -> dict[str, Any]:
+def _local_sgd(name: str, address: str, section: Any, late: float = 0.0) -> dict[str, Any]:
+    time.sleep(late)
     model, pg = model_of(), group_of(section, averages="weights")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    manager = manager_of(pg, name, address, state={"model": model}, init_sync=False)
+    manager = manager_of(pg, name, address, state={"model": model, "optimizer": optimizer}, init_sync=False)
     with LocalSGD(manager, model, optimizer, sync_every=4):
-        for step in range(32):
+        while manager.current_step() < (40 if late else 8) or manager.num_participants() < 3:
             optimizer.zero_grad()
-            points, wanted = batch(step, ord(name))
+            points, wanted = batch(manager.current_step(), ord(name))
             F.mse_loss(model(points), wanted).backward()
             optimizer.step()
+            time.sleep(0.01 if late else 0.0)
     manager.shutdown(wait=False)
     return outcome(model, pg)
 
@@ -139,6 +141,17 @@ def test_hosts(host: Any) -> None:
         assert {name.rsplit(" all-reduce")[0].rsplit(" small")[0] for name in found[0]["streams"]} == {
             "fragment 0", "fragment 1"
         }  # fmt: skip
+
+
+def test_a_replica_joins_local_sgd() -> None:
+    """It has no last average of its own: all send their weights once."""
+    with lighthouse(2, join_ms=100) as address:
+        found = in_threads(
+            _local_sgd,
+            [(name, address, {**SPARSE}, late) for name, late in (("a", 0.1), ("b", 0.1), ("c", 1.5))],
+        )
+    check_same(found)
+    assert found[2]["counts"].times_healed >= 1
 
 
 def _hsdp(rank: int, world_size: int, address: str) -> dict[str, Any]:
