@@ -6,6 +6,7 @@ the same weights, bit by bit, and a run of as many steps without any kill tells 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -24,8 +25,8 @@ from support.torchft_worker import Job, work
 
 SECTION = {"data_parallel": {"sparsity": 0.9, "feedback": "local", "min_numel": 512}}
 _context = multiprocessing.get_context("fork")
-#: Seconds in which a replica that was started takes part, and seconds in which all come to an end.
-JOINED, ENDED = 90.0, 180.0
+#: Seconds in which a replica that was started takes part, and in which all come to an end: and more for a step.
+JOINED, ENDED, STEP = 120.0, 180.0, 1.0
 
 
 def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]:
@@ -37,6 +38,14 @@ def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]
             found = disturbed.results()
         finally:
             disturbed.close()
+        oldest = max(found, key=lambda result: result["tries"])
+        dense, sent = (sum(sizes) for sizes in zip(*oldest["classes"].values(), strict=True))
+        figures = {
+            "host": "torchft", "kills": done, "joined": joined, "steps": found[0]["step"], "equal": True,
+            "tries_of_the_oldest": oldest["tries"], "its_steps_rolled_back": oldest["counts"]["steps_rolled_back"],
+            "its_dense_bytes": dense, "its_sent_bytes": sent, "loss": found[0]["loss"],
+        }  # fmt: skip
+        print(json.dumps(figures), flush=True)
         whole = Replicas(Path(place, "whole"))
         try:
             for name in "abc":
@@ -44,13 +53,7 @@ def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]
             reference = whole.results(found[0]["step"])
         finally:
             whole.close()
-    dense, sent = (sum(sizes) for sizes in zip(*found[0]["classes"].values(), strict=True))
-    lost = max(result["counts"]["steps_rolled_back"] for result in found)
-    return {
-        "host": "torchft", "kills": done, "joined": joined, "steps": found[0]["step"], "equal": True,
-        "most_steps_rolled_back_by_a_replica": lost, "dense_bytes": dense, "sent_bytes": sent,
-        "loss": found[0]["loss"], "loss_without_kills": reference[0]["loss"],
-    }  # fmt: skip
+    return {**figures, "loss_without_kills": reference[0]["loss"]}
 
 
 class Replicas:
@@ -119,7 +122,7 @@ class Replicas:
         order = self.folder / "order"
         order.write_text(f"{steps} {len(self.processes)}")
         order.rename(self.folder / "stop")
-        until = time.monotonic() + ENDED
+        until = time.monotonic() + ENDED + STEP * steps
         for name, process in self.processes.items():
             process.join(max(0.0, until - time.monotonic()))
             if process.exitcode != 0:

@@ -61,7 +61,8 @@ class Job:
     def follow_orders(self, step: int) -> None:
         """Write where this replica is, and look when it is to end."""
         if self.stop:
-            Path(f"{self.out}.step").write_text(str(step))
+            Path(f"{self.out}.at").write_text(str(step))
+            os.replace(f"{self.out}.at", f"{self.out}.step")
             if Path(self.stop).exists():
                 self.steps, self.replicas = map(int, Path(self.stop).read_text().split())
                 self.stop = ""
