@@ -25,7 +25,7 @@ from support.torchft_worker import Job, work
 
 SECTION = {"data_parallel": {"sparsity": 0.9, "feedback": "local", "min_numel": 512}}
 _context = multiprocessing.get_context("fork")
-#: Seconds in which a replica that was started takes part, and in which all come to an end: and more for a step.
+#: Seconds in which a replica that was started takes part, and in which all come to an end, and for each step.
 JOINED, ENDED, STEP = 120.0, 180.0, 1.0
 
 
@@ -42,7 +42,8 @@ def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]
         dense, sent = (sum(sizes) for sizes in zip(*oldest["classes"].values(), strict=True))
         figures = {
             "host": "torchft", "kills": done, "joined": joined, "steps": found[0]["step"], "equal": True,
-            "tries_of_the_oldest": oldest["tries"], "its_steps_rolled_back": oldest["counts"]["steps_rolled_back"],
+            "tries_of_the_oldest": oldest["tries"],
+            "its_steps_rolled_back": oldest["counts"]["steps_rolled_back"],
             "its_dense_bytes": dense, "its_sent_bytes": sent, "loss": found[0]["loss"],
         }  # fmt: skip
         print(json.dumps(figures), flush=True)
