@@ -78,7 +78,7 @@ class Coding(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What the probe of the link found."""
+    """The speed of the link, as the probe found it."""
 
     latency: float
     """Seconds of a round of small messages."""

@@ -143,7 +143,7 @@ class StepAhead:
         self._unit_of, self._residual_of, self._gradient_unit = unit_of, residual_of, gradient_unit
         self._held_back_of, self._pending_of = held_back_of, pending_of
         self._times = min(world_size, MOST_TIMES)
-        self.moments = SecondMoments(self._parameters, self._decay_of)
+        self.moments = SecondMoments(self._parameters, lambda each: getattr(unit_of(each), "decay", None))
         self.coefficients = ResidualCoefficients(
             self._parameters, residual_of, world_size=world_size, fixed=coefficient
         )
@@ -313,10 +313,6 @@ class StepAhead:
                 both = torch.mul(residual, share, out=self._scratch.take("both", residual))
             both[shard.start : shard.stop].add_(part)
         return (residual, share) if both is None else (both, 1.0)
-
-    def _decay_of(self, parameter: torch.nn.Parameter) -> float | None:
-        unit = self._unit_of(parameter)
-        return None if unit is None else unit.decay
 
     # -- gradients and steps ---
 

@@ -33,7 +33,7 @@ _LINES = 30
 
 
 class Figures(NamedTuple):
-    """What a job measured.
+    """The figures that a job measured.
 
     Attributes:
         model: Predicts the time of a step.

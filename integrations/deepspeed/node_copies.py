@@ -237,7 +237,7 @@ class NodeCopies(WeightUpdates):
 
     @property
     def _full(self) -> bool:
-        """Whether nothing is thresholded in this step."""
+        """True if nothing is thresholded in this step."""
         return not self.slices or self.updates.full(self.slices[0].parameter.ds_tensor.dtype)
 
     # -- which weights passes gather ---
