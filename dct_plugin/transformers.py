@@ -72,7 +72,9 @@ class DCTCallback(TrainerCallback):
         """Log a report that was made in this step."""
         figures, self._unlogged = self._unlogged, {}
         if figures and state.is_world_process_zero:
+            is_due = control.should_log
             self.trainer.log(figures)
+            control.should_log = is_due  # log() clears it; a log that is due gathers the loss of all ranks
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Write the loss to the metrics' file."""

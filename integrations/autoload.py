@@ -13,7 +13,8 @@ import warnings
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-from .host.measured_job import VARIABLE
+#: ``host.measured_job.VARIABLE``, without that import.
+_ADVISED = "DCT_ADVISE"
 
 
 def autoload() -> None:
@@ -21,7 +22,7 @@ def autoload() -> None:
 
     In a job that ``dct advise`` started, also measure what the job trains with DistributedDataParallel.
     """
-    if VARIABLE in os.environ:
+    if _ADVISED in os.environ:
         from .advice import observe
 
         observe()

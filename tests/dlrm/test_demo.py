@@ -324,7 +324,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
         "DCT",
         "Step at 1 Gbit/s",
         "torchrun",
-        "demo.png and out/report.html",
+        "Wrote out/demo.png, figures/demo.json and out/report.html",
     ):
         assert part in output, output
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")

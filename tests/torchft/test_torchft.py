@@ -178,7 +178,7 @@ def _hsdp(rank: int, world_size: int, address: str) -> dict[str, Any]:
     found = {"weights": torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()])}
     dist.barrier()
     manager.shutdown(wait=False)
-    return found | {"ratio": pg.metrics.summary().ratio, "server": str(server)}
+    return found | {"ratio": pg.metrics.summary().classes["gradient"].ratio, "server": str(server)}
 
 
 def test_hsdp() -> None:

@@ -247,12 +247,12 @@ class _Demo:
         runs, _ = read([self._metrics_file])
         shown = comparison_part(comparison, title=f"{of_data} {of_run}", quick=self._quick)
         write_page(page, [shown, *map(metrics_part, runs)])
-        files = [str(plot), str(page)]
+        files = str(plot)
         if json_file is not None:
             write(json_file, {**self._figures(), "quick": self._quick})
-            files.insert(1, str(json_file))
+            files += f", {json_file}"
         seconds = time.monotonic() - self._started
-        console.print(Text(f"\nWrote {' and '.join(files)} in {seconds:.0f} s."))
+        console.print(Text(f"\nWrote {files} and {page} in {seconds:.0f} s."))
         if broken:
             raise typer.Exit(1)
 
