@@ -1,6 +1,6 @@
 """The part of ``dct advise`` in the ranks of the user's job: it measures dense steps, and writes figures.
 
-The script is not changed: every ``DistributedDataParallel`` is attached to when it is made, every DeepSpeed
+The script is not changed. Every ``DistributedDataParallel`` gets the hook when it is made, every DeepSpeed
 engine gets a section, and Megatron's launch wrapper reads the section from a file.
 """
 

@@ -67,8 +67,10 @@ class Setting(NamedTuple):
 
 
 def settings_within(config: DataParallelConfig) -> list[Setting]:
-    """Return what the automatic mode may choose under a configuration whose sparsity is the most that its
-    quality class allows; the dense exchange comes first.
+    """Return the settings that the automatic mode may choose, the dense exchange first.
+
+    Args:
+        config: Its sparsity is the highest one that its quality class allows, its value type the widest.
     """
     if config.quality == "exact":
         return [Setting()]
@@ -96,7 +98,7 @@ class Choice(NamedTuple):
     reason: str
     """Why, and with which start, for the log; empty where there is nothing to say."""
     is_second_best: bool = False
-    """True where step-ahead would be better and cannot be had."""
+    """True if step-ahead would be better and is not available."""
 
 
 def chosen(
@@ -104,13 +106,13 @@ def chosen(
 ) -> Choice:
     """Return the settings with the feedback that suits the optimizer in place of ``auto``.
 
-    Explicit settings stay as they are, and so do those of a training whose optimizer is not told.
+    Explicit settings stay as they are, and so do those of a training whose optimizer the plugin was not told.
 
     Args:
         settings: The settings as they were written.
         training: The optimizer, and where it runs.
         steps: Optimizer steps of the whole run; None if that is not known.
-        obstacle: Why step-ahead cannot be had here; empty if it can.
+        obstacle: Why step-ahead is not available here; empty if it is.
     """
     family = training.family
     if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
@@ -165,7 +167,7 @@ def judged(
     Args:
         written: The settings as they were written.
         training, steps, obstacle: See :func:`chosen`.
-        untold: What to do so that the optimizer is told.
+        untold: What to do so that the plugin knows the optimizer, in words.
     """
     settings, line, is_second_best = chosen(written, training, steps=steps, obstacle=obstacle)
     if settings.quality == "safe":

@@ -142,10 +142,10 @@ class DataParallelConfig(Section):
     0.9 where quality matters most, 0.99 on slow links, 0 to measure the plugin's own cost.
     """
     quality: Literal["exact", "safe", "bytes"] | None = None
-    """Choose by measurement, at the start and whenever steps or the link change, with `sparsity` and
-    `value_dtype` as the most that is taken away: only the dense exchange (exact), settings that lost nothing
-    measurable with this optimizer and number of ranks (safe), or all of them (bytes). null takes the settings
-    as they are. `"sparsity": "auto"` stands for 0.99 and `safe`.
+    """Choose by measurement, at the start and whenever steps or the link change, with `sparsity` as the
+    highest sparsity and `value_dtype` as the widest type of values: only the dense exchange (exact),
+    sparsities that lost nothing measurable with this optimizer and number of ranks (safe), or all of them
+    (bytes). null takes the settings as they are. `"sparsity": "auto"` stands for 0.99 and `safe`.
 
     Where the link is not known or changes ([how it decides](automatic.md)).
     """

@@ -7,10 +7,10 @@ predicted:
     step = rest + exposed * (coding + decoding + rounds * latency + bytes / rate)
 
 ``rest`` is the dense step without its exposed reduction. ``exposed`` is the share of the dense reduction that
-the backward pass did not hide. The settings with the least predictions, and the dense exchange, then run for
-some steps each, and the fastest one stays. Windows of steps and of probes are compared with those of the
-decision: where a step or the link departs, the ranks decide again. Source of the idea: Espresso (Wang et al.,
-EuroSys 2023), which decides from a measured timeline.
+the backward pass did not hide. The settings with the least predicted times then run for some steps each, in
+turns. The fastest of these and of the current setting stays. Later steps and probes of the link are compared
+with those of the decision: when they differ, the ranks decide again. Source of the idea: Espresso (Wang et
+al., EuroSys 2023), which decides from a measured timeline.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Pace(NamedTuple):
     probes: int = 8
     """Windows from one probe of the link to the next."""
     departs: float = 1.25
-    """Factor by which two windows in turn differ from the decision before there is another one."""
+    """The ranks decide again when two successive windows differ from the decision by this factor."""
     link_departs: float = 2.0
-    """Factor by which the link's rate differs before there is another decision."""
+    """The ranks decide again when a probe takes so many times as long, or as short, as before."""
     alike: float = 1.03
     """Settings within this factor of the fastest are as fast: the gentlest one is taken."""
 
@@ -168,7 +168,7 @@ class CostModel(NamedTuple):
 
 
 def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
-    """Return the settings worth a trial: those with the least predictions, the gentlest of the best first."""
+    """Return the settings worth a trial: those predicted to be fastest, the gentlest of the best first."""
     best = min(each.total for each in predictions)
     near = sorted((each for each in predictions if each.total <= pace.likely * best), key=lambda p: p.total)
     alike = [each.setting for each in near if each.total <= pace.alike * best]
@@ -195,7 +195,7 @@ class AutomaticSparsity(AddOn):
     key = "automatic"
     pace = Pace()
     observer: ClassVar[Callable[[CostModel, Pace], None] | None] = None
-    """Takes the first model, on every rank; nothing is tried then, and all steps stay dense."""
+    """Called with the first model on every rank, in place of a decision: all steps then stay dense."""
 
     def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
         self._group, self._settings, self._direct = group, settings, direct
@@ -233,7 +233,7 @@ class AutomaticSparsity(AddOn):
         return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
 
     def end_step(self, *, skipped: bool) -> None:
-        """Time the step, and decide where a decision is due; a collective of the host's group then."""
+        """Time the step. If a decision is due, decide, which is a collective of the host's group."""
         now = time.perf_counter()
         if self._began:
             self._seconds.append(now - self._began)
@@ -303,7 +303,7 @@ class AutomaticSparsity(AddOn):
         return {setting: statistics.fmean(medians) for setting, medians in found.items()}
 
     def _change_to(self, setting: Setting) -> Iterator[int]:
-        """Take a setting. The dense exchange waits until nothing is owed; the start's density falls first."""
+        """Take a setting: the dense one after a step that sends all residuals, others after the start."""
         schedule, step = self._group.schedule, self._group.step
         if setting.is_dense and not self.dense:
             self._use(self._flush)
@@ -313,7 +313,7 @@ class AutomaticSparsity(AddOn):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
     def _watch(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
-        """Go on until steps or link depart from the decision; return both, and why, in words."""
+        """Go on until steps or link differ from the decision; return both, and the reason in words."""
         pace, departures = self.pace, 0
         for window in itertools.count(1):
             yield pace.window

@@ -139,7 +139,7 @@ def _unmeasured(run: Run) -> Advice | None:
     )
 
 
-#: The rules, most important first; of a row one is enough.
+#: The rules, most important first. Only the first rule of a row that holds gives advice.
 RULES: tuple[tuple[Callable[[Run], Advice | None], ...], ...] = (
     (_slower,),
     (_waiting,),
@@ -152,6 +152,6 @@ RULES: tuple[tuple[Callable[[Run], Advice | None], ...], ...] = (
 
 
 def advice(run: Run) -> list[Advice]:
-    """Return what to try next: the first that holds of each row of :data:`RULES`."""
+    """Return what to try next: for each row of :data:`RULES`, the advice of the first rule that holds."""
     found = (next((said for rule in row if (said := rule(run)) is not None), None) for row in RULES)
     return [said for said in found if said is not None]

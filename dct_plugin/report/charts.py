@@ -1,4 +1,7 @@
-"""Charts as SVG inside HTML: colours that follow light and dark, text that stays text."""
+"""Charts as SVG inside HTML. Their colours follow the light or dark mode of the page; text stays text.
+
+matplotlib draws them, which the demo needs anyway. With plotly every page would carry megabytes of script.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ COLOURS = {
     "c7": ("#4f565d", "#aab2ba"),
 }
 INK, FAINT, *SERIES = (light for light, _ in COLOURS.values())
-#: Lines differ in their dashes, too: colour alone is not enough for everybody.
+#: Lines differ in their dashes, too, for readers who cannot tell the colours apart.
 _DASHES = ["-", "--", "-.", ":"] * 2
 
 

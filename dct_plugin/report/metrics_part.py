@@ -23,7 +23,7 @@ PART_NAMES = {
     "decode_ms": "decode",
     "hidden_ms": "beside the backward pass",
 }
-#: Classes that are drawn; the table has all.
+#: Number of classes that the chart shows; the table has all.
 _DRAWN = 7
 
 _Column = tuple[str, Callable[[Window], float | None], str]
@@ -33,7 +33,7 @@ def metrics_part(ranks: Sequence[RankRun]) -> Part:
     """Return verdict, advice and charts of a run.
 
     Args:
-        ranks: What its ranks wrote; see :func:`.reading.read`.
+        ranks: The lines of each of its ranks; see :func:`.reading.read`.
     """
     run = Run(ranks)
     sections = [_bytes(run), *_densities(run), _times(run)]
@@ -90,10 +90,10 @@ def _over_steps(
 
     Args:
         run: The run.
-        title: Of chart and table.
-        columns: Name, figure of a window, and format of the table.
-        draw: Gets the axes, the last step of each row, and the figures by name of their column.
-        height: Of the chart.
+        title: Title of chart and table.
+        columns: For each column its name, its figure of a window, and the format of that in the table.
+        draw: Draws the chart, from the axes, the last step of each row, and the figures by name of column.
+        height: Height of the chart.
     """
     groups = grouped(run.windows)
     steps = [group[-1].step for group in groups]
@@ -183,7 +183,7 @@ def _tensors(run: Run) -> Section:
 
 
 def _short(name: str) -> str:
-    """Return the ends of a long name, as matplotlib takes it."""
+    """Return a name for matplotlib, a long one without its middle."""
     return (name if len(name) <= 30 else f"{name[:14]}...{name[-14:]}").replace("$", r"\$")
 
 

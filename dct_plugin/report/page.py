@@ -20,12 +20,12 @@ class Section(NamedTuple):
     draw: Callable[[Any], None] | None = None
     """Draws on the axes of matplotlib."""
     height: float = 2.8
-    """Height of the chart, where its width is 5."""
+    """Height of the chart; its width is 5."""
 
 
 @dataclass
 class Part:
-    """What one source of figures has to say."""
+    """A part of the page: the figures of one source."""
 
     title: str
     verdict: Sequence[str]
@@ -33,7 +33,7 @@ class Part:
     sections: Sequence[Section]
     advice: Sequence[Advice] = ()
     notes: list[str] = field(default_factory=list)
-    """What could not be read, or was left out."""
+    """Sentences on lines that could not be read, or were left out."""
 
 
 def write_page(path: Path, parts: Sequence[Part]) -> None:

@@ -1,4 +1,4 @@
-"""Read metrics files as they are found: cut off, appended to, of several ranks, or of another version."""
+"""Read metrics files: also those that are cut off, appended to, of several ranks, or of another version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..metrics import FORMAT
 
 
 class Row(BaseModel):
-    """One line of a tensor class; keys that only newer or older versions write have defaults."""
+    """One line of a tensor class. Keys that not all versions write have defaults."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -60,7 +60,7 @@ class EventLine(BaseModel):
 
 @dataclass
 class RankRun:
-    """What one rank wrote in one run."""
+    """The lines that one rank wrote in one run."""
 
     source: str
     rank: int
@@ -74,7 +74,7 @@ class MetricsReader:
     """Reads the lines of one file, all at once or as they come.
 
     Attributes:
-        runs: What was read; a run begins where steps start again, or with a line that says so.
+        runs: The runs. A run begins with a ``start`` line, or where steps start again.
         faults: Number of lines that cannot be read.
     """
 
@@ -97,7 +97,7 @@ class MetricsReader:
                 self._take(line)
 
     def notes(self) -> list[str]:
-        """Say what could not be read, and which of several runs these are."""
+        """Return sentences on what could not be read."""
         found = []
         if self._rest.strip():
             found.append(f"{self.source} ends in the middle of line {self._lines + 1}, which is left out.")
@@ -200,7 +200,7 @@ def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list
 
 
 def _add(runs: list[list[RankRun]], part: RankRun) -> None:
-    """Add what a rank wrote to the first run that may be its own and lacks it."""
+    """Add the lines of a rank to the first run of as many ranks that has no lines of this rank yet."""
     for run in runs:
         if run[0].world_size == part.world_size and all(part.rank != other.rank for other in run):
             run.append(part)

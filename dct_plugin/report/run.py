@@ -56,7 +56,7 @@ class Tensor:
 
     @property
     def miss(self) -> float:
-        """How many times the density is off its target, up or down."""
+        """The factor by which the density is above or below its target."""
         return max(self.density / self.target, self.target / max(self.density, self.target / 1000))
 
 
@@ -64,7 +64,7 @@ class Run:
     """One run, from the files of one or several of its ranks. Bytes are per step and rank.
 
     Args:
-        ranks: What each rank wrote.
+        ranks: The lines of each rank.
     """
 
     def __init__(self, ranks: Sequence[RankRun]) -> None:
@@ -87,19 +87,19 @@ class Run:
 
     @property
     def who(self) -> str:
-        """The ranks that the figures are of."""
+        """The ranks whose figures these are, in words."""
         if len(self.ranks) > 1:
             return f"a rank (mean of {len(self.ranks)} of {self.world_size})"
         return f"rank {self.ranks[0].rank} of {self.world_size}"
 
     @functools.cached_property
     def steps(self) -> int:
-        """Steps that reports tell of."""
+        """Number of steps that the reports cover."""
         return sum(window.steps for window in self.windows)
 
     @functools.cached_property
     def steady(self) -> list[Window]:
-        """The windows after the start, which is dense or has a rising sparsity; all, if it never ended."""
+        """The windows after the start, which is dense or has a rising sparsity; all if it did not end."""
         final = self.windows[-1].target
         for at, window in enumerate(self.windows):
             if window.target <= 1.05 * final and (
@@ -121,7 +121,7 @@ class Run:
         return amount / sum(w.steps for w in windows)
 
     def share(self, *prefixes: str) -> float:
-        """Return the share of the bytes sent after the start that classes with such names have."""
+        """Return the share of classes whose names begin so in the bytes sent after the start."""
         chosen = [cls for cls in self.classes if prefixes and cls.startswith(prefixes)]
         whole = self.per_step("sent_bytes", self.steady, *self.classes)
         return self.per_step("sent_bytes", self.steady, *chosen) / whole if whole else 0.0
@@ -137,13 +137,13 @@ class Run:
 
     @functools.cached_property
     def step_ms(self) -> float | None:
-        """Median step after the start."""
+        """Median duration of a step after the start."""
         found = [x for window in self.steady if (x := window.of_step()) is not None]
         return statistics.median(found) if found else None
 
     @functools.cached_property
     def dense_step_ms(self) -> float | None:
-        """Median of the dense steps at the start."""
+        """Median duration of the dense steps at the start."""
         return self.windows[-1].of_step("dense_step_ms")
 
     @functools.cached_property

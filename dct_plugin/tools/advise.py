@@ -92,7 +92,7 @@ class Figures(NamedTuple):
 
 
 def advise(
-    command: Annotated[list[str], typer.Argument(help="The launch line of the job, behind --.")],
+    command: Annotated[list[str], typer.Argument(help="The launch line of the job, after --.")],
     link: Annotated[
         list[str] | None, typer.Option(help="Predict for links of this rate, too, such as 1gbit.")
     ] = None,
@@ -121,19 +121,18 @@ def advise(
 
 
 def launch_line(command: Sequence[str]) -> list[str]:
-    """Return the launch line that measures: a Megatron script is started through the plugin's wrapper."""
+    """Return the launch line to run: a Megatron script is started through the plugin's wrapper."""
     for index, word in enumerate(command):
         if word.endswith(".py") and Path(word).is_file() and word != sys.argv[0]:
             text = Path(word).read_text(encoding="utf-8", errors="replace")
-            before = [each for each in command[:index] if not each.startswith("--") or "=" in each]
-            if "megatron" in text and "dct_plugin.megatron" not in before:
+            if "megatron" in text and "dct_plugin.megatron" not in command[:index]:
                 return [*command[:index], "-m", "dct_plugin.megatron", *command[index:]]
             break
     return list(command)
 
 
 def _measured(command: Sequence[str], limit: float) -> Figures:
-    """Run the job until its figures are there.
+    """Run the job until it has written its figures.
 
     Raises:
         ConfigError: The job cannot be started.
@@ -164,7 +163,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
             return Figures.read(path)
         last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:])
         what = (
-            f"was not measured within {limit:g} s"
+            f"was not measured within {limit:g} s (--limit)"
             if job.returncode < 0
             else f"ended with status {job.returncode} before it was measured, which takes 15 optimizer steps "
             "of a model in DistributedDataParallel, a DeepSpeed engine or Megatron on at least two ranks"

@@ -1,4 +1,4 @@
-"""The ranks of a process group, as an exchange of messages sees them: who they are, and how to reach them."""
+"""The ranks that exchange messages: their numbers, and the means to reach them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Peers(ABC):
     """
 
     group: dist.ProcessGroup | None = None
-    """The process group of ``torch.distributed`` of these ranks, where there is one."""
+    """The process group of ``torch.distributed`` of these ranks; None if there is none."""
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.ranks = rank, list(ranks)
@@ -43,11 +43,11 @@ class Peers(ABC):
 
     @abstractmethod
     def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
-        """Surround a transport's own work: its errors name addresses at best, not ranks.
+        """Surround the work of a transport. Its errors name addresses at best; those raised here name ranks.
 
         Args:
             what: The work, in words.
-            step: Optimizer steps so far, where there are any.
+            step: Optimizer steps so far; None if they are not known.
             failed: Called after an error of the transport.
         """
 

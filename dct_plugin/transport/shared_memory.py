@@ -1,8 +1,8 @@
 """Memory that ranks on one machine share, for large tensors between them.
 
 A socket copies all bytes twice, and in small parts. Here the sender copies a tensor once, and receivers read
-it where it is. The memory has no name in a file system: nothing of it is left when its processes are gone,
-however they end.
+that copy. The memory has no name in a file system. The system frees it when its processes end, also when they
+are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tcp_connect import VARIABLE
 
 logger = logging.getLogger("dct_plugin.transport")
 
-#: Bytes of the token at the beginning of a memory, and of which tensors begin at multiples.
+#: Bytes of the token at the beginning of a memory. Tensors begin at multiples of the second number of bytes.
 _TOKEN, _ALIGNMENT = 32, 64
 _PLACE = struct.Struct("=q")
 #: Bytes of the JSON in which a rank offers its memories.
@@ -36,8 +36,8 @@ class SharedMemory:
 
     Args:
         exchange: The ranks.
-        memories: Two memories of each rank. They take turns: a rank that hears of the others' next operation
-            knows that they have read what was written for the last one.
+        memories: Two memories of each rank, used in turn. When the other ranks announce their next operation,
+            they have read what was written for the last one.
     """
 
     def __init__(self, exchange: Exchange, memories: Sequence[Sequence[_Memory]]) -> None:
@@ -86,8 +86,8 @@ class SharedMemory:
 def open_shared_memory(exchange: Exchange) -> SharedMemory | None:
     """Return memory that the ranks of an exchange share; a collective.
 
-    None on every rank where a system has no memory without a name (it is Linux's), a rank may not see another
-    one's, or a rank was told to leave messages to gloo.
+    Returns None on every rank if the system has no memory without a name (only Linux has), if a rank may not
+    open another rank's memory, or if a rank was told to leave messages to gloo.
     """
     own: list[_Memory] = []
     token, size = secrets.token_bytes(_TOKEN), _begin(exchange.world_size)
@@ -110,10 +110,10 @@ def open_shared_memory(exchange: Exchange) -> SharedMemory | None:
 
 
 class _Memory:
-    """A memory of this or of another process: a token, the places of what each rank gets, and tensors.
+    """A memory of this or of another process: a token, the offset of the tensors for each rank, and tensors.
 
     Args:
-        file: Descriptor, which it closes.
+        file: Descriptor. The object closes it.
     """
 
     def __init__(self, file: int) -> None:
@@ -141,7 +141,7 @@ class _Memory:
         _PLACE.pack_into(self._memory, _TOKEN + _PLACE.size * receiver, place)
 
     def views(self, start: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is there from ``start`` on, as tensors of the types and sizes of others."""
+        """Return the memory from ``start`` on as tensors of the types and sizes of ``like``."""
         end = start + _bytes_of(like)
         if end > len(self._memory):  # its owner has made it larger
             self._map()
@@ -184,5 +184,5 @@ def _aligned(size: int) -> int:
 
 
 def _begin(ranks: int) -> int:
-    """Return where tensors begin: behind the token, and the places of what each rank gets."""
+    """Return where tensors begin: after the token and the offsets for each rank."""
     return _aligned(_TOKEN + _PLACE.size * ranks)

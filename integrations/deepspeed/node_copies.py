@@ -4,12 +4,12 @@ With ``zero_hpz_partition_size`` DeepSpeed keeps each parameter a second time, d
 node (the secondary tensor), gathers it there in the backward pass, and drops it after every step: the next
 forward pass gathers from all ranks. Here training passes gather inside the node alone. After a step the rank
 that holds a slice in the owners' node sends what changed to the ranks that hold the slice in other nodes, and
-every one of them, itself included, adds exactly what was sent. What was not sent stays between the owners'
-partition and the copy.
+every one of them, itself included, adds exactly what was sent. What was not sent stays the difference between
+the owners' partitions and the copy.
 
 DeepSpeed's own partitions are always exact, and so is whatever is gathered from them: evaluation,
 ``GatheredParameters``, checkpoints, persistent parameters. The copy is dropped, and gathered anew in full, in
-warm-up, after a checkpoint, and when somebody wrote weights.
+warm-up, after a checkpoint, and after weights were written.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _GATHERED = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_AT
 class HeldSlice:
     """This rank's slice of the copy of a parameter in its node.
 
-    It has what :class:`~dct_plugin.data_parallel.step_ahead.StepAhead` needs of a parameter: the shape is the
-    whole parameter's, :attr:`data` is the slice, and to set it changes what DeepSpeed gathers.
+    It has the attributes of a parameter that :class:`~dct_plugin.data_parallel.step_ahead.StepAhead` needs:
+    the shape is the whole parameter's, and :attr:`data` is the slice. Setting :attr:`data` changes what
+    DeepSpeed gathers.
 
     Args:
         name: Name of the parameter's stream.

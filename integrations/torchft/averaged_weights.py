@@ -10,25 +10,25 @@ from torch import Tensor
 from .quorum import QuorumPeers, Statement
 from .residuals import ReplicaResiduals
 
-#: Version of the references of a replica that has none.
-NONE = -1
+#: Version of the averages of a replica that has none.
+NO_AVERAGE = -1
 
 
 class AveragedWeights:
     """The last committed average of each tensor, the same on all replicas.
 
-    A weight is no gradient: its small entries are not those that matter least. The differences from the last
-    average are. Where a replica lacks the others' last average, all weights are summed densely once.
+    A threshold cannot select weights: small weights matter, too. It selects entries of the difference from
+    the last average. If a replica lacks the last average of the others, all weights are summed densely once.
 
     Args:
         residuals: The streams of the differences.
 
     Attributes:
-        version: Step in which the averages were committed.
+        version: Number of committed steps when the averages were committed; -1 before the first.
     """
 
     def __init__(self, residuals: ReplicaResiduals) -> None:
-        self.version = NONE
+        self.version = NO_AVERAGE
         self._residuals = residuals
         self._averages: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
@@ -37,10 +37,10 @@ class AveragedWeights:
     def enter(self, statements: Sequence[Statement]) -> None:
         """Go on with the replicas of a new quorum."""
         versions = {each.reference for each in statements}
-        self._dense = NONE in versions or len(versions) > 1
+        self._dense = NO_AVERAGE in versions or len(versions) > 1
 
     def settle(self, step: int, *, committed: bool) -> None:
-        """Take over the averages of the last round, if it was ``committed``; ``step`` are committed then."""
+        """Take over the averages of the last round if it was ``committed``; ``step``: committed steps."""
         if committed and self._pending:
             self._averages.update(self._pending)
             self.version, self._dense = step, False

@@ -1,8 +1,8 @@
 """The process groups for ``torchft.Manager(pg=...)``.
 
-torchft makes a new group for every quorum, and asks :meth:`errored` once in a step, before it decides whether
-the step is committed. A failure is told there: an error that an all-reduce raised would end the backward pass
-of torchft 0.2.
+torchft makes a new group for every quorum. It calls :meth:`errored` once in a step, before it decides whether
+to commit the step. Failures are reported there: with torchft 0.2 an error that an all-reduce raises would end
+the backward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
 from ..host.automatic import settled
-from .averaged_weights import AveragedWeights
+from .averaged_weights import NO_AVERAGE, AveragedWeights
 from .quorum import QuorumPeers, Statement
 from .residuals import Counts, ReplicaResiduals
 
@@ -40,14 +40,14 @@ _FRAGMENT = "StreamingDiLoCoFragment_"
 
 
 class _ThresholdedGroup(ProcessGroupWrapper):
-    """What both process groups add to torchft's own, in front of which they inherit from this class.
+    """The common part of both process groups; it comes before torchft's class in their order of bases.
 
     Args:
         section: The configuration, or a mapping with the keys of the ``dct`` section.
         timeout: Time to wait for another replica, in quorums and in exchanges.
         averages: What ``Manager.allreduce`` averages: gradients, also DiLoCo's; or weights, as LocalSGD
-            does, of which differences from their last average are sent.
-        optimizer: The optimizer that uses the averages: where the section says no feedback, it decides.
+            does. Of weights the differences from their last average are sent.
+        optimizer: The optimizer that uses the averages. It decides on the feedback if the section names none.
         metrics: The metrics to record in; None makes them from the configuration.
 
     Raises:
@@ -94,7 +94,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
 
     @property
     def counts(self) -> Counts:
-        """Counts of what befell this replica."""
+        """Counts of the events of this replica."""
         return self._residuals.counts
 
     def follow(self, manager: torchft.Manager) -> None:
@@ -214,7 +214,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         done()
 
     def _fail(self, error: Exception) -> None:
-        """Note an error, and let the other replicas see at once that this one goes no further."""
+        """Note an error, and close the connections, so that the other replicas fail at once, too."""
         logger.warning("dct: %s", error)
         self._failure = error
         if self._peers is not None:
@@ -232,7 +232,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         self._peers = None
 
     def _settle(self) -> None:
-        """Keep what the last round changed, or take it back: the manager counts committed steps."""
+        """Keep what the last round changed if the manager has committed its step; else take it back."""
         self._decided = False
         step = self._manager.current_step()
         committed = self._residuals.settle(step)
@@ -249,7 +249,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             process=self._process,
             name=str(getattr(self, "_replica_id", "")),
             step=self._manager.current_step(),
-            reference=-1 if self._weights is None else self._weights.version,
+            reference=NO_AVERAGE if self._weights is None else self._weights.version,
             debt=self._residuals.debt()[1],
             facts=facts,
         )
@@ -308,7 +308,7 @@ def _in_place(tensor: Tensor, reduce: partial[None]) -> None:
 
 @contextlib.contextmanager
 def _after(ready: Any) -> Iterator[None]:
-    """Work on a stream of its own when the event ``ready`` has come, and wait for it."""
+    """Run the block on a CUDA stream of its own, after the event ``ready``, and wait for it at the end."""
     if ready is None:
         yield
         return

@@ -55,13 +55,13 @@ class QuorumPeers(Peers):
         rank, world_size: This replica's position, and the number of replicas.
         own: This replica's statement.
         dense: torchft's own process group, for dense sums.
-        limit: Seconds to wait for another replica.
+        limit: Time to wait for another replica.
 
     Attributes:
         statements: Those of all replicas.
 
     Raises:
-        Refused: The others run something else, and are more, or longer at it; names what differs.
+        Refused: This replica is not like the others, see :func:`check_alike`; names what differs.
         DesyncError: Another replica is refused, or did not answer.
     """
 
@@ -109,7 +109,7 @@ class QuorumPeers(Peers):
         return self._guard(what, step, failed)
 
     def close(self) -> None:
-        """Close the connections: the other replicas see at once that this one goes no further."""
+        """Close the connections, so that the other replicas fail at once, too."""
         if self._connections is not None:
             self._connections.close()
 
@@ -128,7 +128,7 @@ class QuorumPeers(Peers):
             ) from error
 
     def _gather(self, topic: str, own: Any, seconds: float | None = None) -> list[Any]:
-        """Return what every replica says on a topic, which comes up once in a quorum."""
+        """Return what every replica stores under a topic. A topic is used once in a quorum."""
         keys = [f"dct_plugin/{topic}/{rank}" for rank in self.ranks]
         self._store.set(keys[self.rank], json.dumps(own))
         try:
@@ -147,7 +147,8 @@ class QuorumPeers(Peers):
 def check_alike(statements: Sequence[Statement], rank: int) -> None:
     """Check that all replicas state the same facts.
 
-    Those that have committed most steps are right, among them the greater number, among these the first.
+    If facts differ, those of the replicas with the most committed steps count; among these those of the most
+    replicas; then those of the first replica.
 
     Raises:
         Refused: The replica at position ``rank`` states other facts than those.

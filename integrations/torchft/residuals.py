@@ -1,4 +1,4 @@
-"""What outlives a quorum: residuals, thresholds and steps of the tensors that a replica all-reduces."""
+"""Residuals, thresholds and steps of the tensors that a replica all-reduces. They outlive a quorum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Round:
 
     Attributes:
         step: Steps committed before.
-        fragment: Which of DiLoCo's fragments they are of.
+        fragment: The fragment of DiLoCo that they are of, as the beginning of names; empty without fragments.
         large, small: All-reduces so far of tensors that are thresholded, and of those that are not.
     """
 
@@ -41,7 +41,7 @@ class Round:
 
 @dataclass
 class Counts:
-    """Counts of what befell a replica.
+    """Counts of the events of a replica.
 
     Attributes:
         quorums: Quorums that it took part in.
@@ -68,7 +68,7 @@ class ReplicaResiduals:
         metrics: The metrics to record in; None makes them with the first quorum.
 
     Attributes:
-        counts: What befell this replica so far.
+        counts: The events of this replica so far.
     """
 
     def __init__(self, config: DCTConfig, metrics: Metrics | None) -> None:
@@ -115,8 +115,8 @@ class ReplicaResiduals:
         self._lose("replicas_left", len(gone) * sum(numel for numel, _ in self._tensors.values()), norm, gone)
         if peers.rank == 0:
             logger.warning(
-                "dct: replica %s has left after step %d; what it had not sent is lost: a gradient of norm "
-                "%.3g or so, as much as the replicas owe that are left",
+                "dct: replica %s has left after step %d. What it had not sent is lost: a gradient of norm "
+                "%.3g or so, the largest of what the remaining replicas have not sent",
                 ", ".join(map(repr, gone)), self._step, norm,
             )  # fmt: skip
 
@@ -234,8 +234,8 @@ class ReplicaResiduals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over :meth:`state_dict` of another replica. What this one owes belongs to weights that it no
-        longer has, and is dropped; but for sums that it owns in this quorum.
+        """Take over :meth:`state_dict` of another replica. The residuals of this one belong to weights that
+        it no longer has, and are dropped, except those of sums that it owns in this quorum.
         """
         entries, norm = self.debt()
         if norm:
@@ -258,8 +258,8 @@ class ReplicaResiduals:
 
 
 def carried(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a reducer's state for another number of ranks. What an owner has not sent of sums becomes part
-    of its own residual.
+    """Return a reducer's state for another number of ranks. What an owner of sums has not sent of them
+    becomes part of its own residual.
     """
     own = checkpoint.reshard([{"state": state, "unit": 1.0}])["streams"]
     streams = {}
