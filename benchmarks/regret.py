@@ -33,7 +33,7 @@ from dct_plugin.tools.bench.perceptron import batch, perceptron, width_of
 AUTOMATIC = "automatic"
 SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 #: Steps in which the automatic mode decides.
-DECIDES = 90
+DECIDES = 130
 FIXED = [(0.9, "bf16"), (0.97, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4")]
 #: Not methods to choose from.
 APART = ("ideal", "latency floor", "top-k 1 %", "fp16", "PowerSGD 1", "PowerSGD 4")

@@ -49,12 +49,12 @@ class Pace(NamedTuple):
     """The least number of dense steps at the start."""
     settle: int = 2
     """Steps after a change that are not timed."""
-    trial: int = 6
+    trial: int = 8
     """Timed steps of a setting that is tried, in each round."""
     rounds: int = 2
     """Rounds in which settings take turns, so that a slow spell of the machine meets all of them."""
     tried: int = 3
-    """Most settings that are tried in one decision, besides the current one."""
+    """Most sparsities that are tried in one decision; the best one's other types of values follow."""
     likely: float = 1.2
     """Settings are tried whose prediction is at most so many times the best one."""
     window: int = 25
@@ -168,9 +168,14 @@ class CostModel(NamedTuple):
 
 
 def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
-    """Return the settings worth a trial: those predicted to be fastest, the gentlest of the best first."""
+    """Return the settings worth a trial, one for each sparsity: those predicted to be fastest, the gentlest
+    of the best first.
+    """
+    leading: dict[tuple[bool, float], Prediction] = {}
+    for each in sorted(predictions, key=lambda prediction: prediction.total):
+        leading.setdefault((each.setting.is_dense, each.setting.sparsity), each)
     best = min(each.total for each in predictions)
-    near = sorted((each for each in predictions if each.total <= pace.likely * best), key=lambda p: p.total)
+    near = [each for each in leading.values() if each.total <= pace.likely * best]
     alike = [each.setting for each in near if each.total <= pace.alike * best]
     first = min(alike, key=lambda setting: setting.strength)
     return [first, *(each.setting for each in near if each.setting != first)][: pace.tried]
@@ -284,6 +289,12 @@ class AutomaticSparsity(AddOn):
             predictions = [model.predict(each) for each in self._settings]
             seconds = {self.current: now} | (yield from self._tried(likely(predictions, pace)))
             chosen = fastest(seconds, pace)
+            types = [
+                each for each in self._settings if each.sparsity == chosen.sparsity and not each.is_dense
+            ]
+            if not chosen.is_dense and len(types) > 1:
+                seconds |= yield from self._tried([each for each in types if each not in seconds])
+                chosen = fastest(seconds, pace)
             yield from self._change_to(chosen)
             self._report(chosen, seconds, predictions, link, why)
             now, link, why = yield from self._watch(seconds[chosen], link)
