@@ -39,7 +39,7 @@ def _attaching(original: Callable[..., None]) -> Callable[..., None]:
 
         DCTState(SECTION).register(model)
         # The script's own hook would be a second one; DDP refuses that.
-        model.register_comm_hook = lambda *hook: None
+        model.register_comm_hook = lambda *hook, **keywords: None
 
     return init
 

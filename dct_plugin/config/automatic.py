@@ -66,16 +66,19 @@ class Setting(NamedTuple):
         return "dense" if self.is_dense else f"sparsity {self.sparsity:g}, {self.value_dtype} values"
 
 
-def settings_within(config: DataParallelConfig) -> list[Setting]:
+def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> list[Setting]:
     """Return the settings that the automatic mode may choose, the dense exchange first.
 
     Args:
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
+        all_types: Whether types of fewer bits may be chosen, too.
     """
     if config.quality == "exact":
         return [Setting()]
-    most_bits = _VALUES.get(config.value_dtype, 32)
-    values = [name for name, bits in _VALUES.items() if bits <= most_bits] or [config.value_dtype]
+    most_bits = {"int2": 2, **_VALUES}.get(config.value_dtype, 32)
+    values = [name for name, bits in _VALUES.items() if bits <= most_bits]
+    if not (values and all_types):
+        values = [config.value_dtype]
     sparsities = [each for each in _SPARSITIES if each < config.sparsity]
     sparsities += [config.sparsity] if config.sparsity else []
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
@@ -171,7 +174,10 @@ def judged(
     """
     settings, line, is_second_best = chosen(written, training, steps=steps, obstacle=obstacle)
     if settings.quality == "safe":
-        settings = _changed(settings, sparsity=min(settings.sparsity, safe_sparsity(settings, training)))
+        most = safe_sparsity(settings, training)
+        if most == 0 and settings.sparsity:
+            return Judgement(*_without_sparsity(written, training), False)
+        settings = _changed(settings, sparsity=min(settings.sparsity, most))
     found = next(known_losses(settings, training), None)
     if found is not None and is_second_best:
         line += f" (known to lose {found.loss})"
@@ -185,3 +191,15 @@ def judged(
     elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
         line = f"{_UNTOLD}; {untold}"
     return Judgement(settings, line, bool(line) and (found is not None or is_second_best))
+
+
+def _without_sparsity(written: DataParallelConfig, training: Training) -> tuple[DataParallelConfig, str]:
+    """Return the settings of a training for which no sparsity is known to be safe, and a line about it."""
+    feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
+    name = training.optimizer[0] if training.optimizer else "an optimizer that the plugin was not told"
+    where = f"{training.ranks} ranks" + (f" under ZeRO-{training.stage}" if training.stage else "")
+    line = (
+        f"quality 'safe': no sparsity is known to lose nothing with {name} on {where}; all entries are sent, "
+        "dense or in bf16"
+    )
+    return _changed(written, feedback=feedback, sparsity=0.0), line

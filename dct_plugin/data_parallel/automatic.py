@@ -220,10 +220,9 @@ class AutomaticSparsity(AddOn):
         config, group = context.config, context.group
         if config.quality is None or group.world_size == 1:
             return None
-        allowed = settings_within(config)
-        if group.fixed_size:  # slots are laid out for one type of values
-            allowed = [each for each in allowed if each.value_dtype in (None, config.value_dtype)]
-        return cls(group, allowed, direct=context.topology.name == "direct")
+        # On a device slots are laid out for one type of values.
+        allowed = settings_within(config, all_types=not group.fixed_size)
+        return cls(group, allowed, direct=context.topology.name.startswith("direct"))
 
     @property
     def dense(self) -> bool:
@@ -249,10 +248,12 @@ class AutomaticSparsity(AddOn):
         self._began = time.perf_counter()  # a decision is no part of the next step
 
     def state_dict(self) -> Any:
-        return {"current": tuple(self.current)}
+        return {"current": tuple(self.current)} if self._has_decided else None
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         known = None if state is None else Setting(*state["current"])
+        if self._has_decided and known == self.current:
+            return  # the host loads what it saved in this run, in another unit
         self._start(known if known in self._settings else None)
 
     # -- decisions ---
@@ -260,6 +261,7 @@ class AutomaticSparsity(AddOn):
     def _start(self, known: Setting | None) -> None:
         self._use(self._settings[0] if known is None else known)
         self._seconds.clear()
+        self._has_decided = known is not None
         self._decisions = self._decide(is_known=known is not None)
         self._steps_left = next(self._decisions, -1)
 
@@ -296,6 +298,7 @@ class AutomaticSparsity(AddOn):
                 seconds |= yield from self._tried([each for each in types if each not in seconds])
                 chosen = fastest(seconds, pace)
             yield from self._change_to(chosen)
+            self._has_decided = True
             self._report(chosen, seconds, predictions, link, why)
             now, link, why = yield from self._watch(seconds[chosen], link)
             measured = None
@@ -430,7 +433,7 @@ class AutomaticSparsity(AddOn):
             f"{setting} {1e3 * measured:.1f}" for setting, measured in seconds.items() if setting != chosen
         )
         logger.warning(
-            "dct: step %d: %s: %.1f ms a step%s; predicted %.1f (coding %.1f, exchange %.1f); link %s/s, "
+            "dct: step %d: %s: %.1f ms a step%s; predicted %.1f (coding %.1f, exchange %.1f); link %s, "
             "%.2f ms (%s)",
             self._group.step,
             chosen,
@@ -439,7 +442,7 @@ class AutomaticSparsity(AddOn):
             1e3 * predicted.total,
             1e3 * predicted.coding,
             1e3 * predicted.exchange,
-            "without limit" if not link.byte else format_bytes((self._group.world_size - 1) / link.byte),
+            f"{format_bytes((self._group.world_size - 1) / link.byte)}/s" if link.byte else "without limit",
             1e3 * link.latency,
             why,
         )

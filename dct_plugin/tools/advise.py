@@ -157,6 +157,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
             end = time.monotonic() + limit
             while not path.exists() and job.poll() is None and time.monotonic() < end:
                 time.sleep(0.2)
+            is_over = job.poll() is not None
         finally:
             _stop(job)
         if path.exists():
@@ -164,7 +165,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:])
         what = (
             f"was not measured within {limit:g} s (--limit)"
-            if job.returncode < 0
+            if not is_over
             else f"ended with status {job.returncode} before it was measured, which takes 15 optimizer steps "
             "of a model in DistributedDataParallel, a DeepSpeed engine or Megatron on at least two ranks"
         )
@@ -176,7 +177,7 @@ def _stop(job: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(job.pid, number)
-            job.wait(timeout=10)
+            job.wait(timeout=40)  # torchrun gives its ranks 30 seconds
         except ProcessLookupError:
             break
         except subprocess.TimeoutExpired:

@@ -58,7 +58,8 @@ class SharedMemory:
         rank = self._exchange.rank
         with self._exchange.preparing():
             self._write(outgoing)
-        self._exchange.agree(fingerprint)
+        # With the turn: a rank that failed before it was here would read what was written for another call.
+        self._exchange.agree((2 * fingerprint + self._turn) % (1 << 63))
         sent = [(each[self._turn], tensors) for each, tensors in zip(self._memories, like, strict=True)]
         return [
             [] if sender == rank else memory.views(memory.place(rank), tensors)
@@ -165,9 +166,11 @@ def _opened(offer: Mapping[str, Any]) -> list[_Memory]:
     found = []
     for number in offer["files"]:
         path = f"/proc/{offer['pid']}/fd/{number}"
-        found.append(_Memory(os.open(path, os.O_RDWR)))
-        if os.pread(found[-1].file, _TOKEN, 0) != bytes.fromhex(offer["token"]):
+        file = os.open(path, os.O_RDWR)
+        if os.pread(file, _TOKEN, 0) != bytes.fromhex(offer["token"]):
+            os.close(file)
             raise OSError(f"{path} is not what a rank offers")
+        found.append(_Memory(file))
     return found
 
 

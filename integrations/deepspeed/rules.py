@@ -55,7 +55,7 @@ def applied(job: Job, config: DCTConfig) -> DCTConfig:
     automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
     if not (job.trains and settings.enabled and job.stage == 3 and automatic):
         return config
-    changed = DataParallelConfig.of(settings.model_dump(), residual_dtype="int8")
+    changed = DataParallelConfig.of(settings.model_dump(exclude_unset=True), residual_dtype="int8")
     return config.model_copy(update={"data_parallel": changed})
 
 

@@ -89,6 +89,12 @@ def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None
     assert gentle == [DENSE, Setting(0.0, "int8")] + [
         Setting(s, values) for s in (0.9, 0.95) for values in ("int8", "int4")
     ]
+    assert {each.value_dtype for each in settings_within(_config(quality="bytes", value_dtype="int2"))} == {
+        None,
+        "int2",
+    }
+    on_a_device = settings_within(_config(quality="bytes", value_dtype="fp32"), all_types=False)
+    assert on_a_device[1:] == [Setting(each, "fp32") for each in (0.0, 0.9, 0.97, 0.99)]
     assert settings_within(_config(quality="bytes", sparsity=0)) == [DENSE, Setting(0.0, "bf16")]
 
 
@@ -106,6 +112,12 @@ def test_safe_takes_only_what_lost_nothing(optimizer: list[str], ranks: int, sta
     training = Training(optimizer, ranks=ranks, stage=stage)
     assert judged(_config(sparsity="auto"), training).settings.sparsity == most
     assert judged(_config(quality="bytes"), training).settings.sparsity >= 0.9
+
+
+def test_a_training_without_a_safe_sparsity_is_told_so() -> None:
+    made = judged(_config(sparsity="auto"), Training(["Lion"], ranks=2))
+    assert "no sparsity is known to lose nothing with Lion on 2 ranks" in made.line
+    assert (made.settings.feedback.label(), made.settings.dense_steps) == ("local", 0)
 
 
 def test_safe_sends_every_entry_where_step_ahead_cannot_be_had() -> None:
@@ -181,7 +193,7 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
     allowed = [DENSE, GENTLE, STRONG]
     with (
         patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=probe),
-        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config: allowed),
+        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: allowed),
     ):
         metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
         events: list[dict[str, Any]] = []
