@@ -143,11 +143,11 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
 def test_the_module_form_where_autoload_is_off(tmp_path: Path) -> None:
     """``python -m dct_plugin.integrations.deepspeed train.py``; without it, such a script cannot be seen."""
     module = torchrun(
-        1, "-m", "dct_plugin.integrations.deepspeed", str(WORKER), *job(tmp_path, dct=section())
+        2, "-m", "dct_plugin.integrations.deepspeed", str(WORKER), *job(tmp_path, dct=section())
     )
     done = execute(module, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "0.json").read_text())["job"]["attached"]
+    assert all(json.loads((tmp_path / f"{rank}.json").read_text())["job"]["attached"] for rank in range(2))
 
 
 def test_module_form_runs_scripts_and_modules(tmp_path: Path) -> None:
