@@ -1,6 +1,17 @@
-"""Messages for the terminal that the commands share."""
+"""Messages for the terminal that the commands share, and lines of the log that are written once."""
 
 from __future__ import annotations
+
+import functools
+import logging
+
+logger = logging.getLogger("dct_plugin")
+
+
+@functools.cache
+def log_once(line: str) -> None:
+    """Log a warning, once in a process."""
+    logger.warning("%s", line)
 
 
 def print_error(message: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dct_plugin.data_parallel.automatic import AutomaticSparsity, CostModel, Pace
+from dct_plugin.data_parallel.automatic import AutomaticSparsity, CostModel
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patches import Patches
@@ -51,7 +51,7 @@ def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     )
 
 
-def _write(model: CostModel, pace: Pace) -> None:
+def _write(model: CostModel) -> None:
     if dist.get_rank():
         return
     figures = model._asdict() | {

@@ -30,7 +30,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where pytest-xdist shares the files out, the longest come first: short ones fill gaps."""
+    """Put the longest files first, so that short ones fill the gaps when pytest-xdist shares them out."""
     if hasattr(config, "workerinput"):
         here = Path(__file__).parent
         order = {here / name: number for number, name in enumerate(LONGEST)}

@@ -1,4 +1,4 @@
-"""What thresholded gradients cost by the number of compressors: 2 to 64 of them, in one process.
+"""Measure the loss of thresholded gradients by the number of compressors: 2 to 64, in one process.
 
 Every compressor is a thread with a replica of a small GPT (106,432 parameters), an optimizer, and the
 library's reducer, step-ahead and updates of weights (``one_process.py``). All runs share a global batch of 64

@@ -128,43 +128,39 @@ class CostModel(NamedTuple):
     ranks: int
     direct: bool
 
-    def at(self, rate: float, latency: float | None = None) -> CostModel:
+    def at(self, rate: float) -> CostModel:
         """Return the model of the same training on links of so many bits per second. What the dense exchange
         takes here beyond its latency and bytes, it takes there, too.
         """
-        latency = self.link.latency if latency is None else latency
-        there = self._replace(link=Link(latency, 8.0 * (self.ranks - 1) / rate))
+        there = self._replace(link=Link(self.link.latency, 8.0 * (self.ranks - 1) / rate))
         if self.dense is None:
             return there
-        beyond = max(self.dense - self._ring_seconds, 0.0)
-        return there._replace(dense=there._ring_seconds + beyond)
-
-    @property
-    def _ring_seconds(self) -> float:
-        """Seconds that a dense exchange takes for its latency and bytes."""
-        return self.link.latency + (4 * self.large + self.small) * 2.0 / self.ranks * self.link.byte
+        beyond = max(self.dense - self._exchange(Setting()), 0.0)
+        return there._replace(dense=there._exchange(Setting()) + beyond)
 
     def nbytes(self, setting: Setting) -> float:
         """Return the bytes that a rank sends in a step, headers of the transport left out."""
-        messages, ring = self.ranks - 1, 2.0 * (self.ranks - 1) / self.ranks
+        ring = 2.0 * (self.ranks - 1) / self.ranks
         if setting.is_dense:
             return ring * (4 * self.large + self.small)
-        crossing = messages if self.direct else ring
+        crossing = self.ranks - 1 if self.direct else ring
         return crossing * self.codings[setting].nbytes * self.large + ring * self.small
 
     def predict(self, setting: Setting) -> Prediction:
         """Return the prediction for a setting."""
-        ring = 2.0 / self.ranks  # of P-1 messages of a byte: a ring sends 2 (P-1) / P
         if setting.is_dense:
-            exchange = self._ring_seconds if self.dense is None else self.dense
+            exchange = self._exchange(setting) if self.dense is None else self.dense
             return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
         coding = self.codings[setting]
         answers = 0.0 if self.direct else 1.0 / self.ranks
         per_entry = coding.encode * (1.0 + answers) + coding.decode * (self.ranks if self.direct else 2.0)
-        crossing = coding.nbytes * (1.0 if self.direct else ring)
-        rounds = self.link.latency * (1.0 if self.direct else 2.0)
-        exchange = rounds + (crossing * self.large + ring * self.small) * self.link.byte
+        exchange = self._exchange(setting)
         return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
+
+    def _exchange(self, setting: Setting) -> float:
+        """Return the seconds of an exchange by its rounds and bytes."""
+        rounds = 1.0 if setting.is_dense or self.direct else 2.0
+        return rounds * self.link.latency + self.nbytes(setting) / (self.ranks - 1) * self.link.byte
 
 
 def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
@@ -199,7 +195,7 @@ class AutomaticSparsity(AddOn):
 
     key = "automatic"
     pace = Pace()
-    observer: ClassVar[Callable[[CostModel, Pace], None] | None] = None
+    observer: ClassVar[Callable[[CostModel], None] | None] = None
     """Called with the first model on every rank, in place of a decision: all steps then stay dense."""
 
     def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
@@ -286,16 +282,15 @@ class AutomaticSparsity(AddOn):
         while True:
             model = self._model(now, measured, exposed, link)
             if AutomaticSparsity.observer is not None:
-                AutomaticSparsity.observer(model, self.pace)
+                AutomaticSparsity.observer(model)
                 return
             predictions = [model.predict(each) for each in self._settings]
             seconds = {self.current: now} | (yield from self._tried(likely(predictions, pace)))
             chosen = fastest(seconds, pace)
-            types = [
-                each for each in self._settings if each.sparsity == chosen.sparsity and not each.is_dense
-            ]
-            if not chosen.is_dense and len(types) > 1:
-                seconds |= yield from self._tried([each for each in types if each not in seconds])
+            if not chosen.is_dense:
+                seconds |= yield from self._tried(
+                    [e for e in self._settings[1:] if e.sparsity == chosen.sparsity and e not in seconds]
+                )
                 chosen = fastest(seconds, pace)
             yield from self._change_to(chosen)
             self._has_decided = True

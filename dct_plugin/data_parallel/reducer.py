@@ -7,8 +7,6 @@ add-ons (:mod:`.add_ons`).
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..config import DataParallelConfig, KernelConfig
+from ..console import log_once
 from ..errors import ConfigError, DCTError
 from ..metrics import Metrics, Record
 from ..stream import Compressor
@@ -39,8 +38,6 @@ from .two_phase import TwoPhase
 
 _AddOn = TypeVar("_AddOn", bound=AddOn)
 _Entries = Sequence[tuple[str, Tensor]]
-
-logger = logging.getLogger("dct_plugin")
 
 #: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
 SMALL_APART = 4096
@@ -91,7 +88,7 @@ class GradientReducer(StreamGroup):
         )
         self.config, self.loss_scale = self.settings, loss_scale
         if self.settings is not config and self.group_rank == 0 and self.world_size > 1:
-            _log_once(f"dct: {self.settings.summary}, for {self.world_size} ranks or nodes")
+            log_once(f"dct: {self.settings.summary}, for {self.world_size} ranks or nodes")
         self.deferred = False
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
         device there, not in every reduction.
@@ -360,11 +357,6 @@ class GradientReducer(StreamGroup):
         for each in self.add_ons:
             if each.key:
                 each.load_state_dict(state.get(each.key), step=self.step)
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    logger.warning("%s", line)
 
 
 def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, Topology]:

@@ -253,11 +253,12 @@ class StreamGroup:
         sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
         elsewhere = whole.exchange_ms + whole.decode_ms
         yield
-        self.reduce_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.reduce_seconds += seconds
         whole.sent_bytes += exchange.sent_bytes - sent
         whole.waited_ms += exchange.waited_ms - waited
         elsewhere -= whole.exchange_ms + whole.decode_ms
-        whole.select_ms += 1e3 * (time.perf_counter() - began) + elsewhere
+        whole.select_ms += 1e3 * seconds + elsewhere
 
     def record(self, record: Record, whole: Record) -> None:
         """Record the share of one tensor in the exchange."""

@@ -1,10 +1,11 @@
-"""What to try next: one table of rules over the figures of a run."""
+"""Advice on what to try next: one table of rules over the figures of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..metrics import HOST
 from .run import Run
 
 
@@ -47,7 +48,7 @@ def _waiting(run: Run) -> Advice | None:
 
 
 def _gathers(run: Run) -> Advice | None:
-    share = run.share("host_all_gather", "parameter_full")
+    share = run.share(f"{HOST}all_gather", "parameter_full")
     if share <= 0.5:
         return None
     return Advice(
@@ -58,7 +59,7 @@ def _gathers(run: Run) -> Advice | None:
 
 
 def _host(run: Run) -> Advice | None:
-    share = run.share("host_") - run.share("host_all_gather")
+    share = run.share(HOST) - run.share(f"{HOST}all_gather")
     if share <= 0.5:
         return None
     return Advice(

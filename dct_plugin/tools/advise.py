@@ -25,7 +25,7 @@ from ..data_parallel.automatic import Coding, CostModel, Link, Pace, likely
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
-from ..links.rates import bits_per_second, check_rate, rate_name
+from ..links.rates import bits_per_second, check_rates, rate_name
 from ..metrics import format_bytes
 
 #: Lines of a failed job's output that are shown.
@@ -106,10 +106,7 @@ def advise(
     The job is stopped when its steps are measured; nothing of it is changed. It trains with
     DistributedDataParallel, DeepSpeed or Megatron.
     """
-    try:
-        rates = [check_rate(each) for each in link or []]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--link") from None
+    rates = check_rates(link or [], option="--link")
     figures = _measured(command, limit)
     models = {"here": figures.model} | {
         rate_name(rate): figures.model.at(bits_per_second(rate)) for rate in rates

@@ -25,7 +25,6 @@ from dct_plugin.config.data_parallel import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.node_ranks import Part
-from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -34,7 +33,7 @@ from dct_plugin.transport.nodes import KEY, Nodes
 from ..host.patches import Function, Patches
 from .part import EngineContext, EnginePart
 from .path import GradientPath
-from .weight_updates import WeightUpdates
+from .weight_updates import WeightUpdates, updates_of
 
 _KEY = "zero_optimization.zero_hpz_partition_size"
 #: The attribute of parameters that ``GatheredParameters`` has gathered; of DeepSpeed 0.19.8.
@@ -144,19 +143,11 @@ class NodeCopies(WeightUpdates):
     def __init__(
         self, context: EngineContext, reducer: GradientReducer, parameters: Sequence[tuple[str, Any]]
     ) -> None:
-        engine, config = context.engine, context.config
-        nodes = self._nodes(engine, config.data_parallel, reducer)
+        engine = context.engine
+        nodes = self._nodes(engine, context.config.data_parallel, reducer)
         assert reducer.node is not None
         self._module, self._optimizer, self._node = engine.module, engine.optimizer, reducer.node
-        self.updates = ParameterUpdates(
-            config.data_parallel,
-            engine.seq_data_parallel_group,
-            metrics=context.metrics,
-            device=engine.device,
-            kernels=config.kernels,
-            nodes=nodes,
-            gathers=False,
-        )
+        self.updates = updates_of(context, nodes, gathers=False)
         layout, position = reducer.layout, self._node.position
         self._own = layout[self.updates.rank]
         """Positions in the data-parallel group of this node's ranks."""
@@ -165,7 +156,7 @@ class NodeCopies(WeightUpdates):
         self.slices = [HeldSlice(name, each, layout, position) for name, each in copied]
         self._parameters = [parameter for _, parameter in parameters]
         self._slice_of = {rank: rank // len(layout) for rank in self._own}
-        """By rank of this node: the position whose slice has its partitions."""
+        """Gives, for each rank of this node, the position whose slice has its partitions."""
         self._masters: dict[str, Tensor] = {}
         self.ahead: StepAhead | None = None
         self._stepping = self._shown = self._stale = False

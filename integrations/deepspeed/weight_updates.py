@@ -21,6 +21,7 @@ from torch import Tensor
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.transport.nodes import Nodes
 
 from ..host.nodes import nodes_of
 from ..host.patches import Function, Patches
@@ -82,6 +83,20 @@ class WeightUpdates(EnginePart):
         """Bring all working weights to the masters, in full; a collective."""
 
 
+def updates_of(context: EngineContext, nodes: Nodes | None, *, gathers: bool = True) -> ParameterUpdates:
+    """Return the exchange of updates of an engine; see :class:`ParameterUpdates`."""
+    engine, config = context.engine, context.config
+    return ParameterUpdates(
+        config.data_parallel,
+        engine.seq_data_parallel_group,
+        metrics=context.metrics,
+        device=engine.device,
+        kernels=config.kernels,
+        nodes=nodes,
+        gathers=gathers,
+    )
+
+
 class ThresholdedGather(WeightUpdates):
     """The gather of updated weights of a DeepSpeed optimizer, thresholded.
 
@@ -97,15 +112,9 @@ class ThresholdedGather(WeightUpdates):
     def __init__(
         self, context: EngineContext, layout: WeightLayout, name_of: Callable[[int, Any], str]
     ) -> None:
-        engine, config = context.engine, context.config
-        self.updates = ParameterUpdates(
-            config.data_parallel,
-            engine.seq_data_parallel_group,
-            metrics=context.metrics,
-            device=engine.device,
-            kernels=config.kernels,
-            nodes=nodes_of(config.data_parallel, engine.seq_data_parallel_group),
-        )
+        engine = context.engine
+        nodes = nodes_of(context.config.data_parallel, engine.seq_data_parallel_group)
+        self.updates = updates_of(context, nodes)
         self._optimizer, self._layout = engine.optimizer, layout
         self._groups: dict[int, list[_FlatParameter]] = {}
         """By index, the groups whose updates are thresholded."""

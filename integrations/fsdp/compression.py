@@ -131,7 +131,7 @@ class ReplicaCompression:
         self._agreed: set[GradientReducer] = set()
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         self._step_due = self._skipped = False
-        """Whether the scaler is done with a step, and whether the optimizer was kept from making it."""
+        """They say that the scaler is done with a step, and that the optimizer was kept from making it."""
         self._step_scale = 1.0
         """Loss scale of the gradients of this step."""
         self._reduced: set[GradientReducer] = set()

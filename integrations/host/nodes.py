@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch.distributed as dist
 
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.console import log_once
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT
 from dct_plugin.transport.nodes import KEY, Nodes, find_nodes, ranks_of_machines
-
-logger = logging.getLogger("dct_plugin")
 
 
 def nodes_of(
@@ -53,7 +49,7 @@ def nodes_of(
             except ConfigError as error:
                 problem = str(error)
         if dist.get_rank() == ranks[0]:
-            _log_once(f"dct: every rank exchanges gradients by itself: {problem}")
+            log_once(f"dct: every rank exchanges gradients by itself: {problem}")
         return None
     if unsupported:
         raise ConfigError(
@@ -65,10 +61,5 @@ def nodes_of(
 
 def _logged(nodes: Nodes) -> Nodes:
     if nodes.rank == nodes.ranks[0][0]:
-        _log_once(f"dct: gradients are summed inside nodes, and thresholded between them: {nodes}")
+        log_once(f"dct: gradients are summed inside nodes, and thresholded between them: {nodes}")
     return nodes
-
-
-@functools.cache
-def _log_once(line: str) -> None:
-    logger.warning("%s", line)

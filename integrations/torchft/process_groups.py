@@ -85,7 +85,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dct_torchft")
         self._failure: Exception | None = None
         self._decided = False
-        """Whether the manager has asked for errors since the last all-reduce: the round is over."""
+        """True if the manager has asked for errors since the last all-reduce: the round is over."""
 
     @property
     def metrics(self) -> Metrics | None:

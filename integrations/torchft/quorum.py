@@ -24,7 +24,7 @@ _HINT = "it has died since, or its process group is not one of dct_plugin.torchf
 
 
 class Statement(NamedTuple):
-    """What a replica states about itself when a quorum begins.
+    """The statement of a replica about itself when a quorum begins.
 
     Attributes:
         process: Identity of its process group, another one after a restart.

@@ -308,7 +308,7 @@ def test_ranks_that_fail_or_differ_are_named_and_a_poisoned_step_leaves_no_trace
 def _chosen(rank: int, world_size: int, host: str) -> dict[str, str]:
     """Return the nodes chosen for the option; ``host`` names the machine of every rank."""
     found = {}
-    nodes_module._log_once.cache_clear()
+    nodes_module.log_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch, logged() as lines:
         patch.setattr(processes, "machine", lambda: f"{host[rank]} boot")
         for value in ("auto", 1, 2, 3):

@@ -228,7 +228,7 @@ def _arriving(
 
 
 def _early_and_late(rank: int, world_size: int) -> list[list[Any]]:
-    """For every kind of gradients: with full buckets first, then early in every way to reduce them."""
+    """Every kind of gradients is reduced with full buckets first, then early in every way."""
     found = []
     for views, none, micro in ((True, True, False), (True, False, True), (False, True, True)):
         ways = {"views": views, "none": none, "micro": micro}

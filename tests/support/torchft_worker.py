@@ -28,7 +28,7 @@ from dct_plugin.torchft import ProcessGroupGloo
 
 @dataclass
 class Job:
-    """What a replica does.
+    """The work of one replica.
 
     Attributes:
         name: Its id.
