@@ -76,12 +76,6 @@ def _dlrm() -> Any:
     return dlrm
 
 
-def _cost() -> Any:
-    from ..tools.bench.cost import app
-
-    return app
-
-
 def _bench() -> Any:
     from ..tools.bench.command import app
 
@@ -152,13 +146,6 @@ COMMANDS = [
         extra="demo",
     ),
     LazyCommand(
-        "cost",
-        "What steps cost with each class of compression, and below which link rate one pays.",
-        _cost,
-        needs=_PLOTS,
-        extra="demo",
-    ),
-    LazyCommand(
         "bench",
         "Step times on links of limited rate, beside those of other methods.",
         _bench,
@@ -219,6 +206,15 @@ def _options(
 def version() -> None:
     """Show the plugin's version."""
     _show_version(True)
+
+
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def cost() -> None:
+    """Refuse a command that was removed."""
+    raise ConfigError(
+        "dct cost was removed: `dct advise --link 1gbit -- LAUNCH LINE` measures your job and predicts "
+        "its step; `dct bench links` measures methods on limited links"
+    )
 
 
 app.add_typer(config.app, name="config")

@@ -152,7 +152,7 @@ RECOMMENDATIONS = (
         _ADAM, (_FAST,), (2, 2), (0,), {"sparsity": 0.9},
         Measured("12.7x", _AHEAD), Measured("-0.0185 ± 0.0123 nats", _AHEAD),
         Measured("10 Gbit/s: 154 ms, fp32 186, bf16 161", _DDP),
-        "a longer start; first see whether it pays (`dct cost`)",
+        "a longer start; first see whether it pays (`dct advise`)",
     ),
     Recommendation(
         _ADAM, (_SLOW,), (3, 4), (0,), {"sparsity": 0.99, "exchange": "two_phase"},

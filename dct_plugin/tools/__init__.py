@@ -1,1 +1,1 @@
-"""Programs that measure: benchmarks of step times and the calibration of the cost model."""
+"""Programs that measure: benchmarks of step times, and advice for a job."""
