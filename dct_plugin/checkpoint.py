@@ -243,10 +243,8 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
     Raises:
         DCTError: Names the file, the parameter and both sizes.
     """
-    local = (state.get("local") or {"weights": {}})["weights"]
     residuals = {name: stream["residual"] for name, stream in state["streams"].items()}
     held = [("the residual", name, saved) for name, saved in residuals.items() if saved is not None]
-    held += [("the local weight", name, weight) for name, weight in local.items()]
     parts = state.get("parts", {})
     for what, name, saved in held:
         expected = _entries(name, sizes)
@@ -286,9 +284,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     A model update averages the ranks, so the mean of the residuals is still to be sent. The residuals of
     owners (two-phase exchange) are parts of the *sum* over the ranks; they are shared out to the ranks, since
     the new owners own other parts. Thresholds are measured anew. Where the ranks of a node were summed first,
-    each file has a part of the node's residual, and nodes are averaged. Local weights (feedback
-    ``local_updates``) are the anchor and what was not sent, so they are averaged alike, and so are their
-    optimizers' states.
+    each file has a part of the node's residual, and nodes are averaged.
 
     Args:
         contents: Contents of the files of all old ranks, in any order; one is in memory at a time.
@@ -296,7 +292,6 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
     """
     step, loss_scale, count, inside, old_unit = 0, 1.0, 0, 1, 1.0
     total: dict[str, State] = {}
-    local: State | None = None
     for content in contents:
         state = content["state"]
         if count == 0:
@@ -304,8 +299,6 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
         factor = loss_scale / float(state["loss_scale"])
         step, count = max(step, int(state["step"])), count + 1
         parts, inside = state.get("parts", {}), max(1, *map(len, state.get("layout", [[]])))
-        if state.get("local") is not None:
-            local = state["local"] if local is None else _sum(local, state["local"])
         streams = {name: s for name, s in state["streams"].items() if s["residual"] is not None}
         answers = {name: match for name in streams if (match := _SERVER_STREAM.match(name))}
         for name in streams.keys() - answers.keys():
@@ -319,33 +312,14 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
                 first = parts.get(match["name"], [0])[0]
                 part = owner["residual"][first + int(match["start"]) : first + int(match["stop"])]
                 part += unpacked(streams[name]["residual"]) * factor
-            elif local is not None and match["name"] in local["weights"]:
-                part = local["weights"][match["name"]][int(match["start"]) : int(match["stop"])]
-                part += unpacked(streams[name]["residual"])
     for stream in total.values():
         stream["residual"] *= unit / old_unit / (count / inside)
-    state = {"step": step, "loss_scale": loss_scale, "streams": total}
-    return state if local is None else {**state, "local": _divided(local, count)}
+    return {"step": step, "loss_scale": loss_scale, "streams": total}
 
 
 def is_answer(stream: str) -> bool:
     """Return whether a stream is that of an owner, of sums in the two-phase exchange."""
     return _SERVER_STREAM.match(stream) is not None
-
-
-def _sum(first: Any, second: Any) -> Any:
-    """Nested tables with their floating-point tensors added up; of all else the first one's."""
-    if isinstance(first, dict):
-        return {key: _sum(first.get(key), second.get(key)) for key in {**first, **second}}
-    if isinstance(first, torch.Tensor) and first.is_floating_point():
-        return first + second
-    return second if first is None else first
-
-
-def _divided(value: Any, count: int) -> Any:
-    if isinstance(value, dict):
-        return {key: _divided(each, count) for key, each in value.items()}
-    return value / count if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def in_unit(state: State, ratio: float) -> State:

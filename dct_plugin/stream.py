@@ -270,7 +270,6 @@ class Compressor(Stream):
         density: float | None = None,
         *,
         clear: bool = False,
-        unsent: Tensor | None = None,
     ) -> Encoded:
         """Write the payloads of a tensor's parts into the messages of their receivers.
 
@@ -284,14 +283,12 @@ class Compressor(Stream):
             parts: ``(start, stop, writer)``; together they cover the tensor once.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
             clear: Leave zeros in ``grad``.
-            unsent: fp32, apart from ``grad``: becomes what was not sent, for callers who keep it;
-                the stream has no residual then.
         """
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
-        buffers = self._residual_buffers(numel, grad.device) if unsent is None else (None, unsent)
+        buffers = self._residual_buffers(numel, grad.device)
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
         for start, stop, writer in parts:
@@ -311,7 +308,7 @@ class Compressor(Stream):
                 clear=clear,
             )
             writer.advance(self.write(encoded, job))
-        if self.residual is not None and unsent is None:
+        if self.residual is not None:
             self.residual.end(step)
         return encoded
 

@@ -116,16 +116,6 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
         for share in (0.97, 0.99)
     },
     **{
-        f"local-update-{share}-every{every}": {
-            "feedback": {"kind": "local_updates", "every": every},
-            "sparsity": share,
-            **(SLOWER if share == 0.99 else START),
-        }
-        for share in (0.9, 0.99)
-        for every in (1, 4, 8)
-    },
-    "local-update-0.99-every1-start60": {"feedback": "local_updates", "sparsity": 0.99, **START},
-    **{
         f"ahead-0.99-ramp180-residuals-{kind}": {"sparsity": 0.99, **AHEAD, **SLOWER, "residual_dtype": kind}
         for kind in ("bf16", "int8")
     },

@@ -13,7 +13,6 @@ from .feedback import (
     AutoFeedback,
     FeedbackConfig,
     LocalFeedback,
-    LocalUpdatesFeedback,
     NoFeedback,
     StepAheadFeedback,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "FeedbackConfig",
     "KernelConfig",
     "LocalFeedback",
-    "LocalUpdatesFeedback",
     "MetricsConfig",
     "ModelParallelConfig",
     "NoFeedback",

@@ -112,7 +112,7 @@ class ExpertSettings(Section):
     """
     server_density: float | None = Field(default=None, ge=1)
     """In the two-phase exchange, density of what owners send back, as a multiple of the density of what
-    ranks send to them; null takes 3 with `step_ahead` and `local_updates`, else 1.
+    ranks send to them; null takes 3 with `step_ahead`, else 1.
 
     Higher for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
     """
@@ -163,14 +163,12 @@ class DataParallelConfig(Section):
     """
     feedback: Feedback = AutoFeedback()
     """What becomes of entries that are not sent: they are added to the next gradient (local); besides, that
-    gradient is taken where the weights will be once they arrived (step_ahead); ranks exchange changes of
-    weights after steps on their own gradients (local_updates; DDP and ZeRO-0); or the entries are dropped
+    gradient is taken where the weights will be once they arrived (step_ahead); or the entries are dropped
     (none). auto follows the optimizer: step_ahead with Adam, RMSprop and momentum, after a start of dense
     steps; local with Adagrad and plain SGD; else local at a sparsity of 0.9 at most.
 
-    Leave it out: the log says what was chosen. `local_updates` for optimizers whose step `step_ahead` does
-    not know ([how it works](methods.md#local-updates)); `none` saves a residual of 4 bytes per parameter
-    and usually costs quality.
+    Leave it out: the log says what was chosen. `none` saves a residual of 4 bytes per parameter and usually
+    costs quality.
     """
     residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank. bf16 and int8 (64 entries share an
@@ -248,21 +246,10 @@ class DataParallelConfig(Section):
             packed = f"residual_dtype = '{self.residual_dtype}'"
             if not self.feedback.keeps_residual:
                 yield f"{packed} has nothing to keep with {feedback}"
-            if self.feedback.steps_locally:
-                yield f"{packed} does not go with {feedback}: the residual is the distance of the weights"
-        if self.feedback.steps_locally and self.nodes not in ("auto", 1):
-            yield f"nodes = {self.nodes} does not go with {feedback}: every rank has weights of its own"
         if self.quality is not None and self.adaptive is not None:
             yield f"quality = '{self.quality}' does not go with adaptive: both choose the sparsity"
-        if self.quality is not None and self.feedback.steps_locally:
-            yield f"quality = '{self.quality}' does not go with {feedback}: gradients are not exchanged"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
-        if self.feedback.steps_locally:
-            if self.nonfinite_action == "skip":
-                yield f"nonfinite_action = 'skip' does not go with {feedback}: others would wait for the rank"
-            if self.adaptive is not None:
-                yield f"adaptive does not go with {feedback}: no rank has the mean gradient that it follows"
 
     @property
     def summary(self) -> str:

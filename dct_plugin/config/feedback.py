@@ -18,8 +18,6 @@ class FeedbackConfig(Variant):
     keeps_residual: ClassVar[bool] = True
     #: Whether gradients are taken at weights that are displaced by the residual.
     looks_ahead: ClassVar[bool] = False
-    #: Whether ranks step on their own gradients and exchange changes of weights.
-    steps_locally: ClassVar[bool] = False
     #: Density of what owners send back, as a multiple of the density of what they receive.
     server_density: ClassVar[float] = 1.0
 
@@ -57,23 +55,9 @@ class StepAheadFeedback(FeedbackConfig):
     kind: Literal["step_ahead"] = "step_ahead"
 
 
-class LocalUpdatesFeedback(FeedbackConfig):
-    """Ranks step on their own gradients and exchange the changes of their weights."""
-
-    steps_locally = True
-    server_density = 3.0
-
-    kind: Literal["local_updates"] = "local_updates"
-    every: int = Field(default=1, ge=1)
-    """Optimizer steps from one exchange to the next.
-
-    4 or 8 on very slow links: bytes and waiting fall by that factor again ([measured](quality.md)).
-    """
-
-
 #: Any kind of feedback; its name alone stands for the kind with default settings.
 Feedback = Annotated[
-    AutoFeedback | LocalFeedback | StepAheadFeedback | LocalUpdatesFeedback | NoFeedback,
+    AutoFeedback | LocalFeedback | StepAheadFeedback | NoFeedback,
     Field(discriminator="kind"),
     written_short("kind"),
 ]

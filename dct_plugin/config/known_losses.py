@@ -156,14 +156,6 @@ KNOWN_LOSSES = (
         sparsity=0.97,
     ),
     KnownLoss(
-        "0.04 nats at 0.9 and 0.06 at 0.99 (char GPT, AdamW, 1,200 steps, 2 ranks)",
-        _STEP_AHEAD,
-        "local-updates",
-        _NEEDS_MOMENTS,
-        feedback=("local_updates",),
-        sparsity=0.9,
-    ),
-    KnownLoss(
         "0.034 AUC in one run of three at 0.99 (DLRM, Adagrad, 2 ranks)",
         f'leave "feedback" out, or {_START}',
         "step-ahead-adam-at-99-",

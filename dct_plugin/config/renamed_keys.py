@@ -10,8 +10,6 @@ from typing import Any
 #: ``dct.model_parallel`` are in ``_ACTIVATIONS``.
 _KEYS: Mapping[str, str] = {
     "data_parallel.error_feedback": '"feedback": {value}',
-    "data_parallel.update": '"feedback": "local_updates" for "local"; nothing for "shared"',
-    "data_parallel.exchange_every": '"feedback": {{"kind": "local_updates", "every": {value}}}',
     "data_parallel.step_ahead_coefficient": '"expert": {{"step_ahead_coefficient": {value}}}',
     "data_parallel.server_density": '"expert": {{"server_density": {value}}}',
     "data_parallel.threshold": '"expert": {{"threshold": {value}}}',
@@ -80,6 +78,10 @@ _GONE: Mapping[str, str] = {
         ("pipeline.rotate", "tensor.rotate", "experts.rotate", "forward.rotate", "backward.rotate"),
         'rotated values of 1 and 2 bits lost to "transform" at equal bytes',
     ),
+    **dict.fromkeys(
+        ("data_parallel.update", "data_parallel.exchange_every", "data_parallel.feedback.every"),
+        'local updates lost to "feedback": "step_ahead"',
+    ),
     "data_parallel.index_encoding": "the encoder takes the smallest encoding",
     "data_parallel.momentum_masking": "it cost quality",
     "data_parallel.server_error_feedback": "owners always keep what they did not send back",
@@ -89,9 +91,12 @@ _GONE: Mapping[str, str] = {
     "data_parallel.parameters.enabled": "the section is used if it is there",
     "kernels.threads": "torch.set_num_threads sets it",
 }  # fmt: skip
+_STEP_AHEAD = '"step_ahead", which lost less at equal bytes, or "local"'
 #: Values that a key had, and what to write in their place.
 _VALUES: Mapping[tuple[str, str], str] = {
     ("data_parallel.adaptive", "off"): "null",
+    ("data_parallel.feedback", "local_updates"): _STEP_AHEAD,
+    ("data_parallel.feedback.kind", "local_updates"): _STEP_AHEAD,
 }
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from ..config import DataParallelConfig
 from ..metrics import Record
-from .plan import PlannedTensor, ReductionPlan
+from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
 from .topology import Topology
 
@@ -22,13 +22,11 @@ class AddOn:
             ``{feedback}`` stands for the feedback that it asks for.
         key: Name of the state in what the reducer saves; "" saves nothing.
         exchanges: Whether it exchanges something before a reduction, so that all gradients must be there.
-        replaces_gradients: Whether streams carry something else than gradients.
     """
 
     missing: ClassVar[str] = ""
     key: ClassVar[str] = ""
     exchanges: ClassVar[bool] = False
-    replaces_gradients: ClassVar[bool] = False
 
     @classmethod
     def configured(cls, context: ReducerContext) -> AddOn | None:
@@ -82,5 +80,3 @@ class ReducerContext(NamedTuple):
     config: DataParallelConfig
     topology: Topology
     """Topology of sums that all ranks get."""
-    average: Callable[[Sequence[PlannedTensor]], None]
-    """Replaces tensors by the mean of what the ranks send of them; a collective."""

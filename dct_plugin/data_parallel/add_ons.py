@@ -5,18 +5,12 @@ from __future__ import annotations
 from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
 from .automatic import AutomaticSparsity
-from .local import LocalUpdatesAddOn
 from .step_ahead import StepAheadAddOn
 
 #: In the order in which they see a reduction.
-ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, LocalUpdatesAddOn, AutomaticSparsity)
+ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity)
 
 
 def add_ons_of(context: ReducerContext) -> list[AddOn]:
     """Return the add-ons that a configuration asks for."""
     return [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
-
-
-def replaces_gradients(keys: set[str]) -> set[str]:
-    """Return those keys of a saved state that say that streams carried something else than gradients."""
-    return {kind.key for kind in ADD_ONS if kind.replaces_gradients} & keys

@@ -34,11 +34,9 @@ class GradientMessages(Phase):
                 for start, stop, writer in parts
             ]
             encoded = Encoded(stats, grad.numel())
-            if tensor.unsent is not None:
-                tensor.unsent.zero_()
         else:
             stream = group.stream(tensor.name)
-            encoded = stream.encode(grad, parts, sparsity.density, clear=True, unsent=tensor.unsent)
+            encoded = stream.encode(grad, parts, sparsity.density, clear=True)
         if grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
         others = group.world_size - 1
@@ -47,7 +45,7 @@ class GradientMessages(Phase):
             "gradient_small" if tensor.small else "gradient",
             encoded,
             stream,
-            self.dense_bytes(tensor.tensor.numel() * tensor.entry_bytes),
+            self.dense_bytes(tensor.tensor.nbytes),
             [others if self.to_all else int(shard.owner != group.rank) for shard in tensor.shards],
             "" if tensor.small else sparsity.label,
         )

@@ -238,7 +238,7 @@ class _MastersToAll(Phase):
                     difference = self._difference(working, master)
                     encoded = stream.encode(difference, [(0, working.numel(), writer)], density)
                 name = "parameter_small" if each.small else "parameter"
-                dense = copies * encoded.numel * each.entry_bytes
+                dense = copies * encoded.numel * each.tensor.element_size()
                 written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
         return written
 

@@ -74,13 +74,8 @@ class PlannedTensor:
     shards: list[Shard]
     small: bool
     """True if the tensor is sent dense."""
-    unsent: Tensor | None = None
-    """Becomes what is not sent (fp32 [numel]); None: the stream keeps it."""
-    entry_bytes: float = 0.0
-    """Bytes that the host would have sent for an entry; 0 takes the tensor's."""
 
     def __post_init__(self) -> None:
-        self.entry_bytes = self.entry_bytes or self.tensor.element_size()
         if len(self.shards) == 1 and self.shards[0][1:] == (0, self.tensor.numel()):
             return
         covered = 0

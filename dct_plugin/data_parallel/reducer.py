@@ -23,7 +23,7 @@ from ..stream import Compressor
 from ..transport.nodes import Nodes
 from ..transport.peers import Peers
 from .add_on import AddOn, ReducerContext
-from .add_ons import add_ons_of, replaces_gradients
+from .add_ons import add_ons_of
 from .dense_sums import DenseSums
 from .direct import Direct
 from .fixed_size import FixedSizeReductions
@@ -98,7 +98,7 @@ class GradientReducer(StreamGroup):
         self._fixed_size = (
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
         )
-        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topology, self.average_tensors))
+        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topology))
         self._dense.add_ons = self.add_ons
 
     def find(self, kind: type[_AddOn]) -> _AddOn | None:
@@ -165,20 +165,6 @@ class GradientReducer(StreamGroup):
                     self.reduce(scatter, self.plan(scatter, gradients, scale, shards), whole)
         if not self.deferred or self.node is not None:
             self.finish()
-
-    def average_tensors(self, tensors: Sequence[PlannedTensor]) -> None:
-        """Replace tensors by the mean of what the ranks send of them, bitwise the same on all ranks.
-
-        Raises:
-            DesyncError, PayloadError: See :meth:`all_reduce`.
-        """
-        with self.recorded("gradient") as whole:
-            entries = [(each.name, each.tensor) for each in tensors]
-            plan = self.plan(self.topology, entries, 1.0 / self.world_size)
-            for planned, given in zip(plan.tensors, tensors, strict=True):
-                planned.unsent, planned.entry_bytes = given.unsent, given.entry_bytes
-            self.reduce(self.topology, plan, whole)
-        self.finish()
 
     def finish(self) -> None:
         """Wait for all reductions, whatever :attr:`deferred` says; a collective.
@@ -348,10 +334,8 @@ class GradientReducer(StreamGroup):
         scale = state["loss_scale"] if loss_scale is None else loss_scale
         self.step, self.loss_scale = state["step"], scale
         state = checkpoint.in_unit(state, scale / state["loss_scale"])
-        # Streams of gradients know nothing of changes of weights, nor the other way round.
-        same = replaces_gradients(set(state)) == replaces_gradients({each.key for each in self.add_ons})
         self.streams.clear()
-        self.loaded = dict(state["streams"]) if same else {}
+        self.loaded = dict(state["streams"])
         if self.node is not None:
             self.loaded = self.node.own_parts(self.loaded, state.get("parts"))
         for each in self.add_ons:

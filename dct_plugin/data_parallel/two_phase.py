@@ -88,7 +88,7 @@ class _Answers(Phase):
             "gradient_small" if tensor.small else "gradient_answer",
             encoded,
             stream,
-            receivers * total.numel() * tensor.entry_bytes,
+            receivers * total.numel() * tensor.tensor.element_size(),
             [receivers],
         )
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.config import DataParallelConfig, DCTConfig, FeedbackConfig
+from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
-from dct_plugin.data_parallel.local import LocalUpdates
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
@@ -34,7 +33,6 @@ from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
-from . import local_updates
 from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
 from .parameter_names import ParameterNames
@@ -111,7 +109,6 @@ class DCTState:
         self._overlap: Overlap | None = None
         """Made when the ranks have agreed, at the first bucket."""
         self._ahead: StepAhead | None = None
-        self._local: LocalUpdates | None = None
         self._early = EarlyGradients(self._reduce_early)
         self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
@@ -149,8 +146,6 @@ class DCTState:
         feedback, optimizer = self.config.data_parallel.feedback, self._optimizer
         if optimizer is not None and feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, optimizer)
-        if optimizer is not None and feedback.steps_locally and self._local is None:
-            self.local(model, optimizer)
         return self
 
     def watch(self, model: DistributedDataParallel) -> None:
@@ -183,24 +178,6 @@ class DCTState:
         # With a scaler it is known only now whether the last step was skipped.
         forward = ModuleHook(lambda called, *_: self._end_step() if called.training else None, model)
         model.register_forward_pre_hook(forward, prepend=True)
-
-    def local(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Step each rank's own weights of ``model`` (which DDP wraps), for the feedback ``local_updates``.
-
-        The changes are exchanged in ``optimizer.step``, which every rank must call equally often.
-
-        Raises:
-            ConfigError: The configuration does not ask for it, there is a gradient scaler, or ``optimizer``
-                does not hold all of the model's weights on this rank.
-        """
-        model, optimizer = getattr(model, "module", model), unwrapped(optimizer)
-        named = self.parameters.add(model.named_parameters())
-        local_updates.check(named, optimizer, has_scaler=self._scale.scaler is not None)
-        for parameter in named.values():
-            if parameter.requires_grad:
-                self.parameters.name_of(parameter)
-        reducer = self.reducer(next(iter(named.values())).device)
-        self._local = local_updates.attach(model, named, optimizer, reducer, self.steps)
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """Return the reducer; the first call makes it for gradients on ``device``."""
@@ -240,9 +217,6 @@ class DCTState:
         if joined:
             refuse_join(self.config.data_parallel, overlap.reducer, has_scaler=self._scale.scaler is not None)
         found = self._early.full(bucket)
-        if self._local is not None and self._local.active:
-            done()
-            return
         if not joined:
             found.note_gradients()
             self._reduced.append(found)
@@ -268,7 +242,12 @@ class DCTState:
         with startup.reported(agreement):
             _settle(self, "register_comm_hook does not tell the model, DCTState.register does")
             feedback = self.config.data_parallel.feedback
-            _check_calls(feedback, ahead=self._ahead is not None, local=self._local is not None)
+            if feedback.looks_ahead and self._ahead is None:
+                raise ConfigError(
+                    "dct.data_parallel.feedback = 'step_ahead' needs the model and its optimizer: call "
+                    "dct_plugin.attach(model, optimizer, section) in place of DCTState, or "
+                    "state.step_ahead(model, optimizer) before the first step"
+                )
             reducer = self.reducer(device)
         agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
         lost_peers.watch(self, lambda state: state.steps.step)
@@ -278,7 +257,7 @@ class DCTState:
 
     def _reduce_early(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket that are available."""
-        if self._overlap is None or (self._local is not None and self._local.active):
+        if self._overlap is None:
             return
         overlap = self._begin_step(bucket.buffer.device)
         if bucket not in self._begun:
@@ -289,7 +268,7 @@ class DCTState:
         assert self._overlap is not None
         reduced, self._reduced = self._reduced, []
         self._overlap.wait()
-        self._step_open = self._local is None  # or the optimizer counts steps
+        self._step_open = True
         # With a scaler, or where steps may be skipped, it is known only later what becomes of this one.
         if self._scale.scaler is None and not self._nonfinite.skips:
             self._end_step()
@@ -386,24 +365,6 @@ def _settle(state: DCTState, obstacle: str = "") -> None:
         )
 
 
-def _check_calls(feedback: FeedbackConfig, *, ahead: bool, local: bool) -> None:
-    """Refuse feedback whose host was not told the model and the optimizer.
-
-    Raises:
-        ConfigError: Names the call.
-    """
-    for needed, called, name in (
-        (feedback.looks_ahead, ahead, "step_ahead"),
-        (feedback.steps_locally, local, "local"),
-    ):
-        if needed and not called:
-            raise ConfigError(
-                f"dct.data_parallel.feedback = '{feedback.label()}' needs the model and its optimizer: call "
-                "dct_plugin.attach(model, optimizer, section) in place of DCTState, or "
-                f"state.{name}(model, optimizer) before the first step"
-            )
-
-
 def _reduction(overlap: Overlap, bucket: Bucket, names: ParameterNames) -> Reduction:
     entries = list(zip(map(names.name_of, bucket.parameters), bucket.views, strict=True))
     return overlap.reducer.begin(entries, scale=1.0 / overlap.reducer.group_size)
@@ -425,7 +386,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
     Communicates, per parameter of the bucket, the entries of gradient plus residual that reach the
     parameter's threshold, and returns the bucket's buffer (1-D, type and size unchanged) holding their
-    average over the ranks. With local updates the gradients stay each rank's own, see :meth:`DCTState.local`.
+    average over the ranks.
 
     Args:
         state: Made once per model.

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from dct_plugin.errors import ConfigError
-
 from .averaged_residuals import AveragedResiduals
 from .parameter_names import ParameterNames
 from .state import DCTState
@@ -22,12 +20,7 @@ def detach(state: DCTState) -> None:
     """Leave gradients to DDP from the next step on, which also brings what was not sent so far.
 
     A collective, between two steps. The summary counts the steps so far.
-
-    Raises:
-        ConfigError: The state has local updates, whose weights differ between ranks.
     """
-    if state.config.data_parallel.feedback.steps_locally:
-        raise ConfigError("dct_plugin.detach does not work with dct.data_parallel.feedback = 'local_updates'")
     saved = AveragedResiduals(state).state_dict()
     owed = {name: residual for name, residual in saved["residuals"].items() if residual.any()}
     state.close()

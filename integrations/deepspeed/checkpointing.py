@@ -152,8 +152,7 @@ class CheckpointFiles(EnginePart):
         names_latest = given.get("save_latest", True) and not self._engine.checkpoint_engine.is_decoupled()
         if names_latest:
             given["save_latest"] = False
-        with self._path.saving():
-            result = original(**given)
+        result = original(**given)
         mark.unlink(missing_ok=True)
         if names_latest:
             _name_latest(Path(given["save_dir"]), tag)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -130,10 +129,6 @@ class GradientPath(EnginePart, ABC):
         # Under ZeRO-3 a parameter of which this rank has a part has no entries of its own.
         pairs = [pair for group in self.named_parameters() for pair in group]
         return {name: getattr(parameter, "ds_numel", parameter.numel()) for name, parameter in pairs}
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Return the context in which DeepSpeed writes its own files of a checkpoint."""
-        return nullcontext()
 
 
 class ActivationPath(EnginePart, ABC):

@@ -9,7 +9,6 @@ from dct_plugin.config import DCTConfig
 
 from .bf16 import Bf16Path
 from .job import Job
-from .local import LocalPath
 from .moe import ExpertPath
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
@@ -20,7 +19,7 @@ from .zero import ZeroPath
 from .zero3 import Zero3Path
 
 #: The first that applies to an engine is its gradients' path.
-GRADIENT_PATHS: tuple[type[GradientPath], ...] = (Zero3Path, LocalPath, ZeroPath, Bf16Path, Stage0Path)
+GRADIENT_PATHS: tuple[type[GradientPath], ...] = (Zero3Path, ZeroPath, Bf16Path, Stage0Path)
 ACTIVATION_PATHS: tuple[type[ActivationPath], ...] = (PipelinePath, ExpertPath)
 
 

@@ -153,11 +153,6 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
                 yield f"dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
         elif settings.parameters is not None:
             yield from _against_updates(job)
-        if settings.feedback.steps_locally and job.stage < 3 and (reason := _against_local_updates(job)):
-            yield (
-                f"dct.data_parallel.feedback = 'local_updates': {reason}. Supported is ZeRO stage 0 in fp32 "
-                "or bf16; set feedback to 'local'"
-            )
     if config.model_parallel.expert_gradients and job.experts and (reason := _against_experts(settings)):
         yield f"dct.model_parallel.expert_gradients = true: {reason}; set it to false"
 
@@ -184,16 +179,6 @@ def _of_momentum(config: DCTConfig) -> Iterator[str]:
             )
 
 
-def _against_local_updates(job: Job) -> str:
-    if job.stage > 0:
-        return f"under ZeRO stage {job.stage} a rank's optimizer has a part of the weights, and needs all"
-    if job.pipeline:
-        return "in a pipeline passes overlap, and stages have weights in common"
-    if job.precision == "fp16":
-        return "under fp16 a rank that skips a step changes its loss scale, and the others do not"
-    return ""
-
-
 def _against_updates(job: Job) -> Iterator[str]:
     """Yield why the updates of a job's weights cannot be thresholded."""
     if not job.gathers_weights:
@@ -208,17 +193,13 @@ def _against_updates(job: Job) -> Iterator[str]:
 def _against_experts(settings: DataParallelConfig) -> str:
     if settings.feedback.looks_ahead:
         return "feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
-    if settings.feedback.steps_locally:
-        return "feedback = 'local_updates' exchanges weights, and keeps DeepSpeed's own exchange for experts"
     return ""
 
 
 def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
     copies = job.ranks_per_copy > 1
-    if settings.feedback.steps_locally:
-        yield "feedback", "no rank has the whole weights that its optimizer would step; leave it out"
-    elif settings.feedback.looks_ahead and not (copies and settings.parameters is not None):
+    if settings.feedback.looks_ahead and not (copies and settings.parameters is not None):
         yield (
             "feedback",
             "no rank has the whole weights that step-ahead displaces. It can displace copies in nodes: set "

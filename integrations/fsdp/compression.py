@@ -349,11 +349,6 @@ def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
         )
     if settings.parameters is not None:
         raise refuse("torch FSDP2", "FSDP gathers the weights inside a replica")
-    if settings.feedback.steps_locally:
-        raise ConfigError(
-            f"dct.data_parallel.feedback = '{settings.feedback.label()}' does not work with FSDP, which "
-            "has one copy of the weights in a replica; leave it out"
-        )
     for key, needed in (
         ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
         ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),

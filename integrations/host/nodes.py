@@ -35,8 +35,6 @@ def nodes_of(
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if config.nodes == 1 or len(ranks) == 1 or not config.enabled:
         return None
-    if config.feedback.steps_locally:
-        unsupported = "feedback = 'local_updates'"
     machines = ranks_of_machines(ranks, limit=limit, hint=hint)
     if config.nodes == "auto":
         if len(machines) == 1 or len(machines) == len(ranks):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.errors import DCTError
 
 from ..host.automatic import settled
 from ..host.nonfinite import PoisonedSteps
@@ -48,12 +48,6 @@ class DataParallelHook(Hook):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.config = session.config.data_parallel
-        if self.config.feedback.steps_locally:
-            raise ConfigError(
-                "dct.data_parallel.feedback = 'local_updates' does not work with Megatron, whose optimizer "
-                "clips and steps as one over all ranks (the distributed one has a part of the weights on "
-                "each); set it to 'local'"
-            )
         self.experts = session.config.model_parallel.expert_gradients
         self._optimizers = step_ahead.Optimizers(session.patches)
         self._is_settled = False

@@ -332,7 +332,7 @@ def _check_settings(config: DCTConfig) -> None:
     settings = config.data_parallel
     feedback = settings.feedback
     refused = {
-        f"feedback = '{feedback.label()}'": (feedback.looks_ahead or feedback.steps_locally, '"local"'),
+        f"feedback = '{feedback.label()}'": (feedback.looks_ahead, '"local"'),
         f"nodes = {settings.nodes}": (settings.nodes not in ("auto", 1), "1; a replica is a node"),
         "parameters": (settings.parameters is not None, "null"),
         "verify": (settings.verify is not None, "null"),

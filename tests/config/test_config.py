@@ -23,16 +23,13 @@ from dct_plugin.config import (
     EmbeddingChannelConfig,
     ExpertSettings,
     KernelConfig,
-    LocalUpdatesFeedback,
     MetricsConfig,
     TensorConfig,
     options,
 )
 from dct_plugin.config.options import documentation, models
 
-FEEDBACK = (
-    'one of "auto", "local", "step_ahead", "local_updates", "none", or an object with "kind" and settings'
-)
+FEEDBACK = 'one of "auto", "local", "step_ahead", "none", or an object with "kind" and settings'
 READY_MADE = sorted(CONFIGS.glob("*.json"))
 
 slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,8 +37,8 @@ slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 DATA_PARALLEL = {
     "enabled": st.booleans(),
     "sparsity": st.floats(0, 1, exclude_max=True) | st.just(0),
-    "feedback": st.sampled_from(["auto", "none", "local", "step_ahead", "local_updates"])
-    | st.fixed_dictionaries({"kind": st.just("local_updates"), "every": st.integers(1, 10**9)}),
+    "feedback": st.sampled_from(["auto", "none", "local", "step_ahead"])
+    | st.fixed_dictionaries({"kind": st.just("step_ahead")}),
     "parameters": st.none() | st.just(False) | st.fixed_dictionaries({}, optional={"sparsity": st.just(0.5)}),
     "verify": st.none() | st.fixed_dictionaries({"every": st.integers(1, 10**9)}),
     "expert": st.fixed_dictionaries(
@@ -213,8 +210,8 @@ def test_fault_names_path_value_and_what_is_allowed(key: str, value: Any, allowe
 
 
 def test_faults_inside_an_object_name_their_own_key() -> None:
-    fault = data_parallel_fault("feedback", {"kind": "local_updates", "every": 0})
-    assert fault == "dct.data_parallel.feedback.every = 0: must be an integer >= 1"
+    fault = data_parallel_fault("adaptive", {"kind": "accordion", "interval": 0})
+    assert fault == "dct.data_parallel.adaptive.interval = 0: must be an integer >= 1"
 
 
 def test_a_setting_that_is_required_and_missing_is_named() -> None:
@@ -233,8 +230,8 @@ def test_a_setting_that_is_required_and_missing_is_named() -> None:
         ({"metrics": {"evry": 1}}, "did you mean dct.metrics.every?"),
         ({"kernels": {"xyz": 1}}, "allowed are backend"),
         (
-            {"data_parallel": {"feedback": {"kind": "local_updates", "evry": 2}}},
-            "did you mean dct.data_parallel.feedback.every?",
+            {"data_parallel": {"adaptive": {"kind": "accordion", "intrval": 2}}},
+            "did you mean dct.data_parallel.adaptive.interval?",
         ),
         ({"data_parallel": {"server_densty": 4}}, "did you mean dct.data_parallel.expert.server_density?"),
         (
@@ -293,46 +290,24 @@ def test_long_values_are_shortened() -> None:
     assert len(data_parallel_fault("value_dtype", "x" * 10_000)) < 250
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {"nonfinite_action": "skip"},
-            "nonfinite_action = 'skip' does not go with feedback = 'local_updates'",
-        ),
-        ({"adaptive": "accordion"}, "adaptive does not go with feedback = 'local_updates'"),
-    ],
-)
-def test_local_updates_are_all_there_is(values: dict[str, Any], words: str) -> None:
-    (line,) = faults({"data_parallel": {**values, "feedback": "local_updates"}})
+def test_small_residuals_need_a_residual_alone() -> None:
+    (line,) = faults({"data_parallel": {"feedback": "none", "residual_dtype": "int8"}})
     assert line.startswith("dct.data_parallel: ")
-    assert words in line
-    local = {"feedback": {"kind": "local_updates", "every": 8}}
-    assert DCTConfig.parse({"data_parallel": local}).data_parallel.feedback == LocalUpdatesFeedback(every=8)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"feedback": "none"}, "feedback = 'none'"),
-        ({"feedback": "local_updates"}, "feedback = 'local_updates'"),
-    ],
-)
-def test_small_residuals_need_a_residual_alone(values: dict[str, Any], words: str) -> None:
-    (line,) = faults({"data_parallel": {**values, "residual_dtype": "int8"}})
     assert "residual_dtype = 'int8'" in line
-    assert words in line
-    DCTConfig.parse({"data_parallel": {**values, "residual_dtype": "fp32"}})
+    assert "feedback = 'none'" in line
+    DCTConfig.parse({"data_parallel": {"feedback": "none", "residual_dtype": "fp32"}})
 
 
 def test_a_name_stands_for_an_object_without_settings() -> None:
-    for name in ("none", "local", "step_ahead", "local_updates"):
+    for name in ("none", "local", "step_ahead"):
         short = DataParallelConfig.of(feedback=name)
         assert short == DataParallelConfig.of(feedback={"kind": name})
         assert short.feedback.short() == name
     assert DataParallelConfig.of(adaptive="accordion").adaptive == AccordionConfig()
-    every = {"kind": "local_updates", "every": 4}
-    assert DataParallelConfig.of(feedback=every).feedback.short() == every
+    interval = {"kind": "accordion", "interval": 4}
+    adaptive = DataParallelConfig.of(adaptive=interval).adaptive
+    assert adaptive is not None
+    assert adaptive.short() == interval
 
 
 OLD: list[tuple[dict[str, Any], str, Any]] = [
@@ -341,11 +316,8 @@ OLD: list[tuple[dict[str, Any], str, Any]] = [
     ({"data_parallel": {"feedback": {"kind": "local", "momentum": 0.9}}}, "data_parallel", None),
     ({"data_parallel": {"expert": {"error_averaging": 50}}}, "data_parallel", None),
     ({"data_parallel": {"update": "local"}}, "data_parallel", None),
-    (
-        {"data_parallel": {"exchange_every": 4}},
-        "data_parallel",
-        {"feedback": {"kind": "local_updates", "every": 4}},
-    ),
+    ({"data_parallel": {"exchange_every": 4}}, "data_parallel", None),
+    ({"data_parallel": {"feedback": {"kind": "local", "every": 4}}}, "data_parallel", None),
     ({"data_parallel": {"server_density": 2}}, "data_parallel", {"expert": {"server_density": 2}}),
     ({"data_parallel": {"threshold": "exact"}}, "data_parallel", {"expert": {"threshold": "exact"}}),
     ({"data_parallel": {"verify_every": 100}}, "data_parallel", {"verify": {"every": 100}}),
@@ -403,8 +375,8 @@ def test_other_mappings_and_tuples_are_fine() -> None:
     section = MappingProxyType({"data_parallel": MappingProxyType({"sparsity": 0})})
     config = DCTConfig.parse(section)
     assert isinstance(config.data_parallel.sparsity, float)
-    feedback = MappingProxyType({"kind": "local_updates", "every": 5})
-    assert DataParallelConfig.of(feedback=feedback).feedback == LocalUpdatesFeedback(every=5)
+    adaptive = MappingProxyType({"kind": "accordion", "interval": 5})
+    assert DataParallelConfig.of(adaptive=adaptive).adaptive == AccordionConfig(interval=5)
     assert EmbeddingChannelConfig.of(bound_classes=(1, 2, 3)).bound_classes == (1.0, 2.0, 3.0)
 
 
@@ -429,10 +401,8 @@ def test_updated_merges_and_validates() -> None:
     assert changed.metrics.every == 1
     with pytest.raises(ConfigError, match="unknown key"):
         config.updated({"data_parallel": {"sparse": 1}})
-    local = changed.updated({"data_parallel": {"feedback": {"kind": "local_updates", "every": 5}}})
-    assert local.data_parallel.feedback == LocalUpdatesFeedback(every=5)
     for ahead in ("step_ahead", {"kind": "step_ahead"}):
-        assert local.updated({"data_parallel": {"feedback": ahead}}).data_parallel.feedback.looks_ahead
+        assert changed.updated({"data_parallel": {"feedback": ahead}}).data_parallel.feedback.looks_ahead
 
 
 def test_fingerprint_and_differences() -> None:

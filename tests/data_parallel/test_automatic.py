@@ -43,8 +43,6 @@ def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> No
         _config(sparsity="often")
     with pytest.raises(ConfigError, match=r"quality = 'bytes' does not go with adaptive"):
         _config(quality="bytes", adaptive="accordion")
-    with pytest.raises(ConfigError, match=r"quality = 'safe' does not go with feedback = 'local_updates'"):
-        _config(quality="safe", feedback="local_updates")
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,6 @@ def _attached(rank: int, world_size: int) -> dict[str, Any]:
         "gentle Lion": (Lion, {**SPARSE, "sparsity": 0.8}, 40),
         "local": (torch.optim.AdamW, {**SPARSE, "feedback": "local"}, 40),
         "exact": (torch.optim.AdamW, {"sparsity": 0, "value_dtype": "fp32"}, 40),
-        "local updates": (Lion, {**SPARSE, "feedback": "local_updates"}, 40),
     }
     for name, (make, section, steps) in cases.items():
         ddp = model()
@@ -143,7 +142,6 @@ def test_feedback_follows_the_optimizer() -> None:
         "gentle Lion": ("local", 0.8, (4, 24)),
         "local": ("local", 0.99, (0, 0)),
         "exact": ("local", 0, (0, 0)),
-        "local updates": ("local_updates", 0.99, (0, 0)),
     }
     assert torch.equal(first["exact"]["weights"], first["plain"]["weights"])
     assert first["SGD"]["names"] == ["0.weight"]
@@ -253,10 +251,9 @@ def _refused(rank: int, world_size: int) -> list[str]:
     ddp = model()
     local = DCTState({"data_parallel": {"feedback": "local"}})
     note(lambda: local.step_ahead(ddp, torch.optim.Adam(ddp.parameters())))
-    for feedback in "step_ahead", "local_updates":
-        ddp = model()
-        DCTState({"data_parallel": {"feedback": feedback}}).register(ddp)
-        note(lambda ddp=ddp: ddp(torch.ones(2, 60)).sum().backward())
+    ddp = model()
+    DCTState({"data_parallel": {"feedback": "step_ahead"}}).register(ddp)
+    note(lambda: ddp(torch.ones(2, 60)).sum().backward())
     log = Lines()
     ddp = model()
     state = DCTState({"data_parallel": SPARSE}).register(ddp)
@@ -273,7 +270,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 @pytest.mark.slow
 def test_refusals_say_what_to_do_instead() -> None:
     for rank, said in enumerate(run(2, _refused)):
-        unwrapped, no_ddp, fsdp2, fsdp1, hook, local, ahead, updates, *log = said
+        unwrapped, no_ddp, fsdp2, fsdp1, hook, local, ahead, *log = said
         assert "Linear is not wrapped" in unwrapped
         assert "DistributedDataParallel(model)" in unwrapped
         assert "Linear is no DistributedDataParallel" in no_ddp
@@ -283,7 +280,6 @@ def test_refusals_say_what_to_do_instead() -> None:
         assert "needs dct.data_parallel.feedback = 'step_ahead', it is 'local'" in local
         assert "call dct_plugin.attach(model, optimizer, section)" in ahead
         assert "state.step_ahead(model, optimizer)" in ahead
-        assert "state.local(model, optimizer)" in updates
         if rank == 0:
             untold, unnamed = log
             assert "the optimizer was not told: local error feedback" in untold

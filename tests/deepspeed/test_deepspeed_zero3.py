@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "step_ahead": ({"feedback": "step_ahead"}, {}, 'feedback = "step_ahead" under ZeRO stage 3'),
     "parameters": ({"parameters": {}}, {}, "parameters = {} under ZeRO stage 3"),
     "verify": ({"verify": {"every": 5}}, {}, 'verify = {"every": 5} under ZeRO stage 3'),
-    "local": ({"feedback": "local_updates"}, {}, 'feedback = "local_updates" under ZeRO stage 3: no rank'),
     "nonfinite": ({"nonfinite_action": "skip"}, {}, 'nonfinite_action = "skip" under ZeRO stage 3'),
     "quantized": ({}, {"zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients"),
     "offload": ({}, {"offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device = cpu"),

@@ -70,10 +70,6 @@ REFUSED = {
     "disabled": ({"enabled": False}, "dct.enabled = false does not go with"),
     "ahead": ({"data_parallel": {"feedback": "step_ahead"}}, 'feedback = "step_ahead" does not'),
     "accordion": ({"data_parallel": {"adaptive": "accordion"}}, 'adaptive = "accordion" does not go with'),
-    "local": (
-        {"data_parallel": {"feedback": "local_updates"}},
-        'feedback = "local_updates" does not go with',
-    ),
     "gradients": ({"data_parallel": {"enabled": False}}, "dct.data_parallel.enabled = false does not"),
     "weights": ({"data_parallel": {"parameters": {}}}, "ZeRO stage 0"),
 }

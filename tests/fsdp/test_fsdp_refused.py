@@ -59,7 +59,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "no optimizer": (replicated, AHEAD, r"compress_replicas\(model, config, optimizer=optimizer\)"),
     "no optimizer to skip": (replicated, {"nonfinite_action": "skip"}, "optimizer=optimizer"),
-    "local updates": (replicated, {"feedback": "local_updates"}, "'local_updates' does not work with FSDP"),
     "nodes": (replicated, {"nodes": 2}, "the replicas of the mesh are the nodes"),
     "weights": (replicated, {"parameters": {}}, r"dct\.data_parallel\.parameters: torch FSDP2"),
     "twice": (compressed, SPARSE, "call it once"),

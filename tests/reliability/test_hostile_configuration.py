@@ -32,7 +32,7 @@ def test_what_cannot_make_sense_is_a_fault(part: str, key: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("section", "key"),
     [
-        ({"data_parallel": {"feedback": {"kind": "local_updates", "every": 2**63}}}, "feedback.every"),
+        ({"data_parallel": {"adaptive": {"kind": "accordion", "interval": 2**63}}}, "adaptive.interval"),
         ({"data_parallel": {"expert": {"threshold_lifespan": 2**63}}}, "expert.threshold_lifespan"),
         ({"data_parallel": {"expert": {"server_density": 1e300}}}, "expert.server_density"),
         (

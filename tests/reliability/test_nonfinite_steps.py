@@ -11,7 +11,6 @@ from support.processes import logged, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import DCTState, dct_hook
 from dct_plugin.errors import ConfigError
 
@@ -79,10 +78,6 @@ def _refused(rank: int, world_size: int) -> str:
 
 def test_what_it_needs_is_said() -> None:
     assert "needs DCTState(..., optimizer=optimizer)" in run(1, _refused)[0]
-    with pytest.raises(
-        ConfigError, match="nonfinite_action = 'skip' does not go with feedback = 'local_updates'"
-    ):
-        DataParallelConfig.of(feedback="local_updates", nonfinite_action="skip")
 
 
 def _megatron(rank: int, world_size: int, job: Any) -> tuple[Any, list[str]]:

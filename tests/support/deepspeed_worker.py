@@ -347,8 +347,6 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
                     for name, part in total.classes.items()
                 },
             )
-            if local := reducer.state_dict().get("local"):
-                result["local"] = {name: float(w.double().sum()) for name, w in local["weights"].items()}
             left = residuals(engine)
             result["residual"] = {name: float(residual.double().sum()) for name, residual in left.items()}
             result["finite"] = all(bool(residual.isfinite().all()) for residual in left.values())
