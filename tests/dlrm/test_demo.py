@@ -158,7 +158,6 @@ def test_figures_come_from_events_and_metrics() -> None:
         {
             "event": "run",
             **common,
-            "exchange": [],
             "batch_size": 64,
             "parameters": [1000, 0],
         },
