@@ -5,7 +5,7 @@
 
     dlrm.exchange = CompressedAllToAll(dlrm.n_local_emb, m_spa, {"error_bound": 0.01})
     dlrm.exchange.install(ext_dist)
-    dlrm.exchange.embedding_exchange.follow(optimizer)  # warm-up, decay and life-span count its steps
+    dlrm.exchange.embedding_exchange.follow(optimizer)  # thresholds count its steps
 
 As a sub-module of the model its thresholds are saved with it. That code looks up its local tables for the
 whole global batch and exchanges the vectors in one call; here the exchange is finished when the call returns,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from .section import Section
-
-Factor = Annotated[float, Field(gt=0)]
 
 
 class EmbeddingChannelConfig(Section):
@@ -28,30 +26,10 @@ class EmbeddingChannelConfig(Section):
     `false` only to measure what it brings; on one-hot fields it is 3 to 20 times fewer bytes.
     """
     error_bound: float | None = Field(default=None, gt=0)
-    """Largest absolute error of an embedding entry, times the factor of its table's class; null does not
-    quantise.
+    """Largest absolute error of an embedding entry; null does not quantise.
 
     0.01 cost nothing measurable on Criteo and Diabetes, 0.03 at most 0.0006 AUC for a fifth fewer bytes;
     see [quality](quality.md).
-    """
-    bound_classes: tuple[Factor, Factor, Factor] = Field(
-        default=(1.0, 1.0, 1.0), strict=False, json_schema_extra={"allowed": "three numbers > 0"}
-    )
-    """Factors on error_bound for tables of which quantising merges many, some and few of the rows. The
-    class of a table is found from its data.
-
-    `[0.5, 1, 2]` is the order of the SC 2024 paper; on Criteo a larger bound for all tables was better at
-    equal bytes.
-    """
-    bound_start: float = Field(default=1.0, ge=1)
-    """Factor on error_bound at the first step; it decays to 1.
-
-    Above 1 together with `bound_decay_steps`, to save bytes while weights still move fast.
-    """
-    bound_decay_steps: int = Field(default=0, ge=0)
-    """Steps in which bound_start decays to 1, in ten equal factors.
-
-    Together with `bound_start`.
     """
     gradient_bound: float | None = Field(default=None, gt=0)
     """Largest error of a gradient entry, as a multiple of the root mean square of its table's gradient in

@@ -85,6 +85,10 @@ _GONE: Mapping[str, str] = {
     "data_parallel.index_encoding": "the encoder takes the smallest encoding",
     "data_parallel.momentum_masking": "it cost quality",
     "data_parallel.server_error_feedback": "owners always keep what they did not send back",
+    **dict.fromkeys(
+        ("embedding.bound_classes", "embedding.bound_start", "embedding.bound_decay_steps"),
+        'one "error_bound" serves all tables and steps',
+    ),
     "embedding.granularity": "the entries of a table are ranked together",
     "embedding.warmup_steps": "dense steps did not change results",
     "embedding.gradient_value_dtype": "value_dtype is used for gradients, too",

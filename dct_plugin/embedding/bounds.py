@@ -17,19 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from ..codecs.copies import Mirror, to_device, to_host
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
-from ..kernels.embedding_format import EmbeddingKernels, FloatArray, Outgoing
+from ..kernels.embedding_format import EmbeddingKernels, FloatArray
 from ..stream import as_flat, backend_beside
 
 logger = logging.getLogger("dct_plugin")
 
-#: Steps between two measurements of how quantising merges a table's rows.
-_CLASS_INTERVAL = 100
-#: A table is of the small class when quantising merges at least this share of its rows, of the large class
-#: below the second.
-_HOMOGENISED = (0.5, 0.1)
 #: Weight of the old threshold at a measurement.
 _SMOOTHING = 0.9
-_DECAY_STAGES = 10
 #: Number of training forward passes without an optimizer step after which a warning says that steps are not
 #: counted: more than gradient accumulation and recomputation take together.
 _FORGOTTEN = 256
@@ -41,7 +35,7 @@ class Limits:
 
     Attributes:
         threshold: Entries below tau do not cross.
-        bound: Error bound of the medium class; None: nothing is quantised.
+        bound: Error bound; None: nothing is quantised.
         gradients: Gradients are quantised.
     """
 
@@ -53,9 +47,9 @@ class Limits:
 class TableLimits(nn.Module):
     """Thresholds and error bounds of one rank's tables.
 
-    They change with optimizer steps, which :meth:`end_step` counts; all forward passes of a step (gradient
-    accumulation, activation recomputation) find the same ones. They are measured on the first training pass
-    of a step.
+    Thresholds change with optimizer steps, which :meth:`end_step` counts; all forward passes of a step
+    (gradient accumulation, activation recomputation) find the same ones. They are measured on the first
+    training pass of a step.
 
     Args:
         config: ``dct.embedding``.
@@ -65,7 +59,6 @@ class TableLimits(nn.Module):
 
     Attributes:
         tau: fp32 [tables], 0: no threshold yet.
-        bound_class: int64 [tables], index of the factor in ``bound_classes``.
         steps: int64 scalar, optimizer steps so far.
     """
 
@@ -81,12 +74,10 @@ class TableLimits(nn.Module):
         self._host: EmbeddingKernels | None = None
         self._measured = False  # in this step
         self._passes = 0  # forward passes in training since the last step
-        self._mirrors = {name: Mirror() for name in ("tau", "bound_class", "steps")}
+        self._mirror = Mirror()
         self.tau: Tensor
-        self.bound_class: Tensor
         self.steps: Tensor
         self.register_buffer("tau", torch.zeros(tables))
-        self.register_buffer("bound_class", torch.ones(tables, dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def backend(self, device: torch.device) -> Backend:
@@ -104,18 +95,17 @@ class TableLimits(nn.Module):
     # -- optimizer steps ---
 
     def end_step(self) -> None:
-        """Count an optimizer step, for the decay of bounds; thresholds may change."""
-        steps = torch.tensor(int(self.known("steps")) + 1)
+        """Count an optimizer step; thresholds may change."""
         self.steps += 1
-        self._mirrors["steps"].keep(self.steps, lambda: steps)
         self.restart_step()
 
     def restart_step(self) -> None:
         """Forget that the current step was measured (after a checkpoint was loaded)."""
         self._measured, self._passes = False, 0
 
-    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        super()._load_from_state_dict(*arguments, **named)
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        state.pop(f"{prefix}bound_class", None)  # bounds had factors by table once
+        super()._load_from_state_dict(state, prefix, *arguments)
         self.restart_step()
 
     def follow(self, optimizer: Any) -> RemovableHandle:
@@ -148,39 +138,29 @@ class TableLimits(nn.Module):
     def _count_pass(self) -> None:
         self._passes += 1
         config = self.config
-        dynamic = config.bound_decay_steps or config.sparsity > 0
-        if self._passes == _FORGOTTEN and config.enabled and dynamic:
+        if self._passes == _FORGOTTEN and config.enabled and config.sparsity > 0:
             logger.warning(
-                "dct: %s: %d forward passes in training without an optimizer step; bound_decay_steps "
-                "and thresholds stand still. Call follow(optimizer) once, or "
-                "end_step() after every step.",
+                "dct: %s: %d forward passes in training without an optimizer step; thresholds stand still. "
+                "Call follow(optimizer) once, or end_step() after every step.",
                 self.name,
                 self._passes,
             )
 
     # -- what applies now ---
 
-    def known(self, name: str) -> npt.NDArray[Any]:
-        """Return the value of a buffer on the host; a device is read only after the buffer was written."""
-        return self._mirrors[name].of(getattr(self, name)).numpy()
+    def known_tau(self) -> npt.NDArray[Any]:
+        """Return the thresholds on the host; a device is read only after they were written."""
+        return self._mirror.of(self.tau).numpy()
 
     def limits(self) -> Limits:
         """Return the limits of the coming forward pass."""
-        config, step = self.config, int(self.known("steps"))
+        config = self.config
         applied = config.enabled and (self.training or config.evaluation)
         return Limits(
             threshold=applied and config.sparsity > 0,
-            bound=self._bound_at(step) if applied else None,
+            bound=config.error_bound if applied else None,
             gradients=config.enabled and config.gradient_bound is not None,
         )
-
-    def _bound_at(self, step: int) -> float | None:
-        config = self.config
-        if config.error_bound is None or not config.bound_decay_steps:
-            return config.error_bound
-        progress = step / config.bound_decay_steps
-        stage = min(math.floor(progress * _DECAY_STAGES), _DECAY_STAGES)
-        return config.error_bound * config.bound_start ** (1.0 - stage / _DECAY_STAGES)
 
     def bounds(self, limits: Limits) -> FloatArray:
         """Return the absolute error bounds of the own tables, float64 [tables], on the host.
@@ -188,10 +168,9 @@ class TableLimits(nn.Module):
         Under a threshold a table's bound is at most tau: what is kept is never rounded to zero, so that zeros
         are the mask.
         """
-        factors = np.array(self.config.bound_classes, dtype=np.float64)
-        bounds: FloatArray = factors[self.known("bound_class")] * (limits.bound or 0.0)
+        bounds: FloatArray = np.full(self.tables, limits.bound or 0.0)
         if limits.threshold:
-            tau = self.known("tau").astype(np.float64)
+            tau = self.known_tau().astype(np.float64)
             bounds = np.where(tau > 0, np.minimum(bounds, tau), bounds)
         return bounds
 
@@ -212,15 +191,13 @@ class TableLimits(nn.Module):
 
     def measure(
         self,
-        limits: Limits,
         blocks: Sequence[Tensor],
         tables: Sequence[Sequence[int]],
         rows: Sequence[Sequence[int]],
     ) -> None:
-        """Find thresholds and classes from the vectors of a training pass; the first one of a step counts.
+        """Find thresholds from the vectors of a training pass; the first one of a step counts.
 
         Args:
-            limits: Of the pass.
             blocks: Per destination, [rows, dim].
             tables, rows: Per destination: own tables, and rows of each of them.
         """
@@ -228,31 +205,20 @@ class TableLimits(nn.Module):
         if self._measured or not self.config.enabled:
             return
         self._measured = True
-        step = int(self.known("steps"))
-        due = self.config.sparsity > 0
-        classes = len(set(self.config.bound_classes)) > 1 and step % _CLASS_INTERVAL == 0
-        classes = classes and limits.bound is not None
-        if not (due or classes):
+        if not self.config.sparsity:
             return
         by_table: list[list[Tensor]] = [[] for _ in range(self.tables)]
         for block, numbers, counts in zip(blocks, tables, rows, strict=True):
             for table, part in zip(numbers, block.split(list(counts)), strict=True):
                 if part.numel():
                     by_table[table].append(part)
-        if due:
-            self._update_thresholds(
-                {
-                    number: torch.cat([part.reshape(-1) for part in parts])
-                    for number, parts in enumerate(by_table)
-                    if parts
-                }
-            )
-        if classes and limits.bound is not None:
-            for table, parts in enumerate(by_table):
-                if parts:
-                    self.bound_class[table] = _bound_class(
-                        torch.cat(parts), limits.bound, self.host_kernels()
-                    )
+        self._update_thresholds(
+            {
+                number: torch.cat([part.reshape(-1) for part in parts])
+                for number, parts in enumerate(by_table)
+                if parts
+            }
+        )
 
     def _update_thresholds(self, flats: dict[int, Tensor]) -> None:
         """Find thresholds from the entries of tables, by their numbers; a device is read once for all."""
@@ -268,21 +234,9 @@ class TableLimits(nn.Module):
         found = [tau for tau in measured if not isinstance(tau, Tensor)]
         if not found:
             found = to_host(torch.stack([tau for tau in measured if isinstance(tau, Tensor)])).tolist()
-        taus = self.known("tau").tolist()
+        taus = self.known_tau().tolist()
         for number, tau in zip(flats, found, strict=True):
             if math.isfinite(tau):
                 weight = _SMOOTHING if taus[number] > 0 else 0.0
                 taus[number] = max(weight * taus[number] + (1.0 - weight) * tau, SMALLEST_TAU)
         self.tau.copy_(to_device(torch.tensor(taus), self.tau.device))
-
-
-def _bound_class(rows: Tensor, bound: float, kernels: EmbeddingKernels) -> int:
-    """Return 0, 1, 2 (small, medium, large bound) by the share of distinct rows that quantising merges."""
-    x = rows.to("cpu", torch.float32).reshape(-1)
-    part = Outgoing(x, np.array([x.numel()]), np.array([bound]), send=False)
-    decoded = kernels.encode([part], 0)[0].decoded
-    if decoded is None:  # not finite
-        return 1
-    distinct = len(torch.unique(rows, dim=0))
-    merged = 1.0 - len(torch.unique(decoded.view(rows.shape), dim=0)) / distinct
-    return 0 if merged >= _HOMOGENISED[0] else 2 if merged < _HOMOGENISED[1] else 1

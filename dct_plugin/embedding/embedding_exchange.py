@@ -6,13 +6,13 @@ gradients travel back. Three layers, cheapest first, each one on its own or with
 1. *Lossless.* Each distinct row crosses once per message, in the order of the request that named it, so it
    needs no index of its own; gradients of equal rows are summed before they cross.
    (:mod:`~dct_plugin.embedding.tables` does that; the exchange sees distinct rows.)
-2. *Error-bounded.* ``|x - received| <= bound``: quantised, then entropy coded; bounds by table, found from
-   the data, and by iteration (Feng et al., SC 2024, arXiv:2407.04272). Gradients pass straight through the
+2. *Error-bounded.* ``|x - received| <= bound``: quantised, then entropy coded; (Feng et al., SC 2024,
+   arXiv:2407.04272). Gradients pass straight through the
    rounding; theirs has a bound relative to their size.
 3. *Threshold.* DCT-MP (Gupta et al., KDD 2021, section 4): entries below tau do not cross, and the gradient
    comes back at the others only, values without positions. No residual: the next batch holds other samples.
 
-Thresholds, classes and the step counter are buffers: they belong to the model, its checkpoints and its
+Thresholds and the step counter are buffers: they belong to the model, its checkpoints and its
 evaluation. A rank's own rows pass the same layers as those of its peers, so that the model does not depend on
 where its tables are; only their gradients are left exact.
 """
@@ -129,7 +129,7 @@ class EmbeddingExchange(TableLimits):
         if self.training:
             with torch.no_grad():
                 blocks = vectors.detach().split([sum(rows) for rows in route.sent_rows])
-                self.measure(limits, blocks, route.sent_tables, route.sent_rows)
+                self.measure(blocks, route.sent_tables, route.sent_rows)
         trip = _RoundTrip(self, route, limits, self.transport(group, vectors.device))
         return with_gradient(vectors, trip.forward, lambda gradient: trip.backward(gradient.contiguous()))
 
@@ -272,7 +272,7 @@ class _RoundTrip:
             "numel": numel,
             "nnz": nnz,
             "target_density": 1.0 - owner.config.sparsity if masked else 1.0,
-            "tau": float(owner.known("tau").mean()) if owner.tau.numel() else 0.0,
+            "tau": float(owner.known_tau().mean()) if owner.tau.numel() else 0.0,
         }
         owner.metrics.record(timer.record(cls, dense_bytes=dense * itemsize, sent_bytes=sent, **common))
         layers = [("lossless", numel * itemsize)] if owner.config.deduplicate else []

@@ -142,7 +142,7 @@ class ShardedTables(nn.Module):
         self.embedding_exchange.metrics = metrics
 
     def follow(self, optimizer: Any) -> RemovableHandle:
-        """Count the steps of ``optimizer``, for warm-up, decay and life-span; call it once.
+        """Count the steps of ``optimizer``, for thresholds; call it once.
 
         See :meth:`EmbeddingExchange.follow() <dct_plugin.embedding.bounds.TableLimits.follow>`.
         """
@@ -236,21 +236,13 @@ class ShardedTables(nn.Module):
         """Return all tables on rank 0 (None elsewhere), for export and another number of ranks; a collective.
 
         Returns:
-            ``tables``: fp [rows, dim] per table; ``tau`` and ``bound_class`` per table where they exist;
-            ``steps``.
+            ``tables``: fp [rows, dim] per table; ``tau`` per table where it exists; ``steps``.
         """
         exchange = self.embedding_exchange
         tables = self.placement[self.rank]
-        taus = exchange.tau if exchange.tau.numel() else torch.zeros(len(tables))
         own = {
-            table: (weight.cpu().clone(), tau, bound_class)
-            for table, weight, tau, bound_class in zip(
-                tables,
-                self.shard.tables(),
-                taus.tolist(),
-                exchange.bound_class.tolist(),
-                strict=True,
-            )
+            table: (weight.cpu().clone(), tau)
+            for table, weight, tau in zip(tables, self.shard.tables(), exchange.tau.tolist(), strict=True)
         }
         everyones: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyones, own, group=self.group)
@@ -259,9 +251,8 @@ class ShardedTables(nn.Module):
         found = dict(sorted((table, part) for each in everyones for table, part in each.items()))
         return {
             "steps": int(exchange.steps),
-            "tables": [weight for weight, _, _ in found.values()],
-            "tau": torch.tensor([tau for _, tau, _ in found.values()]),
-            "bound_class": torch.tensor([bound_class for _, _, bound_class in found.values()]),
+            "tables": [weight for weight, _ in found.values()],
+            "tau": torch.tensor([tau for _, tau in found.values()]),
         }
 
 
@@ -307,9 +298,7 @@ def load_tables(module: ShardedTables, whole: Mapping[str, Any]) -> None:
         exchange.steps.fill_(whole["steps"])
         exchange.restart_step()
         if own:
-            exchange.bound_class.copy_(whole["bound_class"][own])
-            if exchange.tau.numel():
-                exchange.tau.copy_(whole["tau"][own])
+            exchange.tau.copy_(whole["tau"][own])
 
 
 def _pool(ids: Tensor, lengths: Tensor, weight: Tensor, pooling: Pooling, *, sparse: bool = False) -> Tensor:

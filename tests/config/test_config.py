@@ -20,7 +20,6 @@ from dct_plugin.config import (
     AccordionConfig,
     AutoFeedback,
     DataParallelConfig,
-    EmbeddingChannelConfig,
     ExpertSettings,
     KernelConfig,
     MetricsConfig,
@@ -249,12 +248,11 @@ def test_unknown_key_gets_a_suggestion(section: dict[str, Any], expected: str) -
     assert line.endswith(f"unknown key; {expected}")
 
 
-@pytest.mark.parametrize(
-    "factors", [[1, 2], [1, 2, 3, 4], [1, 2, "3"], [1, 2, True], [1, 0, 1], 1, "abc", None]
-)
-def test_a_fault_in_a_list_shows_the_whole_list(factors: Any) -> None:
-    (line,) = faults({"embedding": {"bound_classes": factors}})
-    assert line == f"dct.embedding.bound_classes = {json.dumps(factors)}: must be three numbers > 0"
+@pytest.mark.parametrize("shares", [[0.5, "0.3"], [0.5, True], [0.5, 1], 1, "abc", None])
+def test_a_fault_in_a_list_shows_the_whole_list(shares: Any) -> None:
+    (line,) = faults({"model_parallel": {"pipeline": {"boundary_sparsity": shares}}})
+    key = "dct.model_parallel.pipeline.boundary_sparsity"
+    assert line == f"{key} = {json.dumps(shares)}: must be a list of numbers in [0, 1)"
 
 
 def test_all_faults_in_one_error_with_the_rank() -> None:
@@ -377,7 +375,17 @@ def test_other_mappings_and_tuples_are_fine() -> None:
     assert isinstance(config.data_parallel.sparsity, float)
     adaptive = MappingProxyType({"kind": "accordion", "interval": 5})
     assert DataParallelConfig.of(adaptive=adaptive).adaptive == AccordionConfig(interval=5)
-    assert EmbeddingChannelConfig.of(bound_classes=(1, 2, 3)).bound_classes == (1.0, 2.0, 3.0)
+    pipeline = DCTConfig.parse(
+        {
+            "model_parallel": {
+                "pipeline": {
+                    "forward": {"method": "threshold", "sparsity": 0.5},
+                    "boundary_sparsity": (0, 0.5),
+                }
+            }
+        }
+    ).model_parallel.pipeline
+    assert pipeline.boundary_sparsity == (0.0, 0.5)
 
 
 def test_sections_are_frozen_and_hashable() -> None:

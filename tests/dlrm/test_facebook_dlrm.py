@@ -53,7 +53,7 @@ def test_exact_without_layers(world_size: int) -> None:
 
 
 def test_bounded_and_thresholded() -> None:
-    for result in run(2, _exchange, {"error_bound": 0.05, "bound_classes": (1.0, 1.0, 1.0)}):
+    for result in run(2, _exchange, {"error_bound": 0.05}):
         assert 0 < result["error"] <= 0.05 * (1 + 1e-5)
         assert result["wrong_gradient"] == 0.0  # straight through
     for result in run(2, _exchange, {"sparsity": 0.5, "value_dtype": "fp32"}):

@@ -175,12 +175,9 @@ def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_
     if cfg.sparsity:
         mask = shown.abs() >= state[0]["tau"].view(1, -1, 1)
     shown = torch.where(mask, shown, torch.zeros_like(shown))
-    bounds = None
     if cfg.error_bound is not None:
-        factors = torch.tensor(cfg.bound_classes, dtype=torch.float64)[state[0]["bound_class"]]
-        bounds = (cfg.error_bound * factors).view(1, -1, 1)
         error = (vectors.detach() - shown[start:stop]).abs()
-        within = bool((error.double() <= bounds).all())
+        within = bool((error.double() <= cfg.error_bound).all())
         everyones: list[Any] = [None] * world_size
         dist.all_gather_object(everyones, vectors.detach())
         shown = torch.cat(everyones)
@@ -198,7 +195,6 @@ def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_
         "within": within,
         "error": float((gradient - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30),
         "kept": float(mask.float().mean()),
-        "classes": state[0]["bound_class"].tolist(),
         "gradient": gradient,
         "wanted": wanted,
     }
@@ -212,7 +208,6 @@ def _lossy(rank: int, world_size: int, config: dict[str, Any], kind: str = "one_
         {"sparsity": 0.7},
         {"sparsity": 0.7, "dense_gradient": True},
         {"error_bound": 0.02},
-        {"error_bound": 0.02, "bound_classes": [0.5, 1.0, 2.0]},
         {"sparsity": 0.6, "error_bound": 0.02},
         {"sparsity": 0.6, "error_bound": 0.02, "dense_gradient": True},
     ],
@@ -268,17 +263,10 @@ def _evaluation(rank: int, world_size: int) -> dict[str, bool]:
         found[f"thresholded {evaluation}"] = bool((sparse == 0).float().mean() > 0.5)
         found[f"same {evaluation}"] = bool(((again == 0) == (sparse == 0)).all())
         found[f"dense {evaluation}"] = torch.equal(again, exact)
-    decaying = make(world_size, config={"error_bound": 0.01, "bound_start": 4.0, "bound_decay_steps": 10})
-    bounds = []
-    for _ in range(12):
-        bounds.append(decaying.embedding_exchange.limits().bound)
-        decaying(ids)
-        decaying.end_step()
-    found["decay"] = bounds[0] == 0.04 and bounds[-1] == 0.01 and bounds == sorted(bounds, reverse=True)
     return found
 
 
-def test_evaluation_and_decay() -> None:
+def test_evaluation() -> None:
     for found in run(2, _evaluation):
         assert found == {
             "thresholded True": True,
@@ -287,7 +275,6 @@ def test_evaluation_and_decay() -> None:
             "thresholded False": True,
             "same False": False,
             "dense False": True,
-            "decay": True,
         }
 
 
@@ -296,7 +283,7 @@ def test_evaluation_and_decay() -> None:
 
 def _accumulated(rank: int, world_size: int) -> dict[str, Any]:
     """Three micro-batches to a step, each of them recomputed in the backward pass."""
-    options = {"sparsity": 0.6, "error_bound": 0.02, "bound_start": 4.0, "bound_decay_steps": 10}
+    options = {"sparsity": 0.6, "error_bound": 0.02}
     module = make(world_size, config=options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.follow(optimizer)
@@ -319,7 +306,6 @@ def _accumulated(rank: int, world_size: int) -> dict[str, Any]:
                     "exact": not bool((passes[0] == 0).any()),
                     "recomputed": torch.equal(passes[0].detach(), passes[1].detach()),
                     "tau": module.embedding_exchange.tau.clone(),
-                    "bound": module.embedding_exchange.limits().bound,
                 }
             )
         optimizer.step()
@@ -335,10 +321,7 @@ def test_optimizer_steps_are_counted_not_forward_passes() -> None:
         for found in result["seen"]:
             assert all(one["recomputed"] for one in found)
             assert all(one["exact"] == found[0]["exact"] for one in found)
-            assert all(one["bound"] == found[0]["bound"] for one in found)
             assert all(torch.equal(one["tau"], found[0]["tau"]) for one in found)
-        bounds = [found[0]["bound"] for found in result["seen"]]
-        assert 0.08 == bounds[0] > bounds[1] > bounds[2] > bounds[3]
 
 
 def _followed(rank: int, world_size: int) -> dict[str, Any]:
@@ -377,7 +360,7 @@ def _forgotten(rank: int, world_size: int) -> list[list[str]]:
     start, stop = bounds_of_rank(rank, world_size)
     ids = part(draw("one_hot", 0), start, stop, "one_hot")
     found = []
-    for config in ({"error_bound": 0.01, "bound_decay_steps": 5}, {"error_bound": 0.01}):
+    for config in ({"sparsity": 0.5}, {"error_bound": 0.01}):
         with logged() as lines, torch.no_grad():
             module = make(world_size, config=config)
             module.embedding_exchange._passes = 250
@@ -504,12 +487,12 @@ def test_non_finite_rows_reach_every_rank() -> None:
 def test_faults_are_named() -> None:
     with pytest.raises(ConfigError, match="no such key any more: the entries of a table are ranked together"):
         EmbeddingChannelConfig.of({"granularity": "sample", "sparsity": 0.5})
-    with pytest.raises(ConfigError, match=r"dct.embedding.bound_classes.*three numbers"):
-        EmbeddingChannelConfig.of({"bound_classes": [0, 1, 1]})
+    with pytest.raises(ConfigError, match='no such key any more: one "error_bound" serves all tables'):
+        EmbeddingChannelConfig.of({"bound_start": 4.0})
 
 
 def test_states_of_the_former_name_load() -> None:
-    """The exchange of vectors was called ``channel`` in saved models."""
+    """The exchange of vectors was called ``channel`` in saved models, and had factors on bounds."""
     config = EmbeddingChannelConfig.of({"sparsity": 0.5})
     old, new = (TableShard([3, 4], 2, EmbeddingExchange(config, tables=2, dim=2)) for _ in range(2))
     old.embedding_exchange.tau.fill_(0.25)
@@ -517,6 +500,7 @@ def test_states_of_the_former_name_load() -> None:
     state = {f"shard.{key}": value for key, value in old.state_dict().items()}
     saved = {key.replace("embedding_exchange", "channel"): value for key, value in state.items()}
     assert "shard.channel.tau" in saved
+    saved["shard.channel.bound_class"] = torch.ones(2, dtype=torch.int64)
     model = torch.nn.ModuleDict({"shard": new})
     model.load_state_dict(saved)
     assert model.state_dict().keys() == state.keys()

@@ -18,7 +18,6 @@ from dct_plugin.errors import ConfigError
         ("data_parallel", "sparsity_warmup_steps", 2**63),
         ("data_parallel", "warmup_steps", 10**400),
         ("embedding", "error_bound", 1e300),
-        ("embedding", "bound_classes", [1, 1, 1e300]),
         ("metrics", "path", "\0"),
         ("metrics", "tensorboard", "a\0b"),
         ("metrics", "every", 10**30),
