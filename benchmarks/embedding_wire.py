@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--format", default="diabetes", help="diabetes (bundled), criteo or movielens")
+    parser.add_argument("--format", default="diabetes", help="diabetes (bundled) or criteo")
     parser.add_argument("--data", help="file of another format")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[256, 2048], help="all ranks together")

@@ -107,7 +107,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for report and plot")
     parser.add_argument("--data", help="as of `dct dlrm`; Diabetes without it")
-    parser.add_argument("--format", default="diabetes", choices=["criteo", "diabetes", "movielens"])
+    parser.add_argument("--format", default="diabetes", choices=["criteo", "diabetes"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5)

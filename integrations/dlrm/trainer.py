@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "configs", nargs="+", type=Path, help="DeepSpeed JSON files; runs are named after them"
     )
-    parser.add_argument("--format", default="diabetes", help="diabetes, criteo, movielens or table")
+    parser.add_argument("--format", default="diabetes", help="diabetes, criteo or table")
     parser.add_argument("--columns", help="of a table, as JSON: label, dense, categorical")
     parser.add_argument("--data", help="file to read; without it the data set that ships with the package")
     parser.add_argument("--max-rows", type=int, help="read the first rows only")

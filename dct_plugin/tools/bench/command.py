@@ -65,9 +65,7 @@ class _Options:
     data: Annotated[
         Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")
     ] = None
-    format: Annotated[str | None, typer.Option(help="Format of the data: criteo, diabetes or movielens.")] = (
-        None
-    )
+    format: Annotated[str | None, typer.Option(help="Format of the data: criteo or diabetes.")] = None
     minutes: Annotated[
         float | None,
         typer.Option(min=0.1, help=f"Minutes for everything, about ({MINUTES:g}; quick: {QUICK_MINUTES:g})."),

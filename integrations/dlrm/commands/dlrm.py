@@ -23,7 +23,7 @@ from ..settings import INSTEAD, MODEL_SECTION, model_settings
 from .shared import Job, chosen_format, complete, launch
 
 #: Epochs that suit a data set: more overfit.
-EPOCHS = {"diabetes": 2, "criteo": 1, "movielens": 2, "table": 1}
+EPOCHS = {"diabetes": 2, "criteo": 1, "table": 1}
 _TABLES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
 _OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
 _BATCH_SIZE = 256
@@ -45,12 +45,12 @@ class _Options:
     ] = False
     data: Annotated[
         Path | None,
-        typer.Option(help="File to train on; a directory for movielens. Diabetes ships with this."),
+        typer.Option(help="File to train on; without it Diabetes 130-US, which ships with this."),
     ] = None
     format: Annotated[
         str | None,
         typer.Option(
-            help="criteo, diabetes, movielens, or table for any CSV, TSV or Parquet file (if only --data is "
+            help="criteo, diabetes, or table for any CSV, TSV or Parquet file (if only --data is "
             "given: table for these by their names, else criteo)."
         ),
     ] = None
@@ -70,9 +70,7 @@ class _Options:
     ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2
     epochs: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Passes over the training part; if not given 2 for diabetes and movielens, else 1."
-        ),
+        typer.Option(min=1, help="Passes over the training part; if not given 2 for diabetes, else 1."),
     ] = None
     seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1
     max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 #: Keys of a DeepSpeed JSON of which one gives the batch.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
-#: Files that a format's ``--data`` directory holds; the other formats are one file.
-_DIRECTORIES = {"movielens": "u.data, u.item and u.user"}
-
 
 class Job(NamedTuple):
     """The work of the ranks: all configurations, by the names of their runs, under all seeds."""
@@ -81,17 +78,11 @@ def chosen_format(
     format = format or ("diabetes" if path is None else "criteo")
     if format not in allowed:
         raise typer.BadParameter(f"{format!r}: must be one of {', '.join(allowed)}", param_hint="--format")
-    files = _DIRECTORIES.get(format)
-    kind = "file" if files is None else "directory"
     if path is None and format != "diabetes":
-        files = "" if files is None else f" (with {files})"
-        raise typer.BadParameter(f"{format} needs --data {kind.upper()}{files}", param_hint="--data")
-    if path is not None and not (path.is_file() if files is None else path.is_dir()):
-        raise typer.BadParameter(f"{path}: no such {kind}", param_hint="--data")
-    try:
-        load(format, path, max_rows=1000, columns=None if columns is None else Columns(**columns))
-    except FileNotFoundError as error:
-        raise typer.BadParameter(f"{error.filename}: no such file", param_hint="--data") from error
+        raise typer.BadParameter(f"{format} needs --data FILE", param_hint="--data")
+    if path is not None and not path.is_file():
+        raise typer.BadParameter(f"{path}: no such file", param_hint="--data")
+    load(format, path, max_rows=1000, columns=None if columns is None else Columns(**columns))
     return format
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from .criteo import load_criteo
 from .dataset import ClickDataset, DataFormatError, Rows, check_parts, epoch_batches
 from .diabetes import DIABETES_FILE, load_diabetes
-from .movielens import load_movielens
 from .table import Columns, load_table
 
 __all__ = [
@@ -23,11 +22,10 @@ __all__ = [
     "load",
     "load_criteo",
     "load_diabetes",
-    "load_movielens",
     "load_table",
 ]
 
-FORMATS = ("diabetes", "criteo", "movielens", "table")
+FORMATS = ("diabetes", "criteo", "table")
 
 
 def load(
@@ -50,10 +48,9 @@ def load(
     if path is None:
         files = {
             "criteo": "path of a train.txt or train.txt.gz file",
-            "movielens": "directory that holds u.data, u.item and u.user",
             "table": "path of a .csv, .tsv or .parquet file",
         }
         raise ValueError(f"format {format!r} needs the {files[format]}")
     if format == "table":
         return load_table(path, columns or Columns(), max_rows=max_rows)
-    return (load_criteo if format == "criteo" else load_movielens)(path, max_rows=max_rows)
+    return load_criteo(path, max_rows=max_rows)
