@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from support import processes
