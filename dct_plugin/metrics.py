@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TextIO
+from uuid import uuid4
 
 from rich.filesize import decimal
 
@@ -108,6 +109,9 @@ TENSOR = "/tensor/"
 
 #: Version of the lines in the file; a higher one may have keys that this version does not know.
 FORMAT = 1
+
+#: Files that this process has begun, by the path of the configuration, which all ranks share.
+_files: dict[str | None, int] = {}
 
 #: Steps at the start whose duration is kept to compare later ones with.
 _DENSE_STEPS = 1000
@@ -296,7 +300,7 @@ class Metrics:
         path = self._own("path", config.path)
         if path is not None:
             self._file = _open(path, rank)
-            self.event("start", format=FORMAT, version=__version__)
+            self.event("start", format=FORMAT, version=__version__, run=_identity(config.path))
         directory = self._own("tensorboard", config.tensorboard)
         if directory is not None:
             self._writer = _tensorboard_writer(directory, rank)
@@ -542,6 +546,20 @@ _CLASS_NAMES = {
 def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:
     head = f"invalid dct configuration on rank {rank} (1 fault):"
     return ConfigError(f"{head}\n  dct.metrics.{key} = {json.dumps(value)}: {reason}")
+
+
+def _identity(path: str | None) -> str | None:
+    """Return a word that only the files of this run have in common; None without torch's store."""
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+    except ImportError:
+        return None
+    try:
+        store = _get_default_store()
+    except ValueError:  # there is no process group
+        return None
+    number = _files[path] = _files.get(path, 0) + 1
+    return store.compare_set(f"dct/metrics/{path}/{number}", "", uuid4().hex[:12]).decode()
 
 
 def _open(path: str, rank: int) -> TextIO:

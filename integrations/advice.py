@@ -1,13 +1,15 @@
 """The part of ``dct advise`` in the ranks of the user's job: it measures dense steps, and writes figures.
 
 The script is not changed. Every ``DistributedDataParallel`` gets the hook when it is made, every DeepSpeed
-engine gets a section, and Megatron's launch wrapper reads the section from a file.
+engine gets a section, Megatron's launch wrapper reads the section from a file, and FSDP's model is found in
+the first forward pass.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,16 @@ def observe() -> None:
     if AutomaticSparsity.observer is not None:
         return
     AutomaticSparsity.observer = staticmethod(_write)
+    from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(_note_optimizer)
+
+    def search(model: torch.nn.Module, _: Any) -> None:
+        if _compress_sharded(model):
+            handle.remove()
+
+    handle = register_module_forward_pre_hook(search)
     Patches().wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _attaching)
 
 
@@ -42,6 +51,21 @@ def _attaching(original: Callable[..., None]) -> Callable[..., None]:
         model.register_comm_hook = lambda *hook, **keywords: None
 
     return init
+
+
+def _compress_sharded(model: torch.nn.Module) -> bool:
+    """Compress a model if FSDP shards it; return whether the search for one is over."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or FACTS["optimizer"]:
+        return bool(FACTS["optimizer"])  # the first step is made: the job trains without FSDP
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        return False
+    from .fsdp.compression import compress_replicas, is_compressed
+
+    if not is_compressed(model):
+        compress_replicas(model)
+    return True
 
 
 def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:

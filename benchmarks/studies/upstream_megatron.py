@@ -1,8 +1,9 @@
-"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: pretrain_gpt.py and unit tests.
+"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: trainings, unit tests, `dct advise`.
 
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --case pp2 --mode plain
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --unit-tests
+    MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --advise
 
 Needs six, regex, pyyaml and triton (megatron.training imports them), and pytest, pytest-mock, pytest-asyncio,
 click and requests for the unit tests. Modes of training:
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 COMMON = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 64
@@ -141,6 +143,7 @@ def main() -> int:
     parser.add_argument(
         "--unit-tests", action="store_true", help="run Megatron's unit tests instead of trainings"
     )
+    parser.add_argument("--advise", action="store_true", help="run `dct advise` on pretrain_gpt.py, DP 2")
     parser.add_argument("--test", action="append", help="unit-test files instead of the usual ones")
     parser.add_argument(
         "--processes", type=int, default=8, help="ranks of the unit tests (default and most tests' need: 8)"
@@ -156,6 +159,8 @@ def main() -> int:
         parser.error("set MEGATRON_LM to a checkout of Megatron-LM")
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(options.checkout).resolve(), Path(folder), options.timeout)
+        if options.advise:
+            return runner.advise()
         if options.unit_tests:
             return unit_tests(runner, [options.test] if options.test else UNIT_TESTS, options.processes)
         modes = options.mode or ["plain", *SECTIONS]
@@ -181,12 +186,21 @@ class Runner:
             "PYTHONWARNINGS": "ignore",
         }
 
+    def advise(self) -> int:
+        """Exit status of ``dct advise`` on the training of a small GPT in two data-parallel ranks."""
+        larger = "--hidden-size 256 --ffn-hidden-size 1024 --seq-length 128 --max-position-embeddings 128"
+        job = [*_TORCHRUN, "--nproc-per-node", "2", "pretrain_gpt.py", *COMMON, *larger.split()]
+        job += ["--vocab-size", "1023", "--train-iters", "1000"]
+        command = [sys.executable, "-m", "dct_plugin.cli", "advise"]
+        command += ["--link", "1gbit", "--link", "100mbit", "--", *job]
+        return subprocess.run(command, cwd=self.checkout, env=self.environment, check=False).returncode
+
     def run(self, arguments: list[str], watched: Path | None = None, **environment: str) -> tuple[int, str]:
         """Exit status and output of ``torchrun`` with these arguments.
 
         The status is 124 when the time was over: of the whole job, or since a file in ``watched`` changed.
         """
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+        command = [*_TORCHRUN, *arguments]
         with tempfile.TemporaryFile("w+", dir=self.folder) as output:
             process = subprocess.Popen(
                 command,

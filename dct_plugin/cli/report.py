@@ -12,7 +12,7 @@ from ..errors import DCTError
 from ..output import check_target
 from ..report.metrics_part import metrics_part
 from ..report.page import Part, write_page
-from ..report.reading import json_object, read
+from ..report.reading import json_object, losses_of, read
 
 
 def _demo(figures: Mapping[str, Any]) -> Part:
@@ -55,6 +55,9 @@ def report(
     run: Annotated[
         int | None, typer.Option(min=1, help="Of files with several runs: which one (the last).")
     ] = None,
+    dense: Annotated[
+        Path | None, typer.Option(help="Metrics file of a dense run, whose loss is compared.")
+    ] = None,
 ) -> None:
     """Make one HTML page of a run: what it saved, charts with tables, and what to try next."""
     check_target(out, "--out")
@@ -66,7 +69,10 @@ def report(
         else:
             parts.append(_part(path, figures))
     runs, notes = read(metrics, number=run)
-    parts += map(metrics_part, runs)
+    losses = [] if dense is None else losses_of(dense)
+    if losses and not runs:
+        raise DCTError(f"--dense {dense}: there is no metrics file to compare it with")
+    parts += [metrics_part(ranks, losses) for ranks in runs]
     parts[0].notes[:0] = notes
     write_page(out, parts)
     for line in [*notes, *parts[0].verdict]:

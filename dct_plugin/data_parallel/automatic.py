@@ -270,14 +270,16 @@ class AutomaticSparsity(AddOn):
         if len(self._settings) == 1:
             return
         pace, group = self.pace, self._group
-        began, hidden = group.reduce_seconds, self._hidden_seconds()
+        began, waited, hidden = group.reduce_seconds, group.exchange.waited_ms, self._hidden_seconds()
         steps = pace.settle + pace.trial
         if not is_known:
             steps = max(group.schedule.warmup_steps - group.step, pace.settle + pace.measured)
         yield steps
         reduction = (group.reduce_seconds - began) / steps
         exposed = 1.0 - (self._hidden_seconds() - hidden) / steps / reduction if reduction else 1.0
-        measured = reduction if self.dense else None
+        # With any setting a rank waits for slower ones.
+        waited = 1e-3 * (group.exchange.waited_ms - waited) / steps
+        measured = max(reduction - waited, 0.0) if self.dense else None
         now, link, why = self._median(), self._probe(), "measured"
         while True:
             model = self._model(now, measured, exposed, link)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,16 +31,20 @@ _DRAWN = 7
 _Column = tuple[str, Callable[[Window], float | None], str]
 
 
-def metrics_part(ranks: Sequence[RankRun]) -> Part:
+_Losses = Sequence[tuple[int, float]]
+
+
+def metrics_part(ranks: Sequence[RankRun], dense: _Losses = ()) -> Part:
     """Return verdict, advice and charts of a run.
 
     Args:
         ranks: The lines of each of its ranks; see :func:`.reading.read`.
+        dense: Steps and losses of a dense run to compare with.
     """
     run = Run(ranks)
     sections = [_bytes(run), *_densities(run), _times(run)]
-    if run.losses:
-        sections.append(_losses(run))
+    if run.losses or dense:
+        sections.append(_losses(run.losses, dense))
     if run.decisions:
         sections.append(_decisions(run))
     if len(run.ranks) > 1:
@@ -46,11 +52,13 @@ def metrics_part(ranks: Sequence[RankRun]) -> Part:
         header = ["rank", "waited, ms"]
         sections.append(Section(Table("Wait for slower ranks, ms per step after the start", header, rows)))
     sources = ", ".join(dict.fromkeys(Path(part.source).name for part in run.ranks))
-    return Part(f"Metrics: {sources}", verdict(run), sections, advice(run))
+    return Part(f"Metrics: {sources}", verdict(run, dense), sections, advice(run))
 
 
-def verdict(run: Run) -> list[str]:
-    """Say in two sentences what was saved: bytes, and time beside the dense steps at the start."""
+def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
+    """Say in a sentence each: bytes saved, time saved beside the dense steps at the start, and the loss beside
+    that of a dense run.
+    """
     sent = run.per_step("sent_bytes", run.windows, *run.classes) * run.steps
     dense = run.per_step("dense_bytes", run.windows, *run.classes) * run.steps
     whole, steady = run.ratio(run.windows), run.ratio(run.steady)
@@ -71,7 +79,20 @@ def verdict(run: Run) -> list[str]:
         factor = before / step
         says = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
         time = f"A step took {step:.1f} ms, {says} than the dense steps at the start ({before:.1f} ms)."
-    return [f"{saved}.", time]
+    return [f"{saved}.", time, *([_quality(run.losses, dict(dense_losses))] if dense_losses else [])]
+
+
+def _quality(losses: _Losses, dense: Mapping[int, float]) -> str:
+    """Compare the losses of the last tenth of the steps that both runs have."""
+    both = [(step, loss, dense[step]) for step, loss in losses if step in dense]
+    if not both:
+        return "The dense run cannot be compared with: no step has losses of both runs."
+    last = both[-max(1, len(both) // 10) :]
+    ours, theirs = (statistics.fmean(each) for each in list(zip(*last, strict=True))[1:])
+    return (
+        f"From step {last[0][0]} to {last[-1][0]} the loss is {ours:.4f} and that of the dense run "
+        f"{theirs:.4f}: {ours - theirs:+.4f}, with one run each."
+    )
 
 
 def _fewer(ratio: float | None) -> str:
@@ -213,13 +234,27 @@ def _times(run: Run) -> Section:
     return _over_steps(run, "Milliseconds per step by part", columns, draw, 3.6)
 
 
-def _losses(run: Run) -> Section:
-    size = -(-len(run.losses) // 200)
-    groups = [run.losses[at : at + size] for at in range(0, len(run.losses), size)]
-    means = [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
-    steps, values = [step for step, _ in means], [loss for _, loss in means]
-    table = Table("Training loss", ["to step", "loss"], [[str(step), f"{loss:.6g}"] for step, loss in means])
-    return Section(table, lambda axis: charts.lines(axis, steps, {"training loss": values}, "loss"))
+def _losses(losses: _Losses, dense: _Losses) -> Section:
+    steps = sorted({step for step, _ in (*losses, *dense)})
+    size = -(-len(steps) // 200)
+    ends = [steps[min(at + size, len(steps)) - 1] for at in range(0, len(steps), size)]
+    series = {"training loss": _means(losses, ends)} | ({"dense run": _means(dense, ends)} if dense else {})
+    rows = [
+        [str(end), *("" if x is None else f"{x:.6g}" for x in means)]
+        for end, *means in zip(ends, *series.values(), strict=True)
+    ]
+    header = ["to step", "loss", "dense run"][: 1 + len(series)]
+    return Section(
+        Table("Training loss", header, rows), lambda axis: charts.lines(axis, ends, series, "loss")
+    )
+
+
+def _means(losses: _Losses, ends: Sequence[int]) -> list[float | None]:
+    """Return the mean loss of the steps up to each end; None where there are none."""
+    found: list[list[float]] = [[] for _ in ends]
+    for step, loss in losses:
+        found[bisect_left(ends, step)].append(loss)
+    return [statistics.fmean(values) if values else None for values in found]
 
 
 def _decisions(run: Run) -> Section:

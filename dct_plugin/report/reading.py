@@ -51,6 +51,7 @@ class EventLine(BaseModel):
     world_size: int = 1
     format: int = FORMAT
     version: str | None = None
+    run: str | None = None
     loss: float | None = None
     setting: str = ""
     reason: str = ""
@@ -65,9 +66,15 @@ class RankRun:
     source: str
     rank: int
     world_size: int
-    version: str | None = None
+    identity: str | None = None
+    """What all ranks of the run have written into their first line; None by older versions."""
     rows: list[Row] = field(default_factory=list)
     events: list[EventLine] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and loss of every ``loss`` line."""
+        return [(e.step, e.loss) for e in self.events if e.event == "loss" and e.loss is not None]
 
 
 class MetricsReader:
@@ -128,7 +135,7 @@ class MetricsReader:
         self._newest = max(self._newest, event.format)
         run = self._open.get(event.rank)
         if run is None or event.event == "start":
-            run = self._begin(event.rank, event.world_size, event.version)
+            run = self._begin(event.rank, event.world_size, event.run)
         if event.event != "start":
             run.events.append(event)
 
@@ -138,11 +145,11 @@ class MetricsReader:
             run = self._begin(row.rank, row.world_size, None)
         run.rows.append(row)
 
-    def _begin(self, rank: int, world_size: int, version: str | None) -> RankRun:
+    def _begin(self, rank: int, world_size: int, identity: str | None) -> RankRun:
         before = self._open.get(rank)
         if before is not None and not before.rows and not before.events:
             self.runs.remove(before)  # it ended before its first report
-        run = self._open[rank] = RankRun(self.source, rank, world_size, version)
+        run = self._open[rank] = RankRun(self.source, rank, world_size, identity)
         self.runs.append(run)
         return run
 
@@ -174,11 +181,7 @@ def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list
     runs: list[list[RankRun]] = []
     notes: list[str] = []
     for path in paths:
-        reader = MetricsReader(str(path))
-        try:
-            reader.feed(path.read_bytes())
-        except OSError as error:
-            raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
+        reader = _read(path)
         said = reader.notes()
         by_rank: dict[int, list[RankRun]] = {}
         for each in reader.runs:
@@ -196,13 +199,45 @@ def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list
         for part in by_rank.values():
             _add(runs, part[-1 if number is None else min(number, len(part)) - 1])
         notes += said
+    if len(runs) > 1:
+        names = [", ".join(dict.fromkeys(part.source for part in run)) for run in runs]
+        notes.append(f"These are {len(runs)} different runs, each in a part of its own: {'; '.join(names)}.")
     return runs, notes
 
 
+def losses_of(path: Path) -> list[tuple[int, float]]:
+    """Return the step and the loss of every ``loss`` line of the last run in a file; of one rank.
+
+    Raises:
+        DCTError: The file cannot be read, or has no loss.
+    """
+    reader = _read(path)
+    runs = [found for run in reader.runs if (found := run.losses)]
+    if not runs:
+        raise DCTError(
+            f"{path}: holds no loss: the callbacks for Trainer and Lightning write it, or "
+            f'metrics.event("loss", step=n, loss=x). {" ".join(reader.notes())}'
+        )
+    return runs[-1]
+
+
+def _read(path: Path) -> MetricsReader:
+    reader = MetricsReader(str(path))
+    try:
+        reader.feed(path.read_bytes())
+    except OSError as error:
+        raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return reader
+
+
 def _add(runs: list[list[RankRun]], part: RankRun) -> None:
-    """Add the lines of a rank to the first run of as many ranks that has no lines of this rank yet."""
+    """Add the lines of a rank to its run; where files do not say which run it is, to the first one of as many
+    ranks that has no lines of this rank yet.
+    """
+    mine = part.world_size, part.identity
     for run in runs:
-        if run[0].world_size == part.world_size and all(part.rank != other.rank for other in run):
+        others = [part.rank != other.rank for other in run]
+        if (run[0].world_size, run[0].identity) == mine and all(others):
             run.append(part)
             return
     runs.append([part])

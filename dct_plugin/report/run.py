@@ -78,12 +78,9 @@ class Run:
             Window(step, max(row.steps for rows in classes.values() for row in rows), classes)
             for step, classes in sorted(found.items())
         ]
-        events = [event for part in self.ranks for event in part.events]
-        first = self.ranks[0].rank
-        self.losses = [
-            (e.step, e.loss) for e in events if e.event == "loss" and e.loss is not None and e.rank == first
-        ]
-        self.decisions: list[EventLine] = [e for e in events if e.event == "decision" and e.rank == first]
+        first = self.ranks[0]
+        self.losses = first.losses
+        self.decisions: list[EventLine] = [e for e in first.events if e.event == "decision"]
 
     @property
     def who(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from ..metrics import format_bytes
 
 #: Lines of a failed job's output that are shown.
 _LINES = 30
+#: Where torchrun begins to say that a rank failed, for which the rank has given its reason before.
+_LAUNCHER = re.compile(r"^.*(?:failed \(exitcode: |closing signal SIGTERM)", re.MULTILINE)
 
 
 class Figures(NamedTuple):
@@ -104,7 +107,7 @@ def advise(
     """Run a job for some dense steps, and print what each setting would cost and save.
 
     The job is stopped when its steps are measured; nothing of it is changed. It trains with
-    DistributedDataParallel, DeepSpeed or Megatron.
+    DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron.
     """
     rates = check_rates(link or [], option="--link")
     figures = _measured(command, limit)
@@ -114,7 +117,7 @@ def advise(
     if as_json:
         typer.echo(json.dumps(list(_rows(figures, models)), indent=1))
         return
-    _print(figures, models)
+    _print(figures, models, launch_line(command))
 
 
 def launch_line(command: Sequence[str]) -> list[str]:
@@ -159,12 +162,13 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
             _stop(job)
         if path.exists():
             return Figures.read(path)
-        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:])
+        own = _LAUNCHER.split(log.read_text(encoding="utf-8", errors="replace"), maxsplit=1)[0]
+        last = "\n".join(own.splitlines()[-_LINES:])
         what = (
             f"was not measured within {limit:g} s (--limit)"
             if not is_over
             else f"ended with status {job.returncode} before it was measured, which takes 15 optimizer steps "
-            "of a model in DistributedDataParallel, a DeepSpeed engine or Megatron on at least two ranks"
+            "of DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron on at least two ranks"
         )
         raise DCTError(f"the job {what}; the end of its output:\n{last}")
 
@@ -194,7 +198,7 @@ def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, 
         }
 
 
-def _print(figures: Figures, models: dict[str, CostModel]) -> None:
+def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) -> None:
     table = Table(title_justify="left", box=None, pad_edge=False)
     for name in ("setting", "sent", *(f"ms, {name}" for name in models), "pays below", "quality"):
         table.add_column(name, justify="left" if name in ("setting", "quality") else "right")
@@ -215,10 +219,23 @@ def _print(figures: Figures, models: dict[str, CostModel]) -> None:
     console.print(table)
     console.print("* the gentlest of the fastest that lost nothing measurable")
     for name, setting in best.items():
-        section = {"sparsity": setting.sparsity, "value_dtype": setting.value_dtype}
-        text = "leave the plugin out" if setting.is_dense else json.dumps({"dct": {"data_parallel": section}})
+        text = "leave the plugin out"
+        if not setting.is_dense:
+            text = _pasted({"sparsity": setting.sparsity, "value_dtype": setting.value_dtype}, line)
         console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
-    console.print('or let the job choose: {"dct": {"data_parallel": {"sparsity": "auto"}}}', highlight=False)
+    console.print(
+        f"or let the job choose: {_pasted({'sparsity': 'auto'}, line)}", highlight=False, soft_wrap=True
+    )
+
+
+def _pasted(section: dict[str, Any], line: Sequence[str]) -> str:
+    """Return settings as they are given to the job: Megatron takes them in its launch line."""
+    if "dct_plugin.megatron" not in line:
+        return json.dumps({"dct": {"data_parallel": section}})
+    if not section["sparsity"]:  # with which alone everything is left to Megatron
+        section = {"quality": "bytes", **section}
+    options = [f"--dct-data-parallel-{key.replace('_', '-')} {value}" for key, value in section.items()]
+    return " ".join(["-m dct_plugin.megatron", *options, "SCRIPT ..."])
 
 
 def _best(figures: Figures, model: CostModel) -> Setting:

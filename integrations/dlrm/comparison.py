@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,10 +13,9 @@ from dct_plugin.links.namespaces import Links
 from dct_plugin.links.rates import rate_name
 from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.metrics import is_estimate
+from dct_plugin.report.reading import Row
 
 from .figures import Run
-
-Metrics = Sequence[dict[str, Any]]
 
 #: Figures of a run that its JSON has as they are.
 _SIDE = ("name", "epochs", "wire_bytes", "step_ms", "seconds", "ranks_in_step")
@@ -28,21 +26,12 @@ _ON_LINKS = "dct_plugin.integrations.dlrm.on_links:Trainings"
 HEADERS, PER_STEP = 1.1, 4096
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reports in the plugin's metrics file; none if there is no such file."""
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if "class" in line]
-
-
-def _per_step(metrics: Metrics, *names: str) -> dict[int, float]:
-    """Sum of the named figures over the classes of the plugin's messages, for every step."""
+def _per_step(metrics: Sequence[Row], name: str) -> dict[int, float]:
+    """Sum a figure over the classes of the plugin's messages, for every step."""
     sums: dict[int, float] = {}
     for line in metrics:
-        if is_estimate(line["class"]):
-            continue
-        sums[line["step"]] = sums.get(line["step"], 0.0) + sum(line[name] for name in names)
+        if not is_estimate(line.cls):
+            sums[line.step] = sums.get(line.step, 0.0) + getattr(line, name)
     return sums
 
 
@@ -58,15 +47,15 @@ class Sent:
     """Step, and the share of the entries that were sent in it."""
 
     @classmethod
-    def by_dense_run(cls, metrics: Metrics) -> Sent:
+    def by_dense_run(cls, metrics: Sequence[Row]) -> Sent:
         """Return the bytes of the uncompressed run, which the metrics of the DCT run tell."""
         return cls(statistics.fmean(_per_step(metrics, "dense_bytes").values()))
 
     @classmethod
-    def by_dct_run(cls, metrics: Metrics, *, density_target: float) -> Sent:
+    def by_dct_run(cls, metrics: Sequence[Row], *, density_target: float) -> Sent:
         """Read the lines of the plugin's metrics file (``every: 1``)."""
-        gradients = [line for line in metrics if line["class"] == "gradient" and line["density"] is not None]
-        densities = [(line["step"], line["density"]) for line in gradients]
+        gradients = [line for line in metrics if line.cls == "gradient"]
+        densities = [(line.step, line.density) for line in gradients if line.density is not None]
         return cls(
             payload_bytes=statistics.fmean(_per_step(metrics, "sent_bytes").values()),
             density=statistics.fmean(density for _, density in densities) if densities else 1.0,

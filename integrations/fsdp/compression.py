@@ -25,6 +25,7 @@ from dct_plugin.metrics import Metrics
 from ..host import lost_peers, startup
 from ..host.automatic import settled
 from ..host.loss_scale import LossScale
+from ..host.measured_job import SECTION, VARIABLE
 from ..host.nonfinite import PoisonedSteps
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
@@ -80,6 +81,8 @@ def compress_replicas(
         VersionError: The installed torch is not supported.
     """
     check_torch()
+    if VARIABLE in os.environ:  # the job is measured by `dct advise`
+        config = SECTION
     return ReplicaCompression(
         model,
         config,
@@ -89,6 +92,12 @@ def compress_replicas(
         metrics=metrics,
         time_limit=time_limit,
     )
+
+
+def is_compressed(model: nn.Module) -> bool:
+    """Return whether :func:`compress_replicas` was called for a model."""
+    meshes = [group.mesh_info for group in parameter_groups(model) if has_replicas(group)]
+    return any(isinstance(mesh.replicate_process_group, ReplicaGroup) for mesh in meshes)
 
 
 class ReplicaCompression:

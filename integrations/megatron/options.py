@@ -266,7 +266,7 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
         "data_parallel": (
             "dct.data_parallel",
             data,
-            "" if data.sparsity or data.parameters is not None else "sparsity = 0",
+            "" if data.sparsity or data.quality or data.parameters is not None else "sparsity = 0",
         ),
     }
     states = {}

@@ -16,7 +16,7 @@ from dct_plugin.data_parallel.automatic import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.integrations import autoload
 from dct_plugin.integrations.host import measured_job
-from dct_plugin.tools.advise import Figures, _measured, launch_line
+from dct_plugin.tools.advise import Figures, _measured, _pasted, launch_line
 
 DENSE, STRONG = Setting(), Setting(0.99, "bf16")
 
@@ -69,6 +69,13 @@ def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> Non
         "--x",
     ]
     assert launch_line([*line, str(plain), "--x"]) == [*line, str(plain), "--x"]
+    section = {"sparsity": 0.97, "value_dtype": "bf16"}
+    options = "--dct-data-parallel-sparsity 0.97 --dct-data-parallel-value-dtype bf16"
+    assert (
+        _pasted(section, launch_line([*line, str(megatron)]))
+        == f"-m dct_plugin.megatron {options} SCRIPT ..."
+    )
+    assert json.loads(_pasted(section, line)) == {"dct": {"data_parallel": section}}
     through = [*line, "-m", "dct_plugin.megatron", str(megatron)]
     assert launch_line(through) == through
 
@@ -85,30 +92,43 @@ def test_a_job_that_fails_shows_its_own_error() -> None:
 
 
 _SCRIPT = """
+import sys
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(200, 100))
+model = torch.nn.Linear(200, 100)
+if sys.argv[1] == "ddp":
+    model = DistributedDataParallel(model)
+else:
+    names = ("replicate", "shard")
+    shape = (2, 1) if sys.argv[1] == "hsdp" else (2,)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape):]))
 optimizer = torch.optim.AdamW(model.parameters())
 while True:
     model(torch.randn(4, 200)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    return str(tmp_path / "train.py")
 
 
 @pytest.mark.slow
-def test_an_unmodified_script_is_measured_and_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ddp", "hsdp"])
+def test_an_unmodified_script_is_measured_and_stopped(script: str, how: str) -> None:
     from dct_plugin.cli import app
 
-    script = tmp_path / "train.py"
-    script.write_text(_SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = CliRunner().invoke(
-        app, ["advise", "--json", "--link", "100mbit", "--", *torchrun, str(script)], catch_exceptions=False
-    )
+    line = ["advise", "--json", "--link", "100mbit", "--", *_TORCHRUN, script, how]
+    result = CliRunner().invoke(app, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     dense, *others = json.loads(result.output)
     assert dense["sparsity"] == 0
@@ -117,3 +137,10 @@ def test_an_unmodified_script_is_measured_and_stopped(tmp_path: Path) -> None:
     assert all(set(row["step_ms"]) == {"here", "100 Mbit/s"} for row in others)
     assert others[-1]["sent_bytes"] < dense["sent_bytes"] / 30
     assert "nothing measurable lost" in others[-1]["quality"]  # AdamW on two ranks
+
+
+@pytest.mark.slow
+def test_a_model_without_replicas_is_refused_by_name(script: str) -> None:
+    with pytest.raises(DCTError, match="Pass fully_shard a mesh of two dimensions") as caught:
+        _measured([*_TORCHRUN, script, "sharded"], 60)
+    assert "ChildFailedError" not in str(caught.value)  # torchrun's own report

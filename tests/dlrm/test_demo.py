@@ -19,7 +19,7 @@ from rich.console import Console
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm import runner
 from dct_plugin.integrations.dlrm.commands.demo import PRESETS, Options, deepspeed_config
-from dct_plugin.integrations.dlrm.comparison import Comparison, Measured, Sent, read_metrics
+from dct_plugin.integrations.dlrm.comparison import Comparison, Measured, Sent
 from dct_plugin.integrations.dlrm.figures import Run, read_runs
 from dct_plugin.integrations.dlrm.progress import LaunchProgress
 from dct_plugin.integrations.dlrm.report import (
@@ -33,6 +33,7 @@ from dct_plugin.integrations.dlrm.report import (
 from dct_plugin.integrations.dlrm.runner import RunFailed, Runner, config_file
 from dct_plugin.links.interleave import Figures
 from dct_plugin.report.page import write_page
+from dct_plugin.report.reading import Row
 
 PRESET = PRESETS["diabetes"]
 
@@ -177,11 +178,13 @@ def test_figures_come_from_events_and_metrics() -> None:
     ]
     times = {"select_ms": 1.0, "encode_ms": 2.0, "decode_ms": 3.0, "exchange_ms": 4.0}
     small_times = dict.fromkeys(times, 0.25)
-    metrics: list[dict[str, Any]] = []
+    metrics: list[Row] = []
     for step in range(1, 6):
+        common = {"step": step, "steps": 1}
         large = {"class": "gradient", "dense_bytes": 10_000, "sent_bytes": 100, "density": 0.02}
         small = {"class": "gradient_small", "dense_bytes": 2_000, "sent_bytes": 20, "density": 1.0}
-        metrics += [{"step": step, **large, **times}, {"step": step, **small, **small_times}]
+        rows = [{**common, **large, **times}, {**common, **small, **small_times}]
+        metrics += map(Row.model_validate, rows)
 
     (dense,) = read_runs(events)
     assert (dense.steps, dense.step_ms, dense.wire_bytes, dense.weights) == (5, 3.0, 1000, 1000)
@@ -280,10 +283,6 @@ def test_moving_average() -> None:
     assert moving_average([1, 2, 3, 6], 1) == [1, 2, 3, 6]
     assert moving_average([1, 2, 3, 6], 3) == pytest.approx([2, 11 / 3])
     assert moving_average([1], 2) == []
-
-
-def test_metrics_file_that_is_not_there(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "absent.jsonl") == []
 
 
 # -- the command -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import run as run_processes
 from typer.testing import CliRunner
 
 from dct_plugin import cli
@@ -228,6 +229,50 @@ def test_ranks_of_one_run_belong_together(tmp_path: Path) -> None:
     together.write_text("".join((tmp_path / f"a-{rank}.jsonl").read_text() for rank in (0, 1)))
     ((first, second),), notes = read([together])
     assert (first.rank, second.rank, notes) == (0, 1, [])
+
+
+def test_files_of_different_runs_are_kept_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        job(tmp_path / f"{name}-{{rank}}.jsonl", ranks=2, steps=10)
+        for path in tmp_path.glob(f"{name}-*"):
+            path.write_text(path.read_text().replace('"run": null', f'"run": "{name}"'))
+    runs, notes = read([tmp_path / "a-0.jsonl", tmp_path / "b-1.jsonl"])
+    assert [[(part.rank, part.identity) for part in run] for run in runs] == [[(0, "a")], [(1, "b")]]
+    assert notes[-1].startswith("These are 2 different runs, each in a part of its own: ")
+    runs, notes = read([tmp_path / f"{name}.jsonl" for name in ("a-0", "b-0", "b-1", "a-1")])
+    assert [[part.identity for part in run] for run in runs] == [["a", "a"], ["b", "b"]]
+
+
+def _header(rank: int, world_size: int, folder: str) -> list[Any]:
+    for name in ("a", "a", "b"):
+        Metrics(MetricsConfig(path=f"{folder}/{name}-{{rank}}.jsonl"), rank=rank, world_size=2).close()
+    files = (Path(folder, f"{name}-{rank}.jsonl").read_text().splitlines() for name in "ab")
+    return [json.loads(line)["run"] for lines in files for line in lines]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_run_write_one_identity(tmp_path: Path) -> None:
+    first, second = run_processes(2, _header, str(tmp_path))
+    assert first == second
+    assert len(set(first)) == 3
+    assert all(first)
+
+
+def test_the_loss_beside_a_dense_run(tmp_path: Path) -> None:
+    path, dense, out = tmp_path / "m.jsonl", tmp_path / "dense.jsonl", tmp_path / "r.html"
+    job(path, steps=40)
+    job(dense, steps=80)
+    dense.write_text(dense.read_text().replace('"loss": 0.025,', '"loss": 0.125,'))
+    said = report(path, "--dense", dense, "--out", out)
+    ours, theirs = sum(1 / x for x in range(37, 41)) / 4, sum(1 / x for x in range(37, 40)) / 4 + 0.125 / 4
+    assert (
+        f"From step 37 to 40 the loss is {ours:.4f} and that of the dense run {theirs:.4f}: -0.0250" in said
+    )
+    loss = columns(Tables(out.read_text()).found["Training loss"])
+    assert (loss["loss"][39], loss["dense run"][39], loss["loss"][79]) == (0.025, 0.125, None)
+    dense.write_text("".join(line for line in dense.open() if '"loss"' not in line))
+    with pytest.raises(DCTError, match=r"dense\.jsonl: holds no loss: the callbacks"):
+        runner.invoke(cli.app, ["report", str(path), "--dense", str(dense)], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

@@ -161,25 +161,27 @@ class _Demo:
             DCTError: A rank failed, or the plugin was not active.
         """
         from dct_plugin.config import DCTConfig
+        from dct_plugin.report.reading import read
 
-        from ..comparison import Comparison, Sent, read_metrics
+        from ..comparison import Comparison, Sent
         from ..figures import read_runs
 
-        self._metrics_file = metrics_file
         self._done = launch("demo", self._job, ranks=self._ranks, folder=self._out, console=self._console)
-        metrics = read_metrics(metrics_file)
-        if not metrics:
+        try:
+            self._metrics, _ = read([metrics_file])
+        except DCTError as error:
             raise DCTError(
                 "the DCT run wrote no metrics, so the plugin was not active in it. See `dct doctor`: is "
                 f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 set, or the plugin not installed for {sys.executable}?"
-            )
+            ) from error
+        rows = self._metrics[0][0].rows
         dense, dct = read_runs(self._done.events)
         target = DCTConfig.parse(self._dct["dct"]).data_parallel.density
         self._comparison = Comparison(
             dense=dense,
             dct=dct,
-            dense_sent=Sent.by_dense_run(metrics),
-            dct_sent=Sent.by_dct_run(metrics, density_target=target),
+            dense_sent=Sent.by_dense_run(rows),
+            dct_sent=Sent.by_dct_run(rows, density_target=target),
             ranks=self._ranks,
             zero_stage=self._dct["zero_optimization"].get("stage", 0),
         )
@@ -227,7 +229,6 @@ class _Demo:
 
         from dct_plugin.report.metrics_part import metrics_part
         from dct_plugin.report.page import write_page
-        from dct_plugin.report.reading import read
 
         from ..report import comparison_part, diverged, draw_training, speed_table, verdict
 
@@ -244,9 +245,8 @@ class _Demo:
         for line in self._done.command_lines.values():
             console.print(Text("  " + line), soft_wrap=True)
         page = self._out / "report.html"
-        runs, _ = read([self._metrics_file])
         shown = comparison_part(comparison, title=f"{of_data} {of_run}", quick=self._quick)
-        write_page(page, [shown, *map(metrics_part, runs)])
+        write_page(page, [shown, *map(metrics_part, self._metrics)])
         files = str(plot)
         if json_file is not None:
             write(json_file, {**self._figures(), "quick": self._quick})
