@@ -1,4 +1,4 @@
-"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: trainings, unit tests, `dct advise`.
+"""Run an unmodified Megatron-LM checkout with the plugin, on CPU with gloo: trainings, unit tests, advice.
 
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py
     MEGATRON_LM=~/Megatron-LM python benchmarks/studies/upstream_megatron.py --case pp2 --mode plain

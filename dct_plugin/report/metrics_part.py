@@ -56,7 +56,7 @@ def metrics_part(ranks: Sequence[RankRun], dense: _Losses = ()) -> Part:
 
 
 def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
-    """Say in a sentence each: bytes saved, time saved beside the dense steps at the start, and the loss beside
+    """Say in a sentence each: bytes saved, time saved beside the dense steps at the start, the loss beside
     that of a dense run.
     """
     sent = run.per_step("sent_bytes", run.windows, *run.classes) * run.steps
