@@ -180,7 +180,7 @@ class Runner:
         for name, section in SECTIONS.items():
             (folder / f"{name}.json").write_text(json.dumps({"dct": section}))
         self.environment = {key: value for key, value in os.environ.items() if key != "DCT_CONFIG"} | {
-            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'tests'}",
+            "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT / "tests", ROOT))),
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONWARNINGS": "ignore",

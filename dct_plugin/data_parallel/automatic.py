@@ -448,7 +448,9 @@ class AutomaticSparsity(AddOn):
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
     """Time the coding and decoding of random entries, the least of some repetitions."""
     data = torch.randn(_ENTRIES, device=group.device)
-    stream = Compressor(group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype)
+    stream = Compressor(
+        group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
+    )
     total, found = torch.zeros_like(data), []
     for _ in range(_REPEATS):
         writer, began = MessageWriter(group.device), time.perf_counter()

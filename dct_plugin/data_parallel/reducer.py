@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..config import DataParallelConfig, KernelConfig
-from ..console import log_once
 from ..errors import ConfigError, DCTError
 from ..metrics import Metrics, Record
 from ..stream import Compressor
@@ -87,8 +86,6 @@ class GradientReducer(StreamGroup):
             nodes=nodes,
         )
         self.config, self.loss_scale = self.settings, loss_scale
-        if self.settings is not config and self.group_rank == 0 and self.world_size > 1:
-            log_once(f"dct: {self.settings.summary}, for {self.world_size} ranks or nodes")
         self.deferred = False
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
         device there, not in every reduction.

@@ -113,7 +113,7 @@ class StreamGroup:
         """By name: one for each tensor that this rank sends by itself."""
         self.host_collective = "reduce_scatter"
         """Collective by which the host would give owners their sums; for the metrics."""
-        self._kernels = kernels
+        self.kernels = kernels
         self.backend = backend_of(kernels, self.device)
         self._transactional = transactional
         self.scratch = ScratchBuffers()
@@ -137,7 +137,7 @@ class StreamGroup:
                 self.settings,
                 name=name,
                 rank=self.rank,
-                kernels=self._kernels,
+                kernels=self.kernels,
                 transactional=self._transactional,
                 scratch=self.scratch,
             )

@@ -252,7 +252,9 @@ class DCTState:
         agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
         lost_peers.watch(self, lambda state: state.steps.step)
         if reducer.group_rank == 0 and reducer.group_size > 1:
-            startup.log_active(f"torch DDP, {reducer.group_size} ranks", self.config, self._note)
+            startup.log_active(
+                f"torch DDP, {reducer.group_size} ranks", self.config, self._note, reducer.config
+            )
         return overlap_of(reducer, inline=True)
 
     def _reduce_early(self, bucket: Bucket) -> None:

@@ -252,7 +252,8 @@ class ReplicaCompression:
         facts = {"optimizer steps so far": group.reducer.step, "optimizer given": self._optimizer is not None}
         agreement.confirm(startup.facts_of(self.config, facts))
         if dist.get_rank() == 0 and not self._agreed:
-            startup.log_active(f"FSDP2, {group.size()} replicas", self.config, self._note)
+            settings = group.reducer.config
+            startup.log_active(f"FSDP2, {group.size()} replicas", self.config, self._note, settings)
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dct_plugin._version import __version__
-from dct_plugin.config import DCTConfig, options
+from dct_plugin.config import DataParallelConfig, DCTConfig, options
 from dct_plugin.errors import VersionError
 from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
@@ -106,9 +106,8 @@ def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def log_active(what: str, config: DCTConfig, note: str) -> None:
-    """Log what is active; ``note`` is about its feedback."""
-    settings = config.data_parallel
+def log_active(what: str, config: DCTConfig, note: str, settings: DataParallelConfig) -> None:
+    """Log what is active; ``note`` is about its feedback, ``settings`` are those of the reducer."""
     summary = settings.summary if settings.enabled else "dense gradients"
     logger.warning("dct: active on %s, %s, config %s", what, summary, config.fingerprint())
     if note:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dct_plugin import checkpoint
+from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.plan import shards_in
@@ -155,6 +156,8 @@ class Reductions:
             step=self.session.step,
             nodes=nodes_of(self.session.config.data_parallel, ranks),
         )
+        if reducer.group_rank == 0:
+            log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")
         wanted = group.ddp_config.overlap_grad_reduce
         overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")
         accordion = reducer.find(Accordion)
