@@ -1,40 +1,57 @@
 """Measure the regret of the automatic mode: its steps against the best fixed setting's, in the same run.
 
 Every rank gets a network namespace of its own (Linux, root or user namespaces). On each link the automatic
-mode decides, keeps its decision, and then all methods take turns. With ``--drop`` one job sees three links in
-turn.
+mode decides, keeps its decision, and then all methods take turns. Figures of a cell (job, ranks, link) are
+kept in a file; a cell that it has is not measured again. With ``--drop`` one job sees three links in turn.
 
     python benchmarks/regret.py
-    python benchmarks/regret.py --drop
+    python benchmarks/regret.py --workload megatron --ranks 2 --rates 1gbit
+    python benchmarks/regret.py --drop --metrics drop.jsonl && dct report drop.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import megatron_gpt
+
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.automatic import AutomaticSparsity, Pace
 from dct_plugin.integrations.ddp import DCTState
+from dct_plugin.integrations.dlrm import on_links
+from dct_plugin.integrations.dlrm.commands.dlrm import configuration
 from dct_plugin.links.interleave import interleaved, warmed
 from dct_plugin.links.method import Method
 from dct_plugin.links.namespaces import Links
 from dct_plugin.links.rates import rate_name
-from dct_plugin.links.team import NETWORKS, Team
+from dct_plugin.links.team import NETWORKS, Team, TeamError
 from dct_plugin.tools.bench import ddp, zero
 from dct_plugin.tools.bench.perceptron import batch, perceptron, width_of
 
 AUTOMATIC = "automatic"
+BEGAN = time.monotonic()
 SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 #: Steps in which the automatic mode decides.
 DECIDES = 130
 FIXED = [(0.9, "bf16"), (0.97, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4")]
+SECTIONS: dict[str, dict[str, Any]] = {
+    f"DCT {sparsity:g} {values}": {
+        "data_parallel": {"sparsity": sparsity, "value_dtype": values, "feedback": "local"}
+    }
+    for sparsity, values in FIXED
+} | {AUTOMATIC: SECTION}
 #: Not methods to choose from.
 APART = ("ideal", "latency floor", "top-k 1 %", "fp16", "PowerSGD 1", "PowerSGD 4")
 #: Link and steps, one after the other.
@@ -52,12 +69,12 @@ class DDP(ddp.DDP):
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         _prepare(options)
-        self._keeps, self._millions = options["keeps"], options["parameters"]
+        self._keeps, self._millions, self._path = options["keeps"], options["parameters"], options["metrics"]
 
     def open(self, variant: str) -> list[Method]:
         width = width_of(self._millions)
         shared, one_bucket = (ddp.Trained(perceptron(width), batch(width), mb) for mb in (25, 1e6))
-        state = DCTState(DCTConfig.parse(SECTION))
+        state = DCTState(DCTConfig.parse(SECTION).updated({"metrics": {"path": self._path, "every": 5}}))
         automatic = Method(
             AUTOMATIC, shared.step, [state.metrics], around=partial(shared.through, state), warmup=DECIDES
         )
@@ -77,13 +94,7 @@ class Zero(zero.Zero):
     def open(self, variant: str) -> list[Method]:
         stage = int(variant.removeprefix("ZeRO-"))
         sections: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"communication_data_type": "bf16"}}
-        sections |= {
-            f"DCT {sparsity:g} {values}": {
-                "dct": {"data_parallel": {"sparsity": sparsity, "value_dtype": values, "feedback": "local"}}
-            }
-            for sparsity, values in FIXED
-        }
-        sections[AUTOMATIC] = {"dct": SECTION}
+        sections |= {name: {"dct": section} for name, section in SECTIONS.items()}
         return [self._method(name, stage, section) for name, section in sections.items()]
 
     def _method(self, name: str, stage: int, section: dict[str, Any]) -> Method:
@@ -95,9 +106,73 @@ class Zero(zero.Zero):
         )
 
 
+class Recommender(on_links.Trainings):
+    """The hybrid DLRM: its tables exchange distinct rows in full, and the MLPs' gradients are measured."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        _prepare(options)
+        rows = {"deduplicate": True}
+        sections = {"rows": {"data_parallel": {"enabled": False}}, **SECTIONS}
+        content = {"train_batch_size": 2048, "gradient_clipping": 1.0}
+        made = {"fp32": content} | {
+            name: {**content, "dct": {"embedding": rows, **section}} for name, section in sections.items()
+        }
+        configs = {name: configuration(each, ranks=options["ranks"]) for name, each in made.items()}
+        data = {"format": "diabetes", "data": None, "max_rows": None}
+        super().__init__({**data, "configs": {"DLRM": configs}})
+
+    def open(self, variant: str) -> list[Method]:
+        methods = super().open(variant)
+        for method in methods:
+            method.warmup = DECIDES if method.name == AUTOMATIC else method.warmup
+        return methods
+
+
+class Megatron(megatron_gpt.Megatron):
+    """Megatron's data parallelism: every method has a model and hooks of its own, which take turns."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__({"dct": False})
+        _prepare(options)
+
+    def open(self, variant: str) -> list[Method]:
+        optimizer = "optimizer" in variant
+        (dense,) = super().open("DP 2, distributed optimizer" if optimizer else "DP 2")
+        dense.name = "fp32"
+        return [dense, *(self._hooked(name, section, optimizer) for name, section in SECTIONS.items())]
+
+    def _hooked(self, name: str, section: dict[str, Any], optimizer: bool) -> Method:
+        from dct_plugin.integrations.megatron import hooks
+
+        hooks.install(DCTConfig.parse(section))
+        session = hooks.current()
+        assert session is not None
+        step = partial(next, megatron_gpt.training(1, distributed_optimizer=optimizer))
+        replaced = [(owner, key, vars(owner)[key]) for owner, key, _ in session.patches._originals]
+
+        @contextmanager
+        def hooked() -> Iterator[None]:
+            hooks._session = session
+            for each in replaced:
+                session.patches.replace(*each)
+            yield
+            leave()
+
+        def leave() -> None:
+            hooks._session = None
+            session.patches.undo()
+
+        leave()
+        return Method(
+            name, step, [session.metrics], around=hooked, warmup=DECIDES if name == AUTOMATIC else 10
+        )
+
+
 WORKLOADS = {
     "ddp": ("regret:DDP", ["torch DDP"]),
     "deepspeed": ("regret:Zero", ["ZeRO-0", "ZeRO-1"]),
+    "dlrm": ("regret:Recommender", ["DLRM"]),
+    "megatron": ("regret:Megatron", ["Megatron", "Megatron, distributed optimizer"]),
 }
 
 
@@ -136,33 +211,56 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def regret(arguments: argparse.Namespace, folder: Path, follow: Callable[[Row], None]) -> list[Row]:
-    """Return a row for every workload, number of ranks and link."""
-    rows = []
-    options = {"parameters": arguments.parameters, "per_node": 1, "keeps": True}
-    for ranks in arguments.ranks:
-        for name in arguments.workload:
-            target, variants = WORKLOADS[name]
-            with (
-                Links(ranks, NETWORKS) as links,
-                Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
-            ):
-                for variant in variants:
-                    for rate in arguments.rates:
-                        links.limit(None if rate == "unlimited" else rate)
-                        methods = team.open(variant)
-                        warmed(team.block, methods)
-                        figures = interleaved(team.block, list(methods), arguments.seconds)
-                        team.close()
-                        where = f"{variant}, {ranks} ranks, {rate_name(rate)}"
-                        rows.append(Row(where, {each.name: each.median for each in figures}))
-                        follow(rows[-1])
-    return rows
+def regret(arguments: argparse.Namespace, folder: Path) -> list[Row]:
+    """Return a row for every workload, number of ranks and link, and print each when it is there."""
+    kept = arguments.out.read_text().splitlines() if arguments.out.exists() else []
+    rows = {row.where: row for row in (Row(**json.loads(line)) for line in kept)}
+    cells: dict[str, tuple[int, str, str, str]] = {
+        f"{variant}, {ranks} ranks, {rate_name(rate)}": (ranks, name, variant, rate)
+        for ranks in arguments.ranks
+        for name in arguments.workload
+        for variant in WORKLOADS[name][1]
+        for rate in arguments.rates
+    }
+    for (ranks, name), part in itertools.groupby(cells.items(), lambda cell: cell[1][:2]):
+        missing = {where: cell for where, cell in part if where not in rows}
+        try:
+            for row in _measured(arguments, folder, ranks, name, missing) if missing else ():
+                rows[row.where] = row
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(row._asdict()) + "\n")
+                print(f"{row}  ({time.monotonic() - BEGAN:.0f} s)", file=sys.stderr, flush=True)
+        except TeamError as error:
+            print(error, file=sys.stderr, flush=True)
+    return [rows[where] for where in cells if where in rows]
+
+
+def _measured(
+    arguments: argparse.Namespace,
+    folder: Path,
+    ranks: int,
+    name: str,
+    cells: dict[str, tuple[int, str, str, str]],
+) -> Iterator[Row]:
+    target = WORKLOADS[name][0]
+    options = {"parameters": arguments.parameters, "keeps": True, "metrics": None, "ranks": ranks}
+    with (
+        Links(ranks, NETWORKS) as links,
+        Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
+    ):
+        for where, (_, _, variant, rate) in cells.items():
+            links.limit(None if rate == "unlimited" else rate)
+            methods = team.open(variant)
+            warmed(team.block, methods)
+            figures = interleaved(team.block, list(methods), arguments.seconds)
+            team.close()
+            yield Row(where, {each.name: each.median for each in figures})
 
 
 def drop(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the steps of one job while the link between its ranks changes."""
-    options = {"parameters": arguments.parameters, "per_node": 1, "keeps": False}
+    metrics = None if arguments.metrics is None else str(arguments.metrics.resolve())
+    options = {"parameters": arguments.parameters, "per_node": 1, "keeps": False, "metrics": metrics}
     with (
         Links(2, NETWORKS) as links,
         Team("regret:DDP", 2, links, options=options, folder=folder, name="drop") as team,
@@ -177,6 +275,7 @@ def drop(arguments: argparse.Namespace, folder: Path) -> None:
                 done += 10
                 print(f"| {done - 10} to {done} | {rate_name(rate)} | {block.ms:.1f} |", flush=True)
         team.close()
+    print(*_decisions(folder), sep="\n")
 
 
 def main() -> None:
@@ -187,21 +286,22 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=4.0, help="millions")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
     parser.add_argument("--drop", action="store_true", help="one job, whose link changes")
+    parser.add_argument("--out", type=Path, default=Path("out/regret.jsonl"), help="figures of the cells")
+    parser.add_argument("--metrics", type=Path, help="with --drop: metrics file, for dct report")
     arguments = parser.parse_args()
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    here = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         if arguments.drop:
-            drop(arguments, Path(folder))
-        else:
-            print("| job | fp32, ms | best fixed, ms | automatic, ms | regret | beside fp32 |")
-            print("|---|--:|--:|--:|--:|--:|", flush=True)
-            rows = regret(arguments, Path(folder), lambda row: print(row, flush=True))
-            regrets = [row.regret for row in rows]
-            hosts = max(row.beside_host for row in rows)
-            print(f"regret: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}")
-            print(f"slowest beside fp32: {hosts:.2f}")
-        print(*_decisions(Path(folder)), sep="\n")
+            return drop(arguments, Path(folder))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        rows = regret(arguments, Path(folder))
+        print(*_decisions(Path(folder)), sep="\n", file=sys.stderr)
+    print("| job | fp32, ms | best fixed, ms | automatic, ms | regret | beside fp32 |")
+    print("|---|--:|--:|--:|--:|--:|", *rows, sep="\n")
+    regrets = [row.regret for row in rows]
+    print(f"regret: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}")
+    print(f"slowest beside fp32: {max(row.beside_host for row in rows):.2f}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
-    parser.add_argument("--log", help="folder for the plugin's metrics; the Trainer logs to TensorBoard, too")
+    parser.add_argument("--log", help="folder for the plugin's metrics; the Trainer logs, too")
+    parser.add_argument("--report-to", nargs="+", default=["tensorboard"], help="and mlflow, wandb, ...")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
@@ -67,7 +68,7 @@ def main(arguments=None):
             logging_steps=max(1, options.steps // 6),
             save_strategy="no" if options.folder is None else "steps",
             save_steps=options.steps // 2,
-            report_to="none" if options.log is None else "tensorboard",
+            report_to="none" if options.log is None else options.report_to,
             ddp_find_unused_parameters=False,
             use_cpu=not torch.cuda.is_available(),
         ),

@@ -91,7 +91,7 @@ class Session:
         self._open = False
         self._awaited: list[Callable[[], None]] = []
         self._reporting: Reporting | None = None
-        self._monitor: Any = None
+        self._monitors: set[str] = set()
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -194,11 +194,12 @@ class Session:
             hook.close()
 
     def _find_monitor(self) -> None:
-        """Add Megatron-LM's TensorBoard writer to the sinks, once there is one (on its last rank)."""
-        if self._monitor is None:
-            self._monitor = _megatron_global("_GLOBAL_TENSORBOARD_WRITER")
-            if self._monitor is not None:
-                self.metrics.add_sink(functools.partial(_write_scalars, self._monitor))
+        """Add Megatron-LM's writers to the sinks, once there are any (on its last rank)."""
+        for name, write in _MONITORS.items():
+            writer = _megatron_global(name)
+            if writer is not None and name not in self._monitors:
+                self._monitors.add(name)
+                self.metrics.add_sink(functools.partial(write, writer))
 
 
 def _print_line(events: list[Event]) -> None:
@@ -219,6 +220,14 @@ def _print_line(events: list[Event]) -> None:
 def _write_scalars(writer: Any, events: list[Event]) -> None:
     for name, value, step in events:
         writer.add_scalar(name, value, step)
+
+
+def _write_wandb(wandb: Any, events: list[Event]) -> None:
+    wandb.log({name: value for name, value, _ in events}, step=events[0][2])
+
+
+#: Megatron-LM's global variables that hold a writer, and how it is written to.
+_MONITORS = {"_GLOBAL_TENSORBOARD_WRITER": _write_scalars, "_GLOBAL_WANDB_WRITER": _write_wandb}
 
 
 def _megatron_global(name: str) -> Any:
