@@ -37,25 +37,32 @@ Sink = Callable[[list[Event]], object]
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Sums over the records of one tensor class."""
+class Record:
+    """One message, of one tensor or of ``tensors`` tensors.
 
-    dense_bytes: float = 0.0
-    sent_bytes: float = 0.0
+    Attributes:
+        cls: Tensor class.
+        dense_bytes: Bytes this rank would have sent without the plugin.
+        sent_bytes: Bytes it did send.
+        numel, nnz: Entries of the tensors, and how many of them were kept.
+        target_density: Wanted nnz / numel; 1 for what is sent dense.
+        tau: Threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
+        refreshes: Thresholds that were measured anew.
+        select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
+        hidden_ms: How many of them passed beside the backward pass, which did not wait for them.
+        waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
+        intra_node: Bytes sent inside the node, which are not in ``sent_bytes``.
+        tensors: Tensors in the message.
+    """
+
+    cls: str
+    dense_bytes: float = 0
+    sent_bytes: float = 0
     numel: int = 0
     nnz: int = 0
+    target_density: float = 1.0
+    tau: float = 0.0
     refreshes: int = 0
-    target: float = 0.0  # of target density * numel
-    tau: float = 0.0  # of tau * numel, over the tau_numel entries that had a finite tau > 0
-    tau_numel: int = 0
-    # Thresholded messages only (target < 1), so without warm-up and small tensors; thin_open marks that the
-    # current step has some.
-    thin_numel: int = 0
-    thin_nnz: int = 0
-    thin_target: float = 0.0
-    thin_steps: int = 0
-    thin_open: int = 0
-    tensors: int = 0
     select_ms: float = 0.0
     encode_ms: float = 0.0
     exchange_ms: float = 0.0
@@ -63,6 +70,34 @@ class _Sums:
     hidden_ms: float = 0.0
     waited_ms: float = 0.0
     intra_node: float = 0.0
+    tensors: int = 1
+
+    @contextmanager
+    def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
+        """Add the time that the block takes."""
+        began = time.perf_counter()
+        yield
+        key = f"{what}_ms"
+        setattr(self, key, getattr(self, key) + 1e3 * (time.perf_counter() - began))
+
+
+@dataclass(slots=True)
+class _Sums(Record):
+    """Sums over the records of one tensor class; ``tau`` is that of tau * numel, over ``tau_numel`` entries
+    that had a finite tau > 0. ``tensors`` and what begins with ``thin`` are of thresholded messages
+    only (target < 1), so without warm-up and small tensors; ``thin_open`` marks that the current step has
+    some.
+    """
+
+    cls: str = ""
+    tensors: int = 0
+    target: float = 0.0  # of target density * numel
+    tau_numel: int = 0
+    thin_numel: int = 0
+    thin_nnz: int = 0
+    thin_target: float = 0.0
+    thin_steps: int = 0
+    thin_open: int = 0
 
     def count(self, record: Record) -> None:
         # One by one: this is done for every tensor, and a loop over names takes four times as long.
@@ -208,51 +243,6 @@ class Summary(ClassSummary):
             for cls, part in self.classes.items()
             if "/" not in cls
         }
-
-
-@dataclass(slots=True)
-class Record:
-    """One message, of one tensor or of ``tensors`` tensors.
-
-    Attributes:
-        cls: Tensor class.
-        dense_bytes: Bytes this rank would have sent without the plugin.
-        sent_bytes: Bytes it did send.
-        numel, nnz: Entries of the tensors, and how many of them were kept.
-        target_density: Wanted nnz / numel; 1 for what is sent dense.
-        tau: Threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
-        refreshes: Thresholds that were measured anew.
-        select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
-        hidden_ms: How many of them passed beside the backward pass, which did not wait for them.
-        waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
-        intra_node: Bytes sent inside the node, which are not in ``sent_bytes``.
-        tensors: Tensors in the message.
-    """
-
-    cls: str
-    dense_bytes: float = 0
-    sent_bytes: float = 0
-    numel: int = 0
-    nnz: int = 0
-    target_density: float = 1.0
-    tau: float = 0.0
-    refreshes: int = 0
-    select_ms: float = 0.0
-    encode_ms: float = 0.0
-    exchange_ms: float = 0.0
-    decode_ms: float = 0.0
-    hidden_ms: float = 0.0
-    waited_ms: float = 0.0
-    intra_node: float = 0.0
-    tensors: int = 1
-
-    @contextmanager
-    def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
-        """Add the time that the block takes."""
-        began = time.perf_counter()
-        yield
-        key = f"{what}_ms"
-        setattr(self, key, getattr(self, key) + 1e3 * (time.perf_counter() - began))
 
 
 class Metrics:

@@ -167,9 +167,7 @@ class ParameterUpdates(StreamGroup):
             return self._between_nodes.pending.get(name)
         return self._phase.pending_of(name)
 
-    def end_step(
-        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
-    ) -> None:
+    def end_step(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
         """An optimizer step is over; one that was skipped has updated nothing."""
         self.step += 1
 

@@ -107,18 +107,19 @@ def load(
     if not lacking and found is not None:
         return found.state
     if dist.get_rank(group) == 0:
-        reasons: dict[str, int] = {}  # with the first rank that has it
-        for rank, reason in lacking.items():
-            reasons.setdefault(reason, rank)
-        logger.warning(
-            "dct: %s: no residuals for %d of %d ranks (%s); training goes on with residuals of zero and new "
-            "thresholds",
-            source,
-            len(lacking),
-            len(answers),
-            "; ".join(f"rank {rank}: {reason}" for reason, rank in list(reasons.items())[:3]),
-        )
+        _warn_of_lack(source, lacking, len(answers))
     return None
+
+
+def _warn_of_lack(source: Folder, lacking: dict[int, str], ranks: int) -> None:
+    first: dict[str, int] = {}  # the first rank of each reason
+    for rank, reason in lacking.items():
+        first.setdefault(reason, rank)
+    reasons = "; ".join(f"rank {rank}: {reason}" for reason, rank in list(first.items())[:3])
+    logger.warning(
+        "dct: %s: no residuals for %d of %d ranks (%s); training goes on with residuals of zero and new "
+        "thresholds", source, len(lacking), ranks, reasons,
+    )  # fmt: skip
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:

@@ -16,9 +16,7 @@ logger = logging.getLogger("dct_plugin")
 class HasSteps(Protocol):
     """A :class:`~dct_plugin.data_parallel.GradientReducer`, or another object that counts optimizer steps."""
 
-    def end_step(
-        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
-    ) -> None:
+    def end_step(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
         """End an optimizer step."""
 
 
@@ -55,13 +53,11 @@ class StepHooks:
         self.open = True
         self._warns = False
 
-    def end(
-        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
-    ) -> None:
+    def end(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
         """End a step that the optimizer made or skipped.
 
         Args:
-            skipped, loss_scale, reduced_at: As in :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`.
+            skipped, loss_scale: As in :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`.
         """
         if self._warns:
             self._warns = False
@@ -72,7 +68,7 @@ class StepHooks:
         self.open = False
         self.step += 1
         for member in self.members:
-            member.end_step(skipped=skipped, loss_scale=loss_scale, reduced_at=reduced_at)
+            member.end_step(skipped=skipped, loss_scale=loss_scale)
         if self.metrics is not None:
             self.metrics.step(self.step)
         for each in self.replicas:

@@ -45,9 +45,7 @@ class ActivationStreams:
         for stream in self._streams.values():
             stream.training = training
 
-    def end_step(
-        self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
-    ) -> None:
+    def end_step(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
         """End an optimizer step, taken or skipped (see :class:`.steps.HasSteps`)."""
         self.step += 1
         for stream in self._streams.values():

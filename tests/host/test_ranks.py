@@ -196,7 +196,7 @@ def test_steps_reach_every_member_and_close_the_metrics_once(caplog: pytest.LogC
     assert not steps.open
     assert steps.step == 5
     for member in members:
-        assert member.ended == [{"skipped": True, "loss_scale": 2.0, "reduced_at": None}]
+        assert member.ended == [{"skipped": True, "loss_scale": 2.0}]
     assert metrics.summary().steps == 1
     assert not caplog.records
 
