@@ -1,14 +1,19 @@
 """Measure the loss of thresholded gradients by the number of compressors: 2 to 64, in one process.
 
-Every compressor is a thread with a replica of a small GPT (106,432 parameters), an optimizer, and the
-library's reducer, step-ahead and updates of weights (``one_process.py``). All runs share a global batch of 64
-sequences of 32 characters, so that those of a seed are paired with one dense run. AdamW, clipping,
-learning-rate warm-up and cosine. Held-out loss in nats per character. Bytes are those of a rank
-and step after the start, with the headers of the messages, and the mean of all ranks.
+Every compressor is a thread with a replica of the model, an optimizer, and the library's reducer, step-ahead
+and updates of weights (``one_process.py``). All runs share a global batch, so that those of a seed are paired
+with one dense run. Bytes are those of a rank and step after the start, with the headers of the messages, and
+the mean of all ranks.
+
+- ``gpt`` (106,432 parameters): 64 sequences of 32 characters; AdamW, clipping, learning-rate warm-up and
+  cosine. Its figure is the held-out loss in nats per character.
+- ``dlrm``: the model, data and batch of ``dct demo``, tables included; Adagrad with local feedback. Its
+  figure is the AUC on the test part.
 
     python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --results FILE
     python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --results FILE \\
         --compressors 8 16 --settings 0.99 "0.97 int2"
+    python benchmarks/studies/many_streams.py --model dlrm --compressors 2 8 --settings "local 0.99"
 
 ``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
 """
@@ -24,12 +29,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import one_process
 import torch
 import torch.distributed as dist
 from adam import SYMBOLS, held_out_loss, model_of, text_of
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,14 +43,17 @@ from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.integrations.dlrm.commands.demo import LEARNING_RATES, MODEL, OPTIMIZER, PRESETS
+from dct_plugin.integrations.dlrm.data import epoch_batches, load
 from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.metrics import Metrics, Summary
 from dct_plugin.transport.nodes import Nodes
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "many_streams.jsonl"
-#: The model, and the sequences of a step of all compressors together.
+#: The GPT, and the sequences of a step of all compressors together.
 WIDTH, LAYERS, SEQUENCE, BATCH = 64, 2, 32, 64
 LR, LR_WARMUP, WEIGHT_DECAY, CLIP = 2e-3, 60, 0.01, 1.0
 
@@ -55,7 +64,10 @@ COMMON: dict[str, Any] = {
     "sparsity_warmup_steps": 180,
     "min_numel": 1024,
 }
-START = COMMON["warmup_steps"] + COMMON["sparsity_warmup_steps"]
+
+
+#: One rank has nobody to exchange anything with.
+DENSE = {"feedback": "local"}
 
 
 def _section(sparsity: float, answers: float | None = None, **options: Any) -> dict[str, Any]:
@@ -63,6 +75,11 @@ def _section(sparsity: float, answers: float | None = None, **options: Any) -> d
     if answers is not None:
         options["expert"] = {"server_density": (1 - answers) / (1 - sparsity)}
     return {**COMMON, "exchange": "two_phase", "sparsity": sparsity, **options}
+
+
+def _local(sparsity: float, **options: Any) -> dict[str, Any]:
+    """A section for the recommender: as ``dct demo``, local feedback without a start."""
+    return {"feedback": "local", "exchange": "two_phase", "sparsity": sparsity, **options}
 
 
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -78,18 +95,121 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.98 int4, updates 0.93 int4": _section(
         0.98, value_dtype="int4", parameters={"sparsity": 0.93, "value_dtype": "int4"}
     ),
+    "local 0.99": _local(0.99),
+    "local 0.99 direct": _local(0.99, exchange="direct"),
+    "local 0.98 int4": _local(0.98, value_dtype="int4"),
 }
 
 
 class Run(NamedTuple):
     """The name of a run."""
 
+    model: str
     setting: str
     ranks: int
     per_node: int
     """Ranks that are one compressor together."""
     seed: int
     steps: int
+
+
+#: The loss of a rank's part of a batch.
+Loss = Callable[[torch.nn.Module], Tensor]
+
+
+class Task(Protocol):
+    """What is trained."""
+
+    steps: int
+    """Of a run, where the command does not say."""
+    clip: float
+    """Norm to which gradients are clipped."""
+
+    def model(self, seed: int) -> torch.nn.Module:
+        """Make the model."""
+
+    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the optimizer."""
+
+    def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
+        """Yield the loss and the learning rate of each step."""
+
+    def score(self, model: torch.nn.Module) -> float:
+        """Return the figure of quality."""
+
+
+class Gpt:
+    """A GPT on the characters of a text, with AdamW; its score is the held-out loss.
+
+    Args:
+        text: File of the text, plain or gzip.
+    """
+
+    steps, clip = 1200, CLIP
+
+    def __init__(self, text: Path) -> None:
+        self._training, self._held_out = text_of(text)
+
+    def model(self, seed: int) -> torch.nn.Module:
+        return model_of(seed, WIDTH, LAYERS, SEQUENCE, vectors=False)
+
+    @staticmethod
+    def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
+        generator, offsets = torch.Generator().manual_seed(run.seed), torch.arange(SEQUENCE)
+        for step in range(run.steps):
+            rate = min(1.0, (step + 1) / LR_WARMUP)
+            rate *= max(0.05, 0.5 * (1 + math.cos(math.pi * step / run.steps)))
+            starts = torch.randint(len(self._training) - SEQUENCE - 1, (BATCH,), generator=generator)
+            where = starts.chunk(count)[rank][:, None] + offsets
+            x, y = self._training[where], self._training[where + 1].view(-1)
+            yield lambda model, x=x, y=y: functional.cross_entropy(model(x).view(-1, SYMBOLS), y), LR * rate
+
+    def score(self, model: torch.nn.Module) -> float:
+        return held_out_loss(model, self._held_out, SEQUENCE)
+
+
+class Recommender:
+    """The DLRM of ``dct demo`` on its data, with Adagrad; its score is the AUC on the test part."""
+
+    preset: ClassVar = PRESETS["diabetes"]
+    clip = math.inf
+
+    def __init__(self) -> None:
+        self._clicks = load()
+        self.steps = self.preset.epochs * (self._clicks.num_train // self.preset.batch_size)
+
+    def model(self, seed: int) -> torch.nn.Module:
+        widths = {name: MODEL[name] for name in ("embedding_dim", "bottom", "top")}
+        return DLRM(self._clicks.dense.shape[1], self._clicks.cardinalities, **widths, seed=seed)
+
+    @staticmethod
+    def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, OPTIMIZER)(parameters, lr=LEARNING_RATES[OPTIMIZER.lower()])
+
+    def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
+        train, size = self._clicks.train, self.preset.batch_size
+        batches = (
+            batch
+            for epoch in itertools.count()
+            for batch in epoch_batches(self._clicks.num_train, size, seed=run.seed, epoch=epoch)
+        )
+        for batch in itertools.islice(batches, run.steps):
+            mine = batch.reshape(count, -1)[rank]
+            x, ids, y = (torch.from_numpy(part[mine]) for part in train)
+            yield (
+                lambda model, x=x, ids=ids, y=y: functional.binary_cross_entropy_with_logits(
+                    model(x, ids), y
+                ),
+                LEARNING_RATES[OPTIMIZER.lower()],
+            )
+
+    @torch.no_grad()
+    def score(self, model: torch.nn.Module) -> float:
+        dense, ids, label = map(torch.from_numpy, self._clicks.test)
+        return float(roc_auc_score(label, model(dense, ids)))
 
 
 class Rank:
@@ -99,10 +219,18 @@ class Rank:
         model: Replica of the model.
         section: Settings of the exchange.
         per_node: So many consecutive ranks are one compressor together.
+        task: Has the optimizer.
     """
 
-    def __init__(self, model: torch.nn.Module, section: Mapping[str, Any], per_node: int = 1) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        section: Mapping[str, Any],
+        per_node: int = 1,
+        task: Task | type[Gpt] = Gpt,
+    ) -> None:
         self.model, self.named = model, dict(model.named_parameters())
+        self.section, self._clip_to = section, task.clip
         config, self.rank, self.count = DataParallelConfig.of(section), dist.get_rank(), dist.get_world_size()
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
@@ -115,13 +243,13 @@ class Rank:
             self.updates = ParameterUpdates(config, metrics=self.metrics, nodes=nodes)
         self.shards = dict(self._shards())
         self.masters = self.named if self.updates is None else dict(self._masters())
-        self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-        )
-        units = units_of(self.optimizer, [list(self.named.values())])
-        pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
-        self.ahead = self.reducer.add_on(StepAheadAddOn).prepare(self.named.items(), units, **pending)
-        self.ahead.attach(model)
+        self.optimizer = task.optimizer(self.masters.values())
+        self.ahead: StepAhead | None = None
+        if config.feedback.looks_ahead:
+            units = units_of(self.optimizer, [list(self.named.values())])
+            pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
+            self.ahead = self.reducer.add_on(StepAheadAddOn).prepare(self.named.items(), units, **pending)
+            self.ahead.attach(model)
 
     def _shards(self) -> Iterator[tuple[str, list[Shard]]]:
         """Yield the owners of each parameter's parts, as ZeRO has them."""
@@ -140,11 +268,12 @@ class Rank:
         """Return the part of a tensor that a rank owns, or none."""
         return [tensor[s.start : s.stop] for s in self.shards[name] if s.owner == owner]
 
-    def step(self, loss: Callable[[torch.nn.Module], Tensor], lr: float) -> None:
+    def step(self, loss: Loss, lr: float) -> None:
         """One optimizer step on this rank's loss; a collective."""
         self.optimizer.param_groups[0]["lr"] = lr
         loss(self.model).backward()
-        self.ahead.restore()
+        if self.ahead is not None:
+            self.ahead.restore()
         entries = [(name, p.grad.view(-1)) for name, p in self.named.items() if p.grad is not None]
         if self.updates is None:
             self.reducer.all_reduce(entries, scale=1.0 / self.count)
@@ -154,12 +283,14 @@ class Rank:
             gradients = dict(entries)
             for name, master in self.masters.items():
                 (master.grad,) = self._part(name, gradients[name], self.rank)
-        self._clip()
+        if self._clip_to < math.inf:
+            self._clip()
         self.optimizer.step()
         if self.updates is not None:
             self._update(self.updates)
         self.model.zero_grad()
-        self.ahead.forget()
+        if self.ahead is not None:
+            self.ahead.forget()
         self.reducer.end_step()
         self.metrics.step(self.reducer.step)
 
@@ -168,7 +299,7 @@ class Rank:
         square = torch.stack(torch._foreach_norm(gradients)).square().sum()
         if self.updates is not None:
             dist.all_reduce(square)
-        factor = float(CLIP / (square.sqrt() + 1e-6))
+        factor = float(self._clip_to / (square.sqrt() + 1e-6))
         if factor < 1.0:
             torch._foreach_mul_(gradients, factor)
 
@@ -199,33 +330,25 @@ def nodes_of(rank: int, count: int, per_node: int) -> Nodes:
     return Nodes(tuple(tuple(ranks[first : first + per_node]) for first in ranks[::per_node]), rank)
 
 
-def train(rank: int, run: Run, model: torch.nn.Module, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def train(rank: int, run: Run, model: torch.nn.Module, task: Task) -> dict[str, Any]:
     """Train one rank, and return the figures of all; a collective."""
-    training, held_out = data
     section = SETTINGS[run.setting]
-    worker = Rank(copy.deepcopy(model), COMMON if section is None else section, run.per_node)
-    generator, offsets = torch.Generator().manual_seed(run.seed), torch.arange(SEQUENCE)
-    for step in range(run.steps):
-        rate = min(1.0, (step + 1) / LR_WARMUP) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / run.steps)))
-        starts = torch.randint(len(training) - SEQUENCE - 1, (BATCH,), generator=generator)
-        where = starts.chunk(worker.count)[rank][:, None] + offsets
-        x, y = training[where], training[where + 1].view(-1)
-        worker.step(
-            lambda model, x=x, y=y: functional.cross_entropy(model(x).view(-1, SYMBOLS), y), LR * rate
-        )
-    worker.ahead.detach()
+    worker = Rank(copy.deepcopy(model), DENSE if section is None else section, run.per_node, task)
+    for loss, rate in task.losses(run, rank, worker.count):
+        worker.step(loss, rate)
+    if worker.ahead is not None:
+        worker.ahead.detach()
     figures = {}
     if worker.updates is not None:
-        figures["loss_of_working_weights"] = (
-            held_out_loss(worker.model, held_out, SEQUENCE) if rank == 0 else 0
-        )
+        figures["loss_of_working_weights"] = task.score(worker.model) if rank == 0 else 0
         worker.gather_weights()
     weights = torch.cat([parameter.detach().view(-1) for parameter in worker.named.values()])
     figures["ranks_identical"] = all(torch.equal(weights, other) for other in one_process.gather(weights))
     sent = one_process.gather(steady_bytes(worker.metrics.summary()))
     if rank == 0:
-        figures["loss"] = held_out_loss(worker.model, held_out, SEQUENCE)
-        steps = run.steps - min(run.steps, START)
+        figures["loss"] = task.score(worker.model)
+        start = sum(worker.section.get(name, 0) for name in ("warmup_steps", "sparsity_warmup_steps"))
+        steps = run.steps - min(run.steps, start)
         for what in sent[0]:
             figures[what] = sum(each[what] for each in sent) / len(sent) / max(steps, 1)
     return figures
@@ -285,28 +408,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
+    parser.add_argument("--model", choices=["gpt", "dlrm"], default="gpt")
+    parser.add_argument("--text", type=Path, help="of the GPT, plain or gzip")
     parser.add_argument("--compressors", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--per-node", type=int, default=1, help="ranks of a compressor")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["0.99"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument(
+        "--steps", type=int, help="1,200 for the GPT and three epochs for the DLRM if left out"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines of every run")
     args = parser.parse_args()
+    if args.model == "gpt" and args.text is None:
+        parser.error("--model gpt needs --text")
     torch.set_num_threads(1)
-    data = text_of(args.text)
+    task: Task = Gpt(args.text) if args.model == "gpt" else Recommender()
+    steps = args.steps or task.steps
     for seed in args.seeds:
-        runs = [Run("dense", 1, 1, seed, args.steps)]
+        runs = [Run(args.model, "dense", 1, 1, seed, steps)]
         for setting, compressors in itertools.product(args.settings, args.compressors):
-            runs.append(Run(setting, compressors * args.per_node, args.per_node, seed, args.steps))
+            ranks = compressors * args.per_node
+            runs.append(Run(args.model, setting, ranks, args.per_node, seed, steps))
         for run in missing(runs, args.results):
-            began, model = time.process_time(), model_of(seed, WIDTH, LAYERS, SEQUENCE, vectors=False)
-            figures = one_process.run(run.ranks, partial(train, run=run, model=model, data=data))[0]
+            began, model = time.process_time(), task.model(seed)
+            figures = one_process.run(run.ranks, partial(train, run=run, model=model, task=task))[0]
             result = {**run._asdict(), **figures, "seconds": time.process_time() - began}
             with args.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
             print(json.dumps(result), flush=True)
-    print(table([row for row in rows_of(args.results) if row["steps"] == args.steps]))
+    rows = rows_of(args.results)
+    print(table([row for row in rows if (row["model"], row["steps"]) == (args.model, steps)]))
 
 
 if __name__ == "__main__":
