@@ -92,9 +92,11 @@ def configuration(setting: dict[str, Any], *, lr: float) -> dict[str, Any]:
         "zero_optimization": {"stage": 0},
         "zero_allow_untested_optimizer": True,
         "dlrm": {
+            "model": "dlrm",
             "embedding_dim": setting["dim"],
             "bottom": [128, 64],
             "top": [256, 128],
+            "exchange": "all_to_all",
         },
         "dct": setting["dct"],
     }

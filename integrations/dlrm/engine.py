@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
 
-from dct_plugin.config import DCTConfig
-from dct_plugin.embedding import ShardedTables
+from dct_plugin.config import DCTConfig, EmbeddingChannelConfig
+from dct_plugin.embedding import Choice, ShardedTables
 from dct_plugin.metrics import Metrics
 
 from .data import ClickDataset
 from .experts import Experts
-from .models import DLRM, seeded
+from .models import DLRM, TableExchange, build
+from .models.parts import seeded
 from .optimizers import HybridOptimizer, hybrid_groups
 from .settings import MODEL_SECTION, ModelSettings, model_settings
 
@@ -25,8 +26,8 @@ PLAIN = {"enabled": False, "deduplicate": False}
 
 def make_engine(
     name: str, config: Mapping[str, Any], clicks: ClickDataset, *, seed: int, metrics: Metrics
-) -> Any:
-    """Return an engine.
+) -> tuple[Any, list[Choice], list[str]]:
+    """An engine, how each part of its model exchanges embeddings, and what there is to say about that.
 
     Args:
         name: Of the configuration.
@@ -40,32 +41,15 @@ def make_engine(
     """
     settings = model_settings(config, name)
     content = {key: value for key, value in config.items() if key != MODEL_SECTION}
-    tables = None
-    if settings.tables == "sharded":
+    choices: list[Choice] = []
+    notes: list[str] = []
+    if settings.tables == "replicated":
+        widths = {"embedding_dim": settings.embedding_dim, **settings.widths}
+        model: nn.Module = DLRM(clicks.dense.shape[1], clicks.cardinalities, **widths, seed=seed)
+    else:
         dct = config.get("dct")
         sections = DCTConfig.parse({"embedding": PLAIN} if dct is None else dct)
-        with seeded(seed):
-            tables = ShardedTables(
-                clicks.cardinalities,
-                settings.embedding_dim,
-                config=sections.embedding,
-                sparse=settings.sparse_gradients,
-                average_gradients=False,  # DeepSpeed does that
-                name="embedding",
-                metrics=metrics,
-                kernels=sections.kernels,
-            )
-    model: nn.Module = DLRM(
-        clicks.dense.shape[1],
-        clicks.cardinalities,
-        embedding_dim=settings.embedding_dim,
-        bottom=settings.bottom,
-        top=settings.top,
-        tables=tables,
-        seed=seed,
-    )
-    if tables is not None:
-        model = Experts(model)
+        model, choices, notes = _sharded_model(settings, sections, clicks, seed, metrics)
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = _two_optimizers(model, settings, content.pop("optimizer"))
@@ -77,7 +61,53 @@ def make_engine(
     )
     if isinstance(model, Experts):
         model.follow(engine.optimizer)
-    return engine
+    return engine, choices, notes
+
+
+def _sharded_model(
+    settings: ModelSettings,
+    sections: DCTConfig,
+    clicks: ClickDataset,
+    seed: int,
+    metrics: Metrics,
+) -> tuple[nn.Module, list[Choice], list[str]]:
+    """A model with tables behind an all-to-all or in shards."""
+
+    def make_tables(cardinalities: Sequence[int], dim: int, table_seed: int, tables: str) -> nn.Module:
+        with seeded(table_seed):
+            return ShardedTables(
+                cardinalities,
+                dim,
+                config=sections.embedding,
+                sparse=settings.sparse_gradients,
+                average_gradients=False,  # DeepSpeed does that
+                name=tables,
+                metrics=metrics,
+                kernels=sections.kernels,
+            )
+
+    model, choices = build(
+        settings.model,
+        clicks.dense.shape[1],
+        clicks.cardinalities,
+        embedding_dim=settings.embedding_dim,
+        seed=seed,
+        exchange=TableExchange(
+            settings.exchange,
+            make_tables,
+            compression=settings.compression or 1.0,
+            average_gradients=False,
+            metrics=metrics,
+        ),
+        **settings.widths,
+    )
+    notes = []
+    if settings.exchange == "auto" and settings.compression is None and _compresses(sections.embedding):
+        notes.append(
+            "(N*K)/(T*m) counts uncompressed vectors, but compression makes the all-to-all smaller: "
+            f"measure how much with exchange = all_to_all and give it as {MODEL_SECTION}.compression"
+        )
+    return Experts(model), choices, notes
 
 
 def _two_optimizers(
@@ -88,3 +118,9 @@ def _two_optimizers(
     rest = {k: v for k, v in section.get("params", {}).items() if k in ("lr", "betas", "eps")}
     rest["method"] = section["type"].lower()
     return HybridOptimizer(hybrid_groups(model, tables=settings.table_optimizer.model_dump(), rest=rest))
+
+
+def _compresses(channel: EmbeddingChannelConfig) -> bool:
+    """Return whether fewer bytes cross than the vectors have."""
+    lossy = channel.sparsity > 0 or channel.error_bound is not None or channel.gradient_bound is not None
+    return channel.enabled and (channel.deduplicate or lossy)

@@ -15,8 +15,8 @@ BASELINE = "dense"
 #: Layers of the embedding exchange in the order in which they act.
 LAYERS = ("lossless", "threshold", "bounded")
 
-#: Classes of bytes that move embeddings and their gradients.
-MOVED = ("embedding_forward", "embedding_backward")
+#: Classes of bytes that move embeddings and their gradients, or what stands in for them.
+MOVED = ("embedding_forward", "embedding_backward", "des_forward", "des_backward")
 _CROSSING = (*MOVED, "embedding_ids")
 _GRADIENTS = ("gradient", "gradient_small", "gradient_answer", "gradient_warmup")
 _PARAMETERS = ("parameter", "parameter_small", "parameter_full")
@@ -60,6 +60,7 @@ class Run:
     log_loss: dict[int, float] = field(default_factory=dict)
     losses: dict[int, list[float]] = field(default_factory=dict)
     epochs: list[dict[str, Any]] = field(default_factory=list)
+    exchange: list[str] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=dict)
     dense: dict[str, float] = field(default_factory=dict)
     wire_bytes: float | None = None
@@ -128,7 +129,7 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        same = ("auc", "log_loss", "step_ms", "ranks_in_step", "epochs")
+        same = ("auc", "log_loss", "step_ms", "ranks_in_step", "exchange", "epochs")
         return {
             **{name: getattr(self, name) for name in same},
             **asdict(self.difference),
@@ -155,7 +156,7 @@ def read_runs(events: Iterable[dict[str, Any]]) -> list[Run]:
         name, seed = event["config"], event["seed"]
         run = runs.setdefault(name, Run(name))
         if kind == "run":
-            run.batch_size = event["batch_size"]
+            run.exchange, run.batch_size = event["exchange"], event["batch_size"]
             run.weights = event["parameters"][0]
             losses = run.losses.setdefault(seed, [])
         elif kind == "epoch":

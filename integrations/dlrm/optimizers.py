@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dct_plugin.data_parallel.step_units import StepUnit
-from dct_plugin.embedding import TableShard
+from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
 
 from .settings import METHODS
 
@@ -165,9 +165,10 @@ def hybrid_groups(model: nn.Module, *, tables: dict[str, Any], rest: dict[str, A
     Args:
         tables: Settings of embedding tables, for example ``{"method": "rowwise_adagrad", "lr": 0.02}``.
             Tables of different width come in groups of their own.
-        rest: Settings of all other parameters.
+        rest: Settings of all other parameters, shards of a layer's weight among them.
     """
-    of_tables = {id(module.weight) for module in model.modules() if isinstance(module, TableShard)}
+    kinds = (TableShard, FieldShards, ColumnShards)
+    of_tables = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     shared: list[nn.Parameter] = []
     own: dict[tuple[int, bool], list[nn.Parameter]] = {}  # by width, tables first
     for parameter in model.parameters():

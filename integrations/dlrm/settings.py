@@ -14,15 +14,21 @@ from dct_plugin.errors import ConfigError
 MODEL_SECTION = "dlrm"
 
 Width = Annotated[int, Field(ge=1)]
+Model = Literal["dlrm", "deepfm", "widedeep", "dcn"]
+Exchange = Literal["all_to_all", "des", "auto"]
 Tables = Literal["sharded", "replicated"]
 Method = Literal["sgd", "adam", "adagrad", "rowwise_adagrad"]
+MODELS: tuple[str, ...] = get_args(Model)
+EXCHANGES: tuple[str, ...] = get_args(Exchange)
 METHODS: tuple[str, ...] = get_args(Method)
 
-#: Keys that went with other models and exchanges.
-GONE = ("model", "exchange", "compression", "hidden", "depth")
-INSTEAD = (
-    "the model is DLRM, whose vectors cross in an all-to-all (docs/embeddings.md has tables for another)"
-)
+#: Settings of some models only.
+_WIDTHS = {
+    "dlrm": ("bottom", "top"),
+    "deepfm": ("hidden",),
+    "widedeep": ("hidden",),
+    "dcn": ("hidden", "depth"),
+}
 
 
 def _widths(default: list[int], description: str) -> Any:
@@ -41,16 +47,28 @@ class TableOptimizer(Section):
 
 
 class ModelSettings(Section):
-    """``dlrm``: widths, and where embeddings are and how they are updated."""
+    """``dlrm``: model, widths, and how embeddings are exchanged and updated."""
 
+    model: Model = Field(default="dlrm", description="Kind of model.")
     embedding_dim: int = Field(default=16, ge=1, description="Width of the tables.")
-    bottom: list[Width] = _widths([128, 64], "Hidden widths of the bottom MLP.")
-    top: list[Width] = _widths([256, 128], "Hidden widths of the top MLP.")
+    bottom: list[Width] = _widths([128, 64], "Hidden widths of DLRM's bottom MLP.")
+    top: list[Width] = _widths([256, 128], "Hidden widths of DLRM's top MLP.")
+    hidden: list[Width] = _widths([256, 128], "Hidden widths of the other models' MLP.")
+    depth: int = Field(default=6, ge=1, description="Cross layers of DCN.")
     tables: Tables = Field(default="sharded", description="Tables over the ranks, or all on every rank.")
+    exchange: Exchange = Field(default="all_to_all", description="How embeddings reach the samples.")
+    compression: float | None = Field(
+        default=None, gt=0, description="How many times smaller the channel makes the all-to-all, for auto."
+    )
     table_optimizer: TableOptimizer | None = Field(
         default=None, description="The tables' own method; null: DeepSpeed's optimizer has them as well."
     )
     sparse_gradients: bool = Field(default=False, description="Sparse gradients of the tables (ZeRO-0 only).")
+
+    @property
+    def widths(self) -> dict[str, Any]:
+        """Settings of the model itself, those that were given."""
+        return {name: getattr(self, name) for name in _WIDTHS[self.model] if name in self.model_fields_set}
 
 
 def model_settings(config: Mapping[str, Any], source: str) -> ModelSettings:
@@ -66,18 +84,24 @@ def model_settings(config: Mapping[str, Any], source: str) -> ModelSettings:
     section = config.get(MODEL_SECTION, {})
     if not isinstance(section, Mapping):
         raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")
-    if gone := [key for key in GONE if key in section]:
-        raise ConfigError(
-            f"{source}: {MODEL_SECTION}.{gone[0]}: no such key any more, leave it out: {INSTEAD}"
-        )
     made = ModelSettings.read(section, MODEL_SECTION, where=source)
+    other = {name for names in _WIDTHS.values() for name in names} - set(_WIDTHS[made.model])
+    if wrong := sorted(other & made.model_fields_set):
+        raise ConfigError(
+            f"{source}: {MODEL_SECTION}.{wrong[0]} is no setting of model {made.model!r}; "
+            f"it has {', '.join(_WIDTHS[made.model])}"
+        )
     if made.tables == "replicated":
-        for name in ("table_optimizer", "sparse_gradients"):
+        for name in ("exchange", "compression", "table_optimizer", "sparse_gradients"):
             if getattr(made, name) != ModelSettings.model_fields[name].default:
                 raise ConfigError(
                     f"{source}: {MODEL_SECTION}.{name} = {getattr(made, name)!r} is for sharded tables, and "
                     f'{MODEL_SECTION}.tables = "replicated"'
                 )
+        if made.model != "dlrm":
+            raise ConfigError(
+                f"{source}: {MODEL_SECTION}.tables = \"replicated\" is for model 'dlrm', not {made.model!r}"
+            )
         return made
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1):

@@ -170,7 +170,9 @@ class Training:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.metrics = Metrics(metrics_of(config), rank=self.rank, world_size=self.world_size)
         self.step_ms: list[float] = []
-        self.engine = make_engine(name, config, clicks, seed=seed, metrics=self.metrics)
+        self.engine, self.choices, self.notes = make_engine(
+            name, config, clicks, seed=seed, metrics=self.metrics
+        )
         self.shape = (
             self.engine.gradient_accumulation_steps(),
             self.world_size,
@@ -191,6 +193,7 @@ class Training:
             seed=self.seed,
             steps=self.steps,
             batch_size=self.batch_size,
+            exchange=[*map(str, self.choices), *self.notes],
             parameters=[shared, total - shared],
         )
         counter = InterfaceCounter([interface] if interface else None)

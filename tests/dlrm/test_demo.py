@@ -159,6 +159,7 @@ def test_figures_come_from_events_and_metrics() -> None:
         {
             "event": "run",
             **common,
+            "exchange": [],
             "batch_size": 64,
             "parameters": [1000, 0],
         },

@@ -27,7 +27,7 @@ READY = sorted(CONFIGS.glob("hybrid_*.json"))
 
 @pytest.mark.slow
 def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
-    """Uncompressed, whatever the ZeRO stage: only the order of sums differs."""
+    """Uncompressed, whatever the exchange and the ZeRO stage: only the order of sums differs."""
     results = tmp_path / "results.json"
     run_script(2, WORKER, tmp_path, str(results))
     for result in json.loads(results.read_text()):
@@ -37,8 +37,11 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
         assert result["difference"] < 1e-5, result["case"]
         assert result["events"] == ["run"] + (["step"] * 5 + ["evaluate", "epoch"]) * 4 + ["trained"]
         moved = {name for name, amount in result["bytes"].items() if amount["sent"]}
-        # 2 ranks, half of the vectors cross in each direction
-        assert {"embedding_forward", "embedding_backward", "embedding_ids", "gradient"} <= moved
+        if "des" in result["exchange"]:
+            assert {"des_forward", "des_backward", "embedding_ids", "gradient"} <= moved
+        if "all_to_all" in result["exchange"]:
+            # 2 ranks, half of the vectors cross in each direction
+            assert {"embedding_forward", "embedding_backward"} <= moved
 
 
 @pytest.mark.slow
@@ -108,6 +111,7 @@ def events(name: str, aucs: list[float], sent: float) -> list[dict[str, Any]]:
             {
                 "event": "run",
                 **common,
+                "exchange": [],
                 "batch_size": 2,
                 "parameters": [3, 4],
             },
@@ -158,12 +162,13 @@ def test_runs_are_paired_by_seed_and_layers_multiply() -> None:
 
 def test_baseline_is_the_first_configuration_without_compression(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"train_batch_size": 64, "dct": {}, "dlrm": {"top": [8]}}))
-    made = configurations([file], ranks=2)
+    file.write_text(json.dumps({"train_batch_size": 64, "dct": {}, "dlrm": {"exchange": "des"}}))
+    made = configurations([file], model="dcn", ranks=2)
     assert list(made) == [BASELINE, "mine"]
     assert "dct" not in made[BASELINE]
     assert made[BASELINE]["train_batch_size"] == 64
-    assert made[BASELINE]["dlrm"] == made["mine"]["dlrm"] == {"top": [8]}
+    assert made[BASELINE]["dlrm"] == {"exchange": "all_to_all", "model": "dcn"}
+    assert made["mine"]["dlrm"] == {"exchange": "des", "model": "dcn"}
     assert list(configurations([], ranks=2)) == [BASELINE]
 
 
@@ -176,19 +181,18 @@ def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'mine' is used twice"):
         configurations([file, file], ranks=2)
     for content, message in (
-        ({"dlrm": {"tabels": 1}}, r"dlrm\.tabels = 1: unknown key; did you mean dlrm\.tables\?"),
-        (
-            {"dlrm": {"exchange": "des"}},
-            r"dlrm\.exchange: no such key any more, leave it out: the model is DLRM",
-        ),
+        ({"dlrm": {"modl": 1}}, r"dlrm\.modl = 1: unknown key; did you mean dlrm\.model\?"),
+        ({"dlrm": {"model": "fm"}}, r'dlrm\.model = "fm": must be one of "dlrm", "deepfm"'),
         ({"dlrm": {"top": [8, 0]}}, r"dlrm\.top = \[8, 0\]: must be a list of integers >= 1"),
+        ({"dlrm": {"hidden": [8]}}, "dlrm.hidden is no setting of model 'dlrm'; it has bottom, top"),
         ({"train_batch_size": "a"}, r'train_batch_size = "a": must be an integer >= 1'),
         ({"zero_optimization": 1}, "zero_optimization = 1: must be a JSON object"),
         ({"dlrm": []}, "dlrm must be a JSON object"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: sharded tables need ZeRO"),
         ({"zero_optimization": {"stage": 1}, "dlrm": {"sparse_gradients": True}}, "needs ZeRO stage 0"),
         ({"optimizer": {"type": "Lamb"}, "dlrm": {"table_optimizer": {}}}, "optimizer.type = 'Lamb'"),
-        ({"dlrm": {"tables": "replicated", "sparse_gradients": True}}, "True is for sharded tables"),
+        ({"dlrm": {"tables": "replicated", "exchange": "des"}}, "exchange = 'des' is for sharded tables"),
+        ({"dlrm": {"tables": "replicated", "model": "dcn"}}, "is for model 'dlrm', not 'dcn'"),
     ):
         with pytest.raises(ConfigError, match=message):
             configuration(content, ranks=2)

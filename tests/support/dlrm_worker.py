@@ -18,14 +18,25 @@ from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches
-from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, seeded
+from dct_plugin.integrations.dlrm.models import build
 from dct_plugin.integrations.dlrm.trainer import Training
 
 CARDINALITIES = (40, 3, 9, 90, 2)
 # Long steps: weights and products of a DLRM start so small that it does nothing for a while.
 BATCH, LR, EPOCHS, SEED = 32, 1.0, 4, 5
-SMALL: dict[str, Any] = {"embedding_dim": 6, "bottom": [8], "top": [16]}
-STAGES = (0, 1)
+SMALL: dict[str, dict[str, Any]] = {
+    "dlrm": {"embedding_dim": 6, "bottom": [8], "top": [16]},
+    "deepfm": {"embedding_dim": 6, "hidden": [8]},
+    "widedeep": {"embedding_dim": 6, "hidden": [8, 8]},
+    "dcn": {"embedding_dim": 6, "hidden": [8], "depth": 3},
+}
+CASES = [
+    ("dlrm", "all_to_all", 0),
+    ("dlrm", "des", 1),
+    ("deepfm", "auto", 0),
+    ("widedeep", "all_to_all", 1),
+    ("dcn", "des", 0),
+]
 
 
 def clicks() -> ClickDataset:
@@ -48,11 +59,9 @@ def clicks() -> ClickDataset:
     )
 
 
-def on_one_rank(data: ClickDataset) -> np.ndarray:
+def on_one_rank(model: str, data: ClickDataset) -> np.ndarray:
     """Probabilities of the test part after plain training on the whole batch."""
-    with seeded(SEED):
-        tables = EmbeddingTables(CARDINALITIES, SMALL["embedding_dim"])
-    net = DLRM(4, CARDINALITIES, tables=tables, seed=SEED, **SMALL)
+    net, _ = build(model, 4, CARDINALITIES, seed=SEED, **SMALL[model])
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for epoch in range(EPOCHS):
         for batch in epoch_batches(data.num_train, BATCH, seed=SEED, epoch=epoch):
@@ -69,7 +78,7 @@ def main(path: str) -> None:
     deepspeed.init_distributed()
     data = clicks()
     results = []
-    for stage in STAGES:
+    for model, exchange, stage in CASES:
         events: list[dict[str, Any]] = []
         config = {
             "train_batch_size": BATCH,
@@ -78,7 +87,7 @@ def main(path: str) -> None:
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # DeepSpeed's own is 1, by the mean of the ranks' norms
-            "dlrm": SMALL,
+            "dlrm": {"model": model, "exchange": exchange, **SMALL[model]},
         }
         run = Training(
             "plain",
@@ -90,13 +99,14 @@ def main(path: str) -> None:
         )
         run.train(None)
         probability = run.predict(data.test)
-        expected = on_one_rank(data)
+        expected = on_one_rank(model, data)
         results.append(
             {
-                "case": stage,
+                "case": [model, exchange, stage],
                 "difference": float(np.abs(probability - expected).max()),
                 "spread": float(expected.std()),
                 "auc": float(roc_auc_score(data.test.label, probability)),
+                "exchange": [choice.strategy for choice in run.choices],
                 "bytes": events[-1]["bytes"],
                 "events": [event["event"] for event in events],
             }

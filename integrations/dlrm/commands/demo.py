@@ -44,7 +44,7 @@ LINKS, LINK_SECONDS = ["1gbit", "100mbit"], 8.0
 QUICK_LINKS, QUICK_LINK_SECONDS = ["1gbit"], 2.0
 
 #: Data-parallel tables: all gradients cross in the all-reduce that DCT replaces.
-MODEL = {"tables": "replicated", "embedding_dim": 32, "bottom": [512], "top": [512, 256]}
+MODEL = {"model": "dlrm", "tables": "replicated", "embedding_dim": 32, "bottom": [512], "top": [512, 256]}
 
 #: Recommenders are usually trained with Adagrad, and error feedback does it no harm (see docs/demo.md).
 OPTIMIZER = "Adagrad"

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.output import check_target, command, versions, write
 
 from ..figures import BASELINE
-from ..settings import INSTEAD, MODEL_SECTION, model_settings
+from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 from .shared import Job, chosen_format, complete, launch
 
 #: Epochs that suit a data set: more overfit.
@@ -65,8 +66,12 @@ class _Options:
             "are dense and all others categorical."
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(hidden=True)] = None
-    exchange: Annotated[str | None, typer.Option(hidden=True)] = None
+    model: Annotated[
+        str | None, typer.Option(help="dlrm, deepfm, widedeep or dcn; replaces that of the configurations.")
+    ] = None
+    exchange: Annotated[
+        str | None, typer.Option(help="all_to_all, des or auto; replaces that of the configurations.")
+    ] = None
     ranks: Annotated[int, typer.Option(min=2, help="Local processes.")] = 2
     epochs: Annotated[
         int | None,
@@ -87,10 +92,14 @@ class _Options:
 @takes_options(_Options)
 def dlrm(options: _Options) -> None:
     """Train a recommender with sharded embedding tables and data-parallel MLPs on local ranks."""
-    if options.model or options.exchange:
-        raise typer.BadParameter(f"no such option any more: {INSTEAD}", param_hint="--model, --exchange")
+    model, exchange = options.model, options.exchange
+    for name, value, allowed in (("--model", model, MODELS), ("--exchange", exchange, EXCHANGES)):
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{value!r}: must be one of {', '.join(allowed)}", param_hint=name)
     format, columns = _format_and_columns(options)
-    made = configurations(_files(options), ranks=options.ranks, baseline=options.baseline)
+    made = configurations(
+        _files(options), model=model, exchange=exchange, ranks=options.ranks, baseline=options.baseline
+    )
     job = Job(
         format,
         None if options.data is None else str(options.data.resolve()),
@@ -159,11 +168,19 @@ def _columns(options: _Options) -> dict[str, Any] | None:
     return {"label": options.label, **lists}
 
 
-def configurations(files: list[Path], *, ranks: int, baseline: bool = True) -> dict[str, dict[str, Any]]:
+def configurations(
+    files: list[Path],
+    *,
+    model: str | None = None,
+    exchange: str | None = None,
+    ranks: int,
+    baseline: bool = True,
+) -> dict[str, dict[str, Any]]:
     """Return the completed configurations by the names of their runs, the uncompressed one first.
 
     Args:
         files: DeepSpeed JSON files; runs are named after them.
+        model, exchange: In place of those of the files.
         ranks: Of the launch.
         baseline: Add the first configuration without compression; without files it is the only one.
 
@@ -174,6 +191,7 @@ def configurations(files: list[Path], *, ranks: int, baseline: bool = True) -> d
     from dct_plugin.config import DCTConfig
     from dct_plugin.config.dct import read_json
 
+    make = partial(configuration, model=model, exchange=exchange, ranks=ranks)
     configs: dict[str, dict[str, Any]] = {}
     for file in files:
         content = read_json(file)
@@ -182,21 +200,39 @@ def configurations(files: list[Path], *, ranks: int, baseline: bool = True) -> d
         if file.stem in configs or file.stem == BASELINE:
             taken = "is used twice" if file.stem in configs else "is that of the uncompressed run"
             raise ConfigError(f"{file}: the name {file.stem!r} {taken}; runs are named after their files")
-        configs[file.stem] = configuration(content, ranks=ranks, source=str(file))
+        configs[file.stem] = make(content, source=str(file))
     first = next(iter(configs.values()), None)
     if baseline or first is None:
-        dense = copy.deepcopy(first) if first else configuration({}, ranks=ranks)
+        dense = copy.deepcopy(first) if first else make({})
         dense.pop("dct", None)
+        # Its all-to-all is what savings are measured by, those of DES too.
+        dense[MODEL_SECTION]["exchange"] = "all_to_all"
         configs = {BASELINE: dense, **configs}
     return configs
 
 
 def configuration(
-    content: dict[str, Any], *, ranks: int, source: str = "the configuration"
+    content: dict[str, Any],
+    *,
+    model: str | None = None,
+    exchange: str | None = None,
+    ranks: int,
+    source: str = "the configuration",
 ) -> dict[str, Any]:
-    """A configuration with the defaults of this command."""
+    """A configuration with the defaults of this command and the options that were given."""
     made = complete(content, optimizer=_OPTIMIZER, batch_size=_BATCH_SIZE, ranks=ranks, source=source)
-    made.setdefault(MODEL_SECTION, {})
+    section = made.setdefault(MODEL_SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")
+    if model is not None:
+        if section.get("model", "dlrm") != model:  # widths of another model
+            section = made[MODEL_SECTION] = {
+                k: v for k, v in section.items() if k not in ("bottom", "top", "hidden", "depth")
+            }
+        section["model"] = model
+    if exchange is not None:
+        section["exchange"] = exchange
+    section.setdefault("model", "dlrm")
     model_settings(made, source)
     return made
 
@@ -223,6 +259,11 @@ def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder:
     console.print(Text(title))
     for table in tables:
         console.print(Padding(table.rich(), (1, 0, 0, 0)))
+    for run in runs:
+        if job.configs[run.name][MODEL_SECTION].get("exchange", "all_to_all") != "all_to_all":
+            console.print(Text(f"\n{run.name} exchanges"))
+            for line in run.exchange:
+                console.print(Text(f"  {line}"))
     broken = diverged(runs)
     for line in broken:
         console.print(Text(f"\n{line}"))

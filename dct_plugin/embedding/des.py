@@ -1,0 +1,348 @@
+"""DES: small partial results are aggregated, instead of moving embeddings.
+
+Source: Rong et al., SIGIR 2020, arXiv:1909.04823.
+
+An operator over the embeddings of all fields is replaced by sub-operators that run where the shards are;
+their partial results are summed over the ranks. Forward, the partial results of the global batch are
+reduce-scattered to the ranks whose samples they belong to; backward, the gradients of the results are
+all-gathered, and every rank goes on from them by itself. That is exact, and worth it when the partial results
+are fewer than the numbers that an all-to-all of embeddings would move: see
+:func:`~dct_plugin.embedding.choice.choose`.
+
+Where a model's embeddings come from is an :class:`Embeddings` module: :class:`LocalEmbeddings` (all fields of
+the local batch, from local tables or through an all-to-all), :class:`FieldShards` (the fields of this rank's
+tables for the global batch) or :class:`ColumnShards` (some columns of all fields for the global batch). A
+model's operators are written once, for any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..autograd import with_gradient
+from ..host_traffic import own_traffic
+from ..metrics import Metrics, Record
+from .placement import Table, check_placement
+
+# -- communication ---
+
+#: Tensor classes of the metrics.
+_FORWARD, _BACKWARD, _IDS = "des_forward", "des_backward", "embedding_ids"
+
+
+class _RecordedGroup:
+    """A process group, and the metrics of what is sent over it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, metrics: Metrics | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.metrics = metrics
+
+    @own_traffic()
+    def all_to_all(self, blocks: Sequence[Tensor], received: Sequence[Tensor], cls: str) -> None:
+        """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
+        started = time.perf_counter()
+        sizes = [block.numel() for block in received]
+        output = blocks[0].new_empty(sum(sizes))
+        dist.all_to_all_single(
+            output,
+            torch.cat([block.reshape(-1) for block in blocks]),
+            sizes,
+            [block.numel() for block in blocks],
+            group=self.group,
+        )
+        for block, part in zip(received, output.split(sizes), strict=True):
+            block.copy_(part.view_as(block))
+        sent = sum(block.numel() for rank, block in enumerate(blocks) if rank != self.rank)
+        self._record(cls, sent, output, started)
+
+    @own_traffic()
+    def transpose(self, tensor: Tensor, cls: str) -> Tensor:
+        """[N, ...], block r for rank r -> [N, ...], block r from rank r; recorded as ``cls``."""
+        started = time.perf_counter()
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        self._record(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor, started)
+        return received
+
+    @own_traffic()
+    def gather(self, tensor: Tensor, cls: str) -> Tensor:
+        """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
+        started = time.perf_counter()
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        self._record(cls, tensor.numel() * (self.world_size - 1), tensor, started)
+        return torch.cat(parts)
+
+    def _record(self, cls: str, numel: int, like: Tensor, started: float) -> None:
+        if self.metrics is not None:
+            nbytes, spent = numel * like.element_size(), 1e3 * (time.perf_counter() - started)
+            sent = {"dense_bytes": nbytes, "sent_bytes": nbytes, "numel": numel, "nnz": numel}
+            self.metrics.record(Record(cls, exchange_ms=spent, **sent))
+
+
+# -- where embeddings come from ---
+
+
+class Embeddings(nn.Module):
+    """A source of embeddings that says which fields, columns and samples come out; base class.
+
+    The methods of this class do what is right if all fields of the local samples come out: nothing.
+
+    Attributes:
+        fields: Numbers of the fields that come out, in their order.
+        num_fields: Number of fields of the tables as a whole.
+        dim: Embedding width of the tables as a whole.
+        columns: ``(start, stop)`` of the columns that come out.
+    """
+
+    def __init__(self, fields: Sequence[int], num_fields: int, dim: int, columns: tuple[int, int]) -> None:
+        super().__init__()
+        self.fields, self.num_fields, self.dim, self.columns = fields, num_fields, dim, columns
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        """Look up ids, int [b, F], of local samples: [B, fields, columns], B is b or N*b in rank order."""
+        raise NotImplementedError
+
+    def aggregate(self, partial: Tensor) -> Tensor:
+        """Sum partial results [B, K] over the shards; return those of the local samples, [b, K]."""
+        return partial
+
+    def total(self, scalars: Tensor) -> Tensor:
+        """Sum numbers [K] that are the same for all samples over the shards."""
+        return scalars
+
+    def own(self, weight: nn.Parameter) -> Tensor:
+        """Return a weight for its use: see :meth:`adopt`."""
+        return weight
+
+    def adopt(self, weight: nn.Parameter) -> nn.Parameter:
+        """Declare that a weight belongs to the fields that come out here: no other rank has a shard's."""
+        return weight
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        """Return, for vectors [b, dim] of the local samples, the columns here, of all samples."""
+        return vectors
+
+
+class LocalEmbeddings(Embeddings):
+    """All fields of the local samples: the tables are here, or fetch what they need.
+
+    Args:
+        tables: Module int [b, F] -> [b, F, dim].
+    """
+
+    def __init__(self, tables: nn.Module, num_fields: int, dim: int) -> None:
+        super().__init__(range(num_fields), num_fields, dim, (0, dim))
+        self.tables = tables
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        return self.tables(categorical)
+
+
+class _Shards(Embeddings):
+    """The base class of both kinds of shards.
+
+    The loss is taken to be the mean over all samples, of which every rank computes its local mean. Weights
+    that only this rank has see the gradients of all samples, so theirs is divided by the number of ranks
+    here, as the host framework's average does for the replicated ones. All ranks pass batches of the same
+    size.
+
+    Args:
+        group: The ranks, and the metrics.
+        fields, columns: Those that come out here.
+        tables: One per field of ``fields``, of the columns that come out here.
+        num_fields: Number of fields of the tables as a whole.
+        dim: Embedding width of the tables as a whole.
+        average_gradients: Divide the gradients of what only this rank has by the number of ranks.
+    """
+
+    first_rows: Tensor
+
+    def __init__(
+        self,
+        group: _RecordedGroup,
+        fields: Sequence[int],
+        columns: tuple[int, int],
+        tables: Sequence[Tensor],
+        *,
+        num_fields: int,
+        dim: int,
+        average_gradients: bool,
+    ) -> None:
+        super().__init__(fields, num_fields, dim, columns)
+        self._group = group
+        self._scale = 1 / group.world_size if average_gradients else 1.0
+        width = columns[1] - columns[0]
+        self.weight = self.adopt(nn.Parameter(torch.cat(list(tables)) if tables else torch.empty(0, width)))
+        sizes = [len(table) for table in tables]
+        first = torch.tensor([0, *sizes])[: len(sizes)].cumsum(0)
+        self.register_buffer("first_rows", first, persistent=False)
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The metrics that record what crosses; None records nothing."""
+        return self._group.metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Metrics | None) -> None:
+        self._group.metrics = metrics
+
+    def forward(self, categorical: Tensor) -> Tensor:
+        """int [b, F] -> [N*b, own fields, own columns]."""
+        found = nn.functional.embedding(self._ids(categorical) + self.first_rows, self.weight)
+        # Scaled here and not in own(): the looked-up rows are fewer than the table's.
+        return self._scaled(found)
+
+    def _ids(self, categorical: Tensor) -> Tensor:
+        """Return the ids of this rank's fields in the global batch, [N*b, own fields]."""
+        raise NotImplementedError
+
+    def aggregate(self, partial: Tensor) -> Tensor:
+        group = self._group
+
+        def reduce_scatter(partial: Tensor) -> Tensor:
+            # Summed in rank order by the receiver: gloo has no reduce-scatter on all versions, and the bytes
+            # are the same.
+            blocks = partial.reshape(group.world_size, -1, *partial.shape[1:])
+            return group.transpose(blocks, _FORWARD).sum(0)
+
+        return with_gradient(partial, reduce_scatter, lambda gradient: group.gather(gradient, _BACKWARD))
+
+    def total(self, scalars: Tensor) -> Tensor:
+        def all_reduce(tensor: Tensor, cls: str) -> Tensor:
+            return self._group.gather(tensor.unsqueeze(0), cls).sum(0)
+
+        return with_gradient(
+            scalars, lambda x: all_reduce(x, _FORWARD), lambda gradient: all_reduce(gradient, _BACKWARD)
+        )
+
+    def own(self, weight: nn.Parameter) -> Tensor:
+        return self._scaled(weight)
+
+    def adopt(self, weight: nn.Parameter) -> nn.Parameter:
+        # As DeepSpeed marks the weights of an expert: its gradient is not for the data-parallel average.
+        weight.allreduce = False  # type: ignore[attr-defined]
+        return weight
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        """Return the same tensor, with its gradient scaled."""
+        return with_gradient(tensor, lambda x: x.view_as(x), lambda gradient: gradient * self._scale)
+
+
+class FieldShards(_Shards):
+    """Whole tables, spread over the ranks; gives the embeddings of this rank's fields for the global batch.
+
+    Args:
+        cardinalities: Rows of each field's table.
+        dim: Embedding width.
+        group: Process group, None for the default one.
+        placement: Fields of each rank, ascending; balanced by default. A rank may have none.
+        seed: Seeds the initial rows, which are those of ``EmbeddingTables`` made under that seed.
+        average_gradients: Divide the gradients of what only this rank has by the number of ranks; False where
+            the host framework does that.
+        metrics: Records ``des_forward``, ``des_backward`` and ``embedding_ids``.
+    """
+
+    def __init__(
+        self,
+        cardinalities: Sequence[int],
+        dim: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        placement: Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
+        average_gradients: bool = True,
+        metrics: Metrics | None = None,
+    ) -> None:
+        recorded = _RecordedGroup(group, metrics)
+        described = [Table(rows, dim) for rows in cardinalities]
+        placed = check_placement(placement, described, recorded.world_size)
+        fields = placed[recorded.rank]
+        tables = [table for f, table in enumerate(_initial_tables(cardinalities, dim, seed)) if f in fields]
+        super().__init__(
+            recorded,
+            fields,
+            (0, dim),
+            tables,
+            num_fields=len(cardinalities),
+            dim=dim,
+            average_gradients=average_gradients,
+        )
+        self.placement = placed
+
+    def _ids(self, categorical: Tensor) -> Tensor:
+        blocks = [categorical[:, fields] for fields in self.placement]
+        received = [categorical.new_empty(len(categorical), len(self.fields)) for _ in blocks]
+        self._group.all_to_all(blocks, received, _IDS)
+        return torch.cat(received)
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        raise NotImplementedError("tables that are sharded by field have no columns of their own")
+
+
+class ColumnShards(_Shards):
+    """Some columns of every table on each rank; gives these columns of all fields for the global batch.
+
+    Arguments are those of :class:`FieldShards`; the columns are split evenly.
+    """
+
+    def __init__(
+        self,
+        cardinalities: Sequence[int],
+        dim: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        average_gradients: bool = True,
+        metrics: Metrics | None = None,
+    ) -> None:
+        recorded = _RecordedGroup(group, metrics)
+        bounds = [dim * rank // recorded.world_size for rank in range(recorded.world_size + 1)]
+        start, stop = bounds[recorded.rank : recorded.rank + 2]
+        super().__init__(
+            recorded,
+            range(len(cardinalities)),
+            (start, stop),
+            [table[:, start:stop].clone() for table in _initial_tables(cardinalities, dim, seed)],
+            num_fields=len(cardinalities),
+            dim=dim,
+            average_gradients=average_gradients,
+        )
+        self._widths = [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def _ids(self, categorical: Tensor) -> Tensor:
+        return self._group.gather(categorical, _IDS)
+
+    def columns_of(self, vectors: Tensor) -> Tensor:
+        group, widths = self._group, self._widths
+
+        def to_columns(vectors: Tensor) -> Tensor:
+            received = [vectors.new_empty(len(vectors), widths[group.rank]) for _ in widths]
+            group.all_to_all(vectors.split(widths, dim=1), received, _FORWARD)
+            return torch.cat(received)
+
+        def from_columns(gradient: Tensor) -> Tensor:
+            blocks = gradient.contiguous().chunk(len(widths))
+            received = [gradient.new_empty(len(blocks[0]), width) for width in widths]
+            group.all_to_all(blocks, received, _BACKWARD)
+            return torch.cat(received, dim=1)
+
+        return with_gradient(vectors, to_columns, from_columns)
+
+
+def _initial_tables(cardinalities: Sequence[int], dim: int, seed: int) -> Iterable[Tensor]:
+    """Draw the tables one after the other, as ``EmbeddingTables`` initialises them under ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for rows in cardinalities:
+            bound = 1 / math.sqrt(rows)
+            yield torch.empty(rows, dim).uniform_(-bound, bound)
