@@ -35,7 +35,7 @@ class CompressedAllToAll(nn.Module):
         num_tables: Tables of this rank.
         dim: Embedding width.
         config: ``dct.embedding``, or a mapping with its keys. Rows are not de-duplicated one by one (the ids
-            are not known here); repeated vectors are coded once when there is an ``error_bound``.
+            are not known here).
         group: Process group, None for the default one.
         metrics: Records what crosses.
         kernels: ``dct.kernels``; the defaults when None.

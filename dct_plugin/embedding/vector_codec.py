@@ -1,8 +1,8 @@
 """How the numbers of a message are coded: error-bounded codes, or values of one floating type.
 
-A message is a payload and one byte that says how to read it. Error-bounded codes
-(:mod:`~dct_plugin.embedding.error_bounded`) of all ranks are written in one call, and read in one call,
-on the host.
+A message is a payload and one byte that says how to read it. Error-bounded codes (Feng et al., SC 2024,
+arXiv:2407.04272; :mod:`~dct_plugin.kernels.embedding_format` has the format) of all ranks are written in one
+call, and read in one call, on the host: ``|x - decoded| <= bound`` holds for every entry.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from ..errors import PayloadError
 from ..kernels import Backend
 from ..kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
 from ..stream import encode_all
-from .error_bounded import decode_bounded, encode_bounded, relative_parts
 
 #: Bit of a message's last byte: the payload holds error-bounded codes.
 BOUNDED = 1
@@ -82,16 +82,12 @@ class VectorCodec:
         outgoing = list(parts.values())
         host = self._host()
         if relative is not None:
-            outgoing = relative_parts(outgoing, relative, host)
-        encoded = encode_bounded(
-            outgoing,
-            host,
-            entropy="auto",
-            # Plain Python reads packed codes all at once, and Rice codes one by one.
-            bit_cost=0 if host.name == "reference" else self.bit_cost,
-            decoded=decoded,
-            repeats=not self.config.deduplicate,
-        )
+            with np.errstate(over="ignore", invalid="ignore"):
+                bounds = [relative * square**0.5 for square in host.mean_squares(outgoing)]
+            outgoing = [part._replace(bounds=each) for part, each in zip(outgoing, bounds, strict=True)]
+        # Plain Python reads packed codes all at once, and Rice codes one by one.
+        bit_cost = 0 if host.name == "reference" else self.bit_cost
+        encoded = host.encode(outgoing, bit_cost, decoded=decoded)
         return dict(zip(parts, encoded, strict=True))
 
     def decode(
@@ -114,8 +110,8 @@ class VectorCodec:
         if not sources:
             return
         hosts = [outs[s] if outs[s].device.type == "cpu" else torch.empty(len(outs[s])) for s in sources]
-        faults = decode_bounded(
-            [payloads[s].cpu() for s in sources], [lengths[s] for s in sources], hosts, self._host()
+        faults = self._host().decode(
+            [payloads[s].cpu() for s in sources], [lengths[s] for s in sources], hosts
         )
         for source, fault in zip(sources, faults, strict=True):
             if fault is not None:

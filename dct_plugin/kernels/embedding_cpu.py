@@ -15,7 +15,6 @@ from torch import Tensor
 from .build import fields, load_functions
 from .embedding_format import (
     RICE_COST,
-    Decoding,
     EmbeddingKernels,
     Encoded,
     FloatArray,
@@ -29,7 +28,7 @@ from .embedding_reference import ReferenceEmbeddingKernels
 
 class _Outgoing(ctypes.Structure):
     _fields_ = [
-        *fields("x decoded out codes", c_void_p),
+        *fields("x decoded out", c_void_p),
         *fields("numel first segments nbytes", c_uint64),
         *fields("kind status", c_int32),
     ]
@@ -63,7 +62,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dct_add_rows": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint64],
 }
 _OUT_OF_RANGE = -5
-_IS_DEFLATED, _IS_NONFINITE = 14, 15
+_IS_NONFINITE = 15
 
 
 class CompiledEmbeddingKernels(EmbeddingKernels):
@@ -91,22 +90,17 @@ class CompiledEmbeddingKernels(EmbeddingKernels):
         del kept
         return np.split(out, np.cumsum([len(part.lengths) for part in parts])[:-1])
 
-    def encode(
-        self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False, codes: bool = False
-    ) -> list[Encoded]:
+    def encode(self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -> list[Encoded]:
         call, messages, kept = self._call(parts, bit_cost)
         room = [self._bound(p.x.numel(), len(p.lengths)) if p.send else 0 for p in parts]
         buffer = torch.empty(sum(room), dtype=torch.uint8)
         results, starts, at = [], [], buffer.data_ptr()
         for part, message, size in zip(parts, messages, room, strict=True):
             numel = part.x.numel()
-            result = Encoded(None, None, None, True)
+            result = Encoded(None, None, True)
             if decoded or not part.send:
                 result.decoded = torch.empty(numel)
                 message.decoded = result.decoded.data_ptr()
-            if codes:
-                result.codes = np.empty(numel, dtype=np.int16)
-                message.codes = result.codes.ctypes.data
             message.out = at if size else None
             starts.append(at - buffer.data_ptr())
             at += size
@@ -119,12 +113,12 @@ class CompiledEmbeddingKernels(EmbeddingKernels):
             if part.send:
                 result.message = buffer[start : start + message.nbytes]
             if not result.finite:
-                result.decoded = result.codes = None
+                result.decoded = None
         return results
 
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Decoding]:
+    ) -> list[str | None]:
         if not payloads:
             return []
         messages = (_Incoming * len(payloads))()
@@ -138,7 +132,7 @@ class CompiledEmbeddingKernels(EmbeddingKernels):
         call = _Decode(ctypes.addressof(messages), flat.ctypes.data)
         if self._library.dct_embedding_decode(byref(call), len(payloads), self._workers(len(payloads))):
             raise MemoryError("compiled kernels: out of memory")
-        return [_decoding(m.status, m.found, m.numel, m.segments) for m in messages]
+        return [_fault(m.status, m.found, m.numel, m.segments) for m in messages]
 
     def distinct_rows(
         self, ids: Tensor, order: IntArray, limits: IntArray, base: IntArray
@@ -184,12 +178,8 @@ def _flat(parts: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
     return np.concatenate(parts) if len(parts) != 1 else np.ascontiguousarray(parts[0])
 
 
-def _decoding(status: int, found: int, numel: int, segments: int) -> Decoding:
-    if status == _IS_DEFLATED:
-        return Decoding(raw=found)
-    if status in (0, _IS_NONFINITE):
-        return Decoding()
-    return Decoding(fault_text(status, found, numel, segments))
+def _fault(status: int, found: int, numel: int, segments: int) -> str | None:
+    return None if status in (0, _IS_NONFINITE) else fault_text(status, found, numel, segments)
 
 
 def host_embedding_kernels() -> EmbeddingKernels:

@@ -39,7 +39,7 @@ MAGIC = 0xDC7B
 FORMAT_VERSION = 2
 HEADER = struct.Struct("<HBBIHHII")
 HEADER_SIZE = 20
-NONFINITE, DEFLATED = 1, 2  # flags
+NONFINITE = 1  # a flag
 MAX_RICE, SPARSE, RAW, ZERO, PACKED = 12, 13, 14, 15, 16
 ESCAPE = 24
 #: Codes are below this, so that code times step width (8 significant bits) is exact in fp32.
@@ -105,27 +105,13 @@ class Encoded:
     Attributes:
         message: uint8, payload and kind; None: not wanted.
         decoded: fp32 [numel], what a receiver gets; None: not wanted, or not ``finite``.
-        codes: int16 [numel], 0 where a segment is raw; None: not wanted, or not ``finite``.
         finite: Whether the kernels take all entries for finite (magnitudes below 2**126). A message of others
             decodes to NaN in every entry.
     """
 
     message: Tensor | None
     decoded: Tensor | None
-    codes: npt.NDArray[np.int16] | None
     finite: bool
-
-
-class Decoding(NamedTuple):
-    """The result of decoding one payload.
-
-    Attributes:
-        fault: What is wrong with the payload; None: nothing.
-        raw: Entries of its raw segments if its other codes are deflated. The caller has to unpack these.
-    """
-
-    fault: str | None = None
-    raw: int | None = None
 
 
 class EmbeddingKernels(ABC):
@@ -143,9 +129,7 @@ class EmbeddingKernels(ABC):
         """
 
     @abstractmethod
-    def encode(
-        self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False, codes: bool = False
-    ) -> list[Encoded]:
+    def encode(self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -> list[Encoded]:
         """Quantise, choose a method for every segment, and write the messages.
 
         Args:
@@ -153,14 +137,13 @@ class EmbeddingKernels(ABC):
             bit_cost: Picoseconds that a bit takes on the wire, against :data:`RICE_COST`. At 0 codes are
                 packed.
             decoded: Return ``decoded`` of parts that are sent, too.
-            codes: Return ``codes``.
         """
 
     @abstractmethod
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Decoding]:
-        """Do the inverse of :meth:`encode`.
+    ) -> list[str | None]:
+        """Do the inverse of :meth:`encode`; return what is wrong with each payload, None for nothing.
 
         Args:
             payloads: uint8, without the kind; nothing in them is believed unchecked.

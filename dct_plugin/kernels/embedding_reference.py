@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..codecs.payload import OVERFLOW_MAGNITUDE
 from .embedding_format import (
-    DEFLATED,
     ESCAPE,
     FORMAT_VERSION,
     HEADER,
@@ -27,7 +26,6 @@ from .embedding_format import (
     RICE_COST,
     SPARSE,
     ZERO,
-    Decoding,
     EmbeddingKernels,
     Encoded,
     FloatArray,
@@ -69,21 +67,20 @@ class ReferenceEmbeddingKernels(EmbeddingKernels):
             found.append(mean.to(torch.float64).nan_to_num(0.0).numpy() if len(sizes) else np.empty(0))
         return found
 
-    def encode(
-        self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False, codes: bool = False
-    ) -> list[Encoded]:
-        return [_encode(part, bit_cost, decoded or not part.send, codes) for part in parts]
+    def encode(self, parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -> list[Encoded]:
+        return [_encode(part, bit_cost, decoded or not part.send) for part in parts]
 
     def decode(
         self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
-    ) -> list[Decoding]:
-        found = []
+    ) -> list[str | None]:
+        found: list[str | None] = []
         for payload, sizes, out in zip(payloads, lengths, outs, strict=True):
             try:
-                found.append(Decoding(raw=_decode(payload.numpy(), sizes, out.numpy())))
+                _decode(payload.numpy(), sizes, out.numpy())
+                found.append(None)
             except _Fault as fault:
                 status, value = fault.args
-                found.append(Decoding(fault_text(status, value, out.numel(), len(sizes))))
+                found.append(fault_text(status, value, out.numel(), len(sizes)))
         return found
 
     def distinct_rows(
@@ -110,18 +107,17 @@ class ReferenceEmbeddingKernels(EmbeddingKernels):
 # -- encode ---
 
 
-def _encode(part: Outgoing, bit_cost: int, decoded: bool, codes: bool) -> Encoded:
+def _encode(part: Outgoing, bit_cost: int, decoded: bool) -> Encoded:
     x, lengths = part.x.numpy(), part.lengths
     segments = len(lengths)
     if not bool((np.abs(x) < OVERFLOW_MAGNITUDE).all()):
         message = _finish(NONFINITE, len(x), segments, b"", part.kind) if part.send else None
-        return Encoded(message, None, None, False)
+        return Encoded(message, None, False)
     methods, halves, streams = [], [], []
-    q = np.zeros(len(x), dtype=np.int64)
     out = x.copy()
     raw: list[bytes] = []
-    for entries, number, rounded, bound in zip(
-        _segments(x, lengths), _segments(q, lengths), _segments(out, lengths), part.bounds, strict=True
+    for entries, rounded, bound in zip(
+        _segments(x, lengths), _segments(out, lengths), part.bounds, strict=True
     ):
         largest = float(np.abs(entries).max(initial=0.0))
         half = float(half_steps(np.array([bound if largest else 1.0]))[0])
@@ -130,7 +126,7 @@ def _encode(part: Outgoing, bit_cost: int, decoded: bool, codes: bool) -> Encode
             halves.append(0.0)
             raw.append(entries.tobytes())
             continue
-        number[:] = np.rint(entries.astype(np.float64) / (2.0 * half))
+        number = np.rint(entries.astype(np.float64) / (2.0 * half)).astype(np.int64)
         rounded[:] = number * (2.0 * half)
         method, tokens = _choose(_zigzag(number), bit_cost)
         methods.append(method)
@@ -141,8 +137,7 @@ def _encode(part: Outgoing, bit_cost: int, decoded: bool, codes: bool) -> Encode
         steps = np.array(halves, dtype=np.float32).view(np.uint32) >> 16
         sections = [bytes(methods), steps.astype("<u2").tobytes(), *raw, _pack(streams)]
         message = _finish(0, len(x), segments, b"".join(sections), part.kind)
-    result = torch.from_numpy(out) if decoded else None
-    return Encoded(message, result, q.astype(np.int16) if codes else None, True)
+    return Encoded(message, torch.from_numpy(out) if decoded else None, True)
 
 
 def _finish(flags: int, numel: int, segments: int, body: bytes, kind: int) -> Tensor:
@@ -225,8 +220,8 @@ class _Fault(Exception):
     """A fault of a payload: its number, and what was found."""
 
 
-def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.float32]) -> int | None:
-    """Fill ``out``. Return the number of raw entries if the others are deflated."""
+def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.float32]) -> None:
+    """Fill ``out``."""
     payload = data.tobytes()
     if len(payload) < HEADER_SIZE:
         raise _Fault(1, len(payload))
@@ -236,7 +231,7 @@ def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.
         raise _Fault(2, magic)
     if version != FORMAT_VERSION:
         raise _Fault(3, version)
-    if flags > DEFLATED or reserved:
+    if flags > NONFINITE or reserved:
         raise _Fault(4, flags)
     if numel != len(out) or segments != len(lengths):
         raise _Fault(5, numel if numel != len(out) else segments)
@@ -246,7 +241,7 @@ def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.
         raise _Fault(7, 0)
     if flags == NONFINITE:
         out[:] = np.nan
-        return None
+        return
     if size < 3 * segments:
         raise _Fault(10, 0)
     methods = list(body[:segments])
@@ -257,8 +252,6 @@ def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.
         if word >= 0x7F80 or (n and (method == RAW) != (word == 0)):
             raise _Fault(9, 0)
     raw = sum(n for method, n in zip(methods, lengths.tolist(), strict=True) if method == RAW)
-    if flags == DEFLATED:
-        return raw
     at = 3 * segments
     if 4 * raw > len(body) - at:
         raise _Fault(10, 0)
@@ -275,7 +268,6 @@ def _decode(data: npt.NDArray[np.uint8], lengths: IntArray, out: npt.NDArray[np.
     if not bool(np.isfinite(out).all()):
         raise _Fault(12, 0)
     reader.end()
-    return None
 
 
 class _Reader:

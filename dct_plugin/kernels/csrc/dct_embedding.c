@@ -9,7 +9,6 @@
 #define EMBEDDING_MAGIC 0xDC7Bu
 #define EMBEDDING_VERSION 2
 #define FLAG_NONFINITE 1
-#define FLAG_DEFLATE 2
 #define MAX_RICE 12
 #define METHOD_SPARSE 13
 #define METHOD_RAW 14
@@ -35,7 +34,6 @@ enum {
     EMB_CODE = 11,
     EMB_VALUE = 12,
     EMB_TRAILING = 13,
-    EMB_DEFLATED = 14, /* not a fault: the body is for the caller */
     EMB_NONFINITE = 15, /* not a fault: every entry is NaN */
 };
 
@@ -245,7 +243,6 @@ typedef struct {
     const float *x;      /* the segments' entries, one after the other */
     float *decoded;      /* what a receiver gets, or NULL */
     uint8_t *out;        /* room for the message (dct_embedding_bound), or NULL: decoded alone is wanted */
-    int16_t *codes;      /* q of every entry, or NULL */
     uint64_t numel;
     uint64_t first;      /* of its segments in lengths and bounds */
     uint64_t segments;
@@ -331,13 +328,10 @@ static void encode_message(const encode_t *a, outgoing_t *m) {
         plan_t plan = {METHOD_RAW, 0, 0, 0};
         if (halves[s] == 0.0f) {
             if (m->decoded && n) memcpy(m->decoded + start, x, 4 * n);
-            if (m->codes) memset(m->codes + start, 0, 2 * n);
             if (values && n) memcpy(values, x, 4 * n), values += 4 * n;
         } else {
             quantise(x, n, 2.0 * (double)halves[s], z);
             if (m->decoded) dequantise(z, n, 2.0f * halves[s], m->decoded + start);
-            if (m->codes)
-                for (uint64_t i = 0; i < n; i++) m->codes[start + i] = (int16_t)-((int32_t)(z[i] >> 1) ^ -(int32_t)(z[i] & 1));
             if (body) {
                 plan = choose(z, n, a->bit_cost, a->rice_cost, at, v);
                 write_segment(&w, z, n, plan, at, v);
@@ -449,7 +443,7 @@ static int decode_message(const int64_t *lengths, incoming_t *m) {
     if (m->nbytes < EMBEDDING_HEADER) return EMB_SHORT;
     if (load16(p) != EMBEDDING_MAGIC) return m->found = load16(p), EMB_MAGIC;
     if (p[2] != EMBEDDING_VERSION) return m->found = p[2], EMB_VERSION;
-    if (p[3] > FLAG_DEFLATE || load16(p + 10)) return m->found = p[3], EMB_FLAGS;
+    if (p[3] > FLAG_NONFINITE || load16(p + 10)) return m->found = p[3], EMB_FLAGS;
     if (load32(p + 4) != m->numel) return m->found = load32(p + 4), EMB_SHAPE;
     if (load16(p + 8) != m->segments) return m->found = load16(p + 8), EMB_SHAPE;
     const uint64_t size = m->nbytes - EMBEDDING_HEADER;
@@ -472,7 +466,6 @@ static int decode_message(const int64_t *lengths, incoming_t *m) {
         if (is_raw) raw += n;
         longest = n > longest ? n : longest;
     }
-    if (p[3] == FLAG_DEFLATE) return m->found = (int64_t)raw, EMB_DEFLATED;
     if (4 * raw > size - 3 * m->segments) return EMB_TRUNCATED;
     const uint8_t *values = body + 3 * m->segments;
     reader_t r = {values + 4 * raw, size - 3 * m->segments - 4 * raw, 0};

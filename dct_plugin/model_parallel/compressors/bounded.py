@@ -52,9 +52,9 @@ class Bounded(ActivationCompressor[BoundMethod]):
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
         values = torch.empty(out.numel())
-        (opened,) = self._kernels().decode([message[:-1].cpu()], [_segments(out.shape)], [values])
-        if opened.fault is not None:
-            raise PayloadError(opened.fault)
+        (fault,) = self._kernels().decode([message[:-1].cpu()], [_segments(out.shape)], [values])
+        if fault is not None:
+            raise PayloadError(fault)
         add(out, values.to(out.device))
 
     def _kernels(self) -> EmbeddingKernels:
