@@ -204,6 +204,8 @@ class AutomaticSparsity(AddOn):
         self._flush = Setting(0.0, group.settings.value_dtype if group.fixed_size else "fp32")
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
+        self._holds_residuals = False
+        """Whether something may be in residuals; the same on all ranks."""
         self._sizes: dict[str, int] = {}
         self._seconds: list[float] = []
         self._began = 0.0
@@ -250,6 +252,8 @@ class AutomaticSparsity(AddOn):
         known = None if state is None else Setting(*state["current"])
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
+        # Residuals of another number of ranks come without a setting.
+        self._holds_residuals = step > 0
         self._start(known if known in self._settings else None)
 
     # -- decisions ---
@@ -267,9 +271,12 @@ class AutomaticSparsity(AddOn):
         Args:
             is_known: Whether a training goes on with its setting; otherwise the first steps are dense.
         """
-        if len(self._settings) == 1:
-            return
         pace, group = self.pace, self._group
+        if len(self._settings) == 1:
+            if self._holds_residuals:
+                yield max(1, group.schedule.warmup_steps - group.step)
+                yield from self._change_to(self.current)
+            return
         began, waited, hidden = group.reduce_seconds, group.exchange.waited_ms, self._hidden_seconds()
         steps = pace.settle + pace.trial
         if not is_known:
@@ -316,9 +323,10 @@ class AutomaticSparsity(AddOn):
     def _change_to(self, setting: Setting) -> Iterator[int]:
         """Take a setting: the dense one after a step that sends all residuals, others after the start."""
         schedule, step = self._group.schedule, self._group.step
-        if setting.is_dense and not self.dense:
+        if setting.is_dense and self._holds_residuals:
             self._use(self._flush)
             yield 1
+            self._holds_residuals = False
         self._use(setting)
         if not setting.is_dense and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
@@ -343,6 +351,7 @@ class AutomaticSparsity(AddOn):
 
     def _use(self, setting: Setting) -> None:
         self.current, group = setting, self._group
+        self._holds_residuals |= not setting.is_dense
         if setting.value_dtype is not None and setting.value_dtype != group.settings.value_dtype:
             group.set_value_dtype(setting.value_dtype)
 

@@ -24,6 +24,7 @@ from dct_plugin.data_parallel.automatic import (
     likely,
 )
 from dct_plugin.errors import ConfigError
+from dct_plugin.feedback import unpacked
 from dct_plugin.metrics import Metrics
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
@@ -211,8 +212,21 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
                 states = reducer.state_dict()
         resumed = GradientReducer(config)
         resumed.load_state_dict(states)
+        # As after re-sharding, where no setting is known: the fast link is dense, and the residuals are sent.
+        spread = GradientReducer(config)
+        assert states is not None
+        spread.load_state_dict({**states, "automatic": None})
+        loaded, arrived = states["streams"]["weight"]["residual"], torch.zeros(5_000)
+        for _ in range(20):
+            zeros = torch.zeros(5_000)
+            spread.all_reduce([("weight", zeros)])
+            arrived += zeros
+            spread.end_step()
         residual = reducer.streams["weight"].residual
         return {
+            "loaded": unpacked(loaded),
+            "arrived": arrived,
+            "spread": spread.add_on(AutomaticSparsity).current,
             "used": used,
             "decisions": [each["setting"] for each in events],
             "reasons": [each["reason"] for each in events],
@@ -237,5 +251,9 @@ def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
     assert all(each["resumed"] == STRONG for each in ranks)
     # Nothing is owed once the exchange is dense again: all that was given has arrived.
     assert all(each["owed"] == 0.0 for each in ranks)
+    assert all(each["spread"] == DENSE for each in ranks)
+    owed = sum(each["loaded"] for each in ranks)
+    assert owed.abs().max() > 1.0
+    assert torch.allclose(ranks[0]["arrived"], owed, atol=0.01)
     total = sum(each["given"] for each in ranks)
     assert torch.allclose(ranks[0]["got"], total, atol=0.05)
