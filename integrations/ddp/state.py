@@ -326,6 +326,7 @@ class DCTState:
             lambda: self.state_dict()["reducer"],
             group=self.process_group,
             configuration=self.config.fingerprint(),
+            progress=self.steps.progress,
         )
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
@@ -337,6 +338,7 @@ class DCTState:
             group=self.process_group,
             sizes=self.parameters.sizes,
             layout=layout_of(_nodes_of(self), self.process_group),
+            progress=self.steps.progress,
         )
         self.load_state_dict({"reducer": state})
         return state is not None

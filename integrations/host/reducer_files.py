@@ -15,6 +15,7 @@ from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded
 
 from . import rank_files
+from .progress import Progress, steps_after
 from .rank_files import Folder, NoState, State
 
 logger = logging.getLogger("dct_plugin")
@@ -31,6 +32,7 @@ def save(
     parts: bool = False,
     unit: float = 1.0,
     configuration: str = "",
+    progress: Progress | None = None,
 ) -> str:
     """Write every rank's state; a collective.
 
@@ -42,6 +44,7 @@ def save(
             ranks of the job save and load together.
         unit: Factor that the host had multiplied into the gradients, see :func:`dct_plugin.checkpoint.save`.
         configuration: Fingerprint of the ``dct`` section.
+        progress: Notes the steps that follow, in this folder.
 
     Returns:
         The identity of the save, to be kept in the host's own state.
@@ -61,7 +64,10 @@ def save(
             configuration=configuration,
         )
 
-    return rank_files.save(checkpoint.file_of(folder, rank), content, group=None if parts else group)
+    identity = rank_files.save(checkpoint.file_of(folder, rank), content, group=None if parts else group)
+    if rank == 0 and progress is not None:
+        progress.follow(folder)
+    return identity
 
 
 def load(
@@ -73,16 +79,18 @@ def load(
     sizes: Mapping[str, int] | None = None,
     expected: str | None = None,
     layout: Sequence[Sequence[int]] = (),
+    progress: Progress | None = None,
 ) -> State | None:
     """Read what :func:`save` wrote; a collective, whose results and errors are :func:`.rank_files.load`'s.
 
     Args:
-        folder, group, parts, unit: As for :func:`save`.
+        folder, group, parts, unit, progress: As for :func:`save`.
         sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
         expected: What :func:`save` returned, from the host's own state.
         layout: See :func:`dct_plugin.checkpoint.load`.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    spread_from: list[int] = []
 
     def read() -> Loaded:
         found = checkpoint.load(
@@ -93,15 +101,14 @@ def load(
             raise NoState(
                 "dct_rank_*.pt files are missing" if some else "the checkpoint holds no dct_rank_*.pt files"
             )
-        if rank == 0 and found.ranks not in (0, world_size):
-            logger.warning(
-                "dct: %s: what %d ranks had not sent by step %d is spread over %d ranks; only what was done "
-                "since that save is lost",
-                folder, found.ranks, found.state["step"], world_size,
-            )  # fmt: skip
+        spread_from.append(found.ranks)
         return found
 
     state = rank_files.load(read, folder, group=None if parts else group, expected=expected)
+    if rank == 0 and state is not None:
+        _report(folder, state["step"], spread_from[0], world_size)
+        if progress is not None:
+            progress.follow(folder, state["step"])
     if state is None or sizes is None:
         return state
     state, strange = checkpoint.known_to(sizes, state)
@@ -113,3 +120,16 @@ def load(
             ", ".join(strange[:5]),
         )
     return state
+
+
+def _report(folder: Folder, step: int, saved: int, ranks: int) -> None:
+    """Log how many steps are lost, and over how many ranks residuals of ``saved`` ranks are spread."""
+    lost = steps_after(folder, step)
+    if saved in (0, ranks):
+        if not lost:
+            return
+        kept = f"training goes on from step {step} with what its {ranks} ranks had not sent by then"
+    else:
+        kept = f"what {saved} ranks had not sent by step {step} is spread over {ranks} ranks"
+    steps = "only what was done since that save" if lost is None else f"{lost} later steps of the earlier run"
+    logger.warning("dct: %s: %s; lost: %s", folder, kept, steps)

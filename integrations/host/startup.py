@@ -7,6 +7,7 @@ differs. A rank that states nothing is named after a time limit, and hangs nobod
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -112,6 +113,13 @@ def log_active(what: str, config: DCTConfig, note: str, settings: DataParallelCo
     logger.warning("dct: active on %s, %s, config %s", what, summary, config.fingerprint())
     if note:
         logger.warning("dct: %s", note)
+    restarts, store = map(os.environ.get, ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"))
+    if restarts not in (None, "0") and store == "True":
+        logger.warning(
+            "dct: torchrun --max-restarts: ranks that are started again find the old addresses in torchrun's "
+            "key-value store, and torch cannot connect them. Start torchrun with --standalone or "
+            "--rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+        )
 
 
 def _store() -> Any:

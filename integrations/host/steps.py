@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dct_plugin.metrics import Metrics
 
+from .progress import Progress
 from .replicas import Replicas
 
 logger = logging.getLogger("dct_plugin")
@@ -36,6 +37,7 @@ class StepHooks:
         step: Optimizer steps so far, skipped ones included; a host sets it when it restores a checkpoint.
         open: Whether gradients were reduced since the last step.
         replicas: Compare the ranks' parameters after a step, where the host says which they are.
+        progress: Notes the steps after a checkpoint, for a run that resumes from it.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StepHooks:
         self.step = step
         self.open = False
         self.replicas: list[Replicas] = []
+        self.progress = Progress()
         self._warns = rank == 0
 
     def begin(self) -> None:
@@ -67,6 +70,7 @@ class StepHooks:
             )
         self.open = False
         self.step += 1
+        self.progress.note(self.step)
         for member in self.members:
             member.end_step(skipped=skipped, loss_scale=loss_scale)
         if self.metrics is not None:

@@ -9,7 +9,8 @@ Ranks are forked from this process, which has imported the host and nothing more
 exits with 1 when the parameters differ, between the ranks or from the uninterrupted run, when a rank outlives
 the others' end by more than a minute, or when memory grows.
 
-"torchft" is another case: replicas are killed, heal and join, and no run begins anew (``torchft_soak``).
+Two cases are different. "torchft": replicas are killed, heal and join, and no run begins anew
+(``torchft_soak``). "torchrun": torchrun itself starts the ranks of a DDP job again (``torchrun_job``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dct_plugin.links.rates import check_rate
 from dct_plugin.links.team import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support import soak_worker
+from support import soak_worker, torchrun_job
 
 #: In this order: megatron-core's stand-ins for CUDA stay in the process that ranks are forked from.
 #: ``nodes``: DDP on nodes of two ranks.
@@ -50,7 +51,8 @@ Processes = list[Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800.0, help="time limit")
-    installed = (*HOSTS, "torchft") if importlib.util.find_spec("torchft") else HOSTS
+    torchft = ("torchft",) if importlib.util.find_spec("torchft") else ()
+    installed = (*HOSTS, "torchrun", *torchft)
     parser.add_argument("--hosts", nargs="+", default=installed, choices=installed)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=(2, 4))
     parser.add_argument("--steps", type=int, default=60, help="of every run")
@@ -66,10 +68,13 @@ def main() -> int:
     until, generator = time.monotonic() + arguments.seconds, random.Random(arguments.seed)
     report: dict[str, Any] = {"rate": limit.rate, "seed": arguments.seed, "cycles": 0, "runs": []}
     cases = [(host, ranks) for host in HOSTS if host in arguments.hosts for ranks in arguments.ranks]
+    others = [] if "torchrun" not in arguments.hosts else [torchrun_job.soak]
     if "torchft" in arguments.hosts:
         from support import torchft_soak  # torchft need not be installed
 
-        found = torchft_soak.soak(arguments.kills, arguments.seconds / (len(cases) + 1), generator)
+        others.append(torchft_soak.soak)
+    for case in others:
+        found = case(arguments.kills, arguments.seconds / (len(cases) + len(others)), generator)
         report["runs"].append(found)
         report["cycles"] += found["kills"]
         print(json.dumps(found), flush=True)

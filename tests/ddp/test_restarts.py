@@ -1,0 +1,55 @@
+"""torchrun starts the ranks of a job again when one is killed, and goes on with fewer when a node is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.torchrun_job import Job, ends, steps_lost
+
+from dct_plugin import checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+def _residuals(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Return what so many ranks of a checkpoint still owe, as their average."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(ranks):
+        for name, stream in checkpoint.read(checkpoint.file_of(folder, rank))["state"]["streams"].items():
+            residual = checkpoint.unpacked(stream["residual"])
+            found[name] = found.get(name, torch.zeros_like(residual)) + residual / ranks
+    return found
+
+
+def test_a_killed_rank_and_a_lost_node(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--steps=90", "--seconds=0.05")
+    job.add_node(2)
+    job.add_node(1)
+    try:
+        job.wait_for(20, 3)
+        job.kill_rank(0, 1)
+        job.wait_for(job.latest() + 20, 3)
+        job.kill_node(1)
+        log = job.finish()
+    finally:
+        job.close()
+    (ranks, first, loss, weights), other = ends(log)
+    assert (ranks, first, weights) == (other[0], other[1], other[3])
+    assert ranks == 2
+    assert first >= 40
+    assert loss < 1.0
+    saved = tmp_path / f"step{first}"
+    assert f"{saved}: what 3 ranks had not sent by step {first} is spread over 2 ranks; lost: " in log
+    assert "with what its 3 ranks had not sent by then; lost: " in log
+    assert len(steps_lost(log)) >= 2
+    assert all(steps < 20 for steps in steps_lost(log))
+    assert "torchrun's key-value store" not in log
+    owed = _residuals(saved, 3)
+    assert sum(residual.norm() for residual in owed.values()) > 0
+    for rank in range(2):
+        loaded = checkpoint.load(saved, rank=rank, world_size=2)
+        assert loaded is not None
+        for name, residual in owed.items():
+            torch.testing.assert_close(loaded.state["streams"][name]["residual"], residual)
