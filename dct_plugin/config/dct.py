@@ -135,9 +135,10 @@ class DCTConfig(Section):
 
     def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
         """Return a validated copy with nested ``changes``, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
-        base, written = self.model_dump(), self.data_parallel.model_fields_set
-        # What is not written there depends on the number of ranks.
-        base["data_parallel"] = {key: base["data_parallel"][key] for key in written}
+        base = self.model_dump()
+        # What is not written there depends on the number of ranks, or on the host.
+        for name, written in ("data_parallel", self.data_parallel), ("metrics", self.metrics):
+            base[name] = {key: base[name][key] for key in written.model_fields_set}
         return validated(type(self), _merged(base, changes), SECTION)
 
     def canonical_json(self) -> str:

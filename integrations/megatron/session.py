@@ -223,7 +223,8 @@ def _write_scalars(writer: Any, events: list[Event]) -> None:
 
 
 def _write_wandb(wandb: Any, events: list[Event]) -> None:
-    wandb.log({name: value for name, value, _ in events}, step=events[0][2])
+    if wandb.run is not None:  # Megatron ends it before the last report
+        wandb.log({name: value for name, value, _ in events}, step=events[0][2])
 
 
 #: Megatron-LM's global variables that hold a writer, and how it is written to.

@@ -75,6 +75,7 @@ def test_a_changed_section_still_follows_it() -> None:
     assert for_compressors(changed.data_parallel, 8) == _config(
         feedback="step_ahead", min_numel=5, sparsity=0.98, value_dtype="int4"
     )
+    assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
