@@ -32,13 +32,15 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
-    parser.add_argument("--log", help="folder for TensorBoard, without DeepSpeed")
+    parser.add_argument("--metrics-folder", help="folder for TensorBoard, without DeepSpeed")
     options = parser.parse_args(arguments)
 
     deepspeed = None if options.deepspeed is None else DeepSpeedPlugin(hf_ds_config=options.deepspeed)
     PartialState(cpu=not torch.cuda.is_available())  # under DeepSpeed Accelerate itself looks for GPUs alone
-    tracker = None if options.log is None else "tensorboard"
-    accelerator = Accelerator(deepspeed_plugin=deepspeed, log_with=tracker, project_dir=options.log)
+    tracker = None if options.metrics_folder is None else "tensorboard"
+    accelerator = Accelerator(
+        deepspeed_plugin=deepspeed, log_with=tracker, project_dir=options.metrics_folder
+    )
     if tracker is not None:
         accelerator.init_trackers("accelerate")
     torch.manual_seed(0)

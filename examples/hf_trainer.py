@@ -37,15 +37,15 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the middle of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
-    parser.add_argument("--log", help="folder for the plugin's metrics; the Trainer logs, too")
+    parser.add_argument("--metrics-folder", help="folder for the plugin's metrics; the Trainer logs, too")
     parser.add_argument("--report-to", nargs="+", default=["tensorboard"], help="and mlflow, wandb, ...")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
     section = {"data_parallel": {"sparsity": options.sparsity}}
-    if options.log is not None:
-        section["metrics"] = {"path": f"{options.log}/metrics.jsonl", "every": 5}
-        os.environ["TENSORBOARD_LOGGING_DIR"] = options.log
+    if options.metrics_folder is not None:
+        section["metrics"] = {"path": f"{options.metrics_folder}/metrics.jsonl", "every": 5}
+        os.environ["TENSORBOARD_LOGGING_DIR"] = options.metrics_folder
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=SYMBOLS,
@@ -68,7 +68,7 @@ def main(arguments=None):
             logging_steps=max(1, options.steps // 6),
             save_strategy="no" if options.folder is None else "steps",
             save_steps=options.steps // 2,
-            report_to="none" if options.log is None else options.report_to,
+            report_to="none" if options.metrics_folder is None else options.report_to,
             ddp_find_unused_parameters=False,
             use_cpu=not torch.cuda.is_available(),
         ),

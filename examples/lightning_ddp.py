@@ -53,13 +53,13 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", help="keeps a checkpoint of the end of the training")
     parser.add_argument("--resume", action="store_true", help="begin with that checkpoint")
-    parser.add_argument("--log", help="folder for Lightning's log, and for the plugin's metrics")
+    parser.add_argument("--metrics-folder", help="folder for Lightning's log, and for the plugin's metrics")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
     section = {"data_parallel": {"sparsity": options.sparsity}}
-    if options.log is not None:
-        section["metrics"] = {"path": f"{options.log}/metrics.jsonl", "every": 5}
+    if options.metrics_folder is not None:
+        section["metrics"] = {"path": f"{options.metrics_folder}/metrics.jsonl", "every": 5}
     model, file = Network(), f"{options.folder}/end.ckpt"
     trainer = Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu",
@@ -68,7 +68,7 @@ def main(arguments=None):
         max_steps=options.steps,
         callbacks=[DCTCallback(section)],
         default_root_dir=tempfile.mkdtemp(),
-        logger=False if options.log is None else CSVLogger(options.log),
+        logger=False if options.metrics_folder is None else CSVLogger(options.metrics_folder),
         log_every_n_steps=5,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -89,7 +89,7 @@ def test_one_call_for_torch_ddp(tmp_path: Path) -> None:
     plan = [*resumed("hf_accelerate", 30, tmp_path), *resumed("hf_trainer", 18, tmp_path)]
     log = tmp_path / "logs"
     for first in plan[0], plan[2]:
-        first["arguments"] = [*first["arguments"], "--log", str(log)]
+        first["arguments"] = [*first["arguments"], "--metrics-folder", str(log)]
     results, printed = run(plan, tmp_path)
     assert logged(log, "dct/gradient/sent_bytes")[:5] == [5, 10, 15, 20, 25]  # of Accelerate
     assert len(logged(log, "train/dct/gradient/sent_bytes")) == 3
@@ -118,7 +118,7 @@ def test_lightning(tmp_path: Path) -> None:
             "arguments": ["--steps", "30", *arguments[2:], "--resume"],
         },
     ]
-    plan[0]["arguments"] = [*arguments, "--log", str(tmp_path / "logs")]
+    plan[0]["arguments"] = [*arguments, "--metrics-folder", str(tmp_path / "logs")]
     results, printed = run(plan, tmp_path)
     for name in ("first", "rest"):
         assert results[0][name]["hash"] == results[1][name]["hash"]
