@@ -21,11 +21,22 @@ class OptionDoc(NamedTuple):
     """The place of the option, such as ``dct.data_parallel.sparsity``."""
     value: Any
     """The value of the option, as JSON."""
-    default: Any
-    allowed: str
-    """The allowed values, in words."""
     model: type[BaseModel]
     """The section that has it."""
+
+    @property
+    def default(self) -> Any:
+        """The default, as JSON."""
+        return as_json(self._field.get_default(call_default_factory=True))
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values, in words."""
+        return allowed(self._field)
+
+    @property
+    def _field(self) -> FieldInfo:
+        return self.model.model_fields[self.path.rpartition(".")[2]]
 
     @property
     def description(self) -> str:
@@ -38,14 +49,13 @@ def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
 
     An object that a key such as ``"kind"`` selects, and a section that is absent, are one option.
     """
-    for name, field in type(section).model_fields.items():
+    for name in type(section).model_fields:
         value = getattr(section, name)
         path = f"{prefix}.{name}"
         if isinstance(value, BaseModel) and not hasattr(value, "label"):
             yield from options(value, path)
         else:
-            default = as_json(field.get_default(call_default_factory=True))
-            yield OptionDoc(path, as_json(value), default, allowed(field), type(section))
+            yield OptionDoc(path, as_json(value), type(section))
 
 
 def as_json(value: Any) -> Any:
