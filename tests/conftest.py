@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    interpreter.patch_language_once()
+    interpreter.spare()
 
 
 @pytest.fixture(autouse=True)

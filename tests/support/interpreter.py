@@ -1,14 +1,17 @@
-"""Makes Triton's interpreter faster: it patches its language anew at every call of a device function."""
+"""Makes Triton's interpreter faster, by what it does again and again for nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def patch_language_once() -> None:
-    """Let the interpreter patch the language when it first runs a kernel, and leave it so.
+def spare() -> None:
+    """Let the interpreter patch its language when it first runs a kernel and leave it so, know the types of
+    numpy, and leave out the checks for overflow, whose findings it drops unless it debugs.
 
     Where Triton has not been imported, or does otherwise, nothing is changed.
     """
@@ -31,3 +34,20 @@ def patch_language_once() -> None:
         return unchanged()
 
     interpreter._patch_lang = patch_first
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _remembered(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap a function of types, which are found by name since not all of them have a hash."""
+    known: dict[str, Any] = {}
+
+    def remembered(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = found(kind)
+        return known[name]
+
+    return remembered

@@ -43,7 +43,7 @@ def preload(names: list[str]) -> None:
         for name in names:
             for module in (name, *FRAMEWORKS.get(name, ())):
                 importlib.import_module(module)
-    interpreter.patch_language_once()
+    interpreter.spare()
     if "deepspeed" in names:
         _load_deepspeed_op()
     # DeepSpeed collects garbage by the dozen: that passes over what is imported here.
