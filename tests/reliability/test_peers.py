@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import launch, run
+from support import lost_peer
+from support.processes import fork, launch, run
 
 from dct_plugin.config import ActivationConfig, DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
@@ -25,8 +24,6 @@ from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 from dct_plugin.transport import Exchange, tcp_connect
 
 pytestmark = pytest.mark.slow
-
-WORKER = Path(__file__).parents[1] / "support" / "lost_peer.py"
 
 
 def _warms_up_alone(rank: int, world_size: int) -> None:
@@ -88,28 +85,19 @@ def test_a_message_that_cannot_be_right_is_not_allocated(what: str, size: int) -
 def lose(folder: Path, how: str, world_size: int = 3, victim: int = 1) -> list[dict[str, Any]]:
     """What every rank but the victim says. They have a minute to end."""
     store = str(folder / "store")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), store, str(rank), str(world_size), str(victim), how],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world_size)
-    ]
+    processes = [fork(lost_peer.main, store, rank, world_size, victim, how) for rank in range(world_size)]
+    others = [rank for rank in range(world_size) if rank != victim]
     try:
-        others = [process for rank, process in enumerate(processes) if rank != victim]
         while not (folder / "store.lost").exists():
-            assert processes[victim].poll() is None or "stop" not in how
+            assert processes[victim].is_alive() or "stop" not in how
             time.sleep(0.02)
-        texts = [process.communicate(timeout=60)[0] for process in others]
-        return [json.loads(text.splitlines()[-1]) for text in texts]
+        for rank in others:
+            processes[rank].join(60)
+        return [json.loads((folder / f"store.rank{rank}").read_text()) for rank in others]
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait()
+            process.kill()
+            process.join()
 
 
 @pytest.mark.parametrize("how", ["kill warmup", "raise sparse", "stop sparse"])

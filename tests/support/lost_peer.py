@@ -1,13 +1,10 @@
-"""One rank of a job that loses another in its fourth step, or while ranks connect: STORE RANK SIZE VICTIM
-"HOW PHASE".
-"""
+"""One rank of a job that loses another in its fourth step, or while ranks connect."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +21,9 @@ from dct_plugin.transport.nodes import Nodes
 
 
 def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
+    """Take part, and write the error, if there is one, to ``PATH.rankN``; ``how`` is a signal and a phase."""
     kind, phase = how.split()
+    said = Path(f"{path}.rank{rank}")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(path, world_size),
@@ -48,9 +47,9 @@ def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
             reducer.end_step()
             time.sleep(0.05)
     except Exception as error:
-        print(json.dumps({"error": type(error).__name__, "text": str(error)}), flush=True)
+        said.write_text(json.dumps({"error": type(error).__name__, "text": str(error)}))
         os._exit(1)
-    print(json.dumps({"error": None, "text": ""}), flush=True)
+    said.write_text(json.dumps({"error": None, "text": ""}))
 
 
 def _stop_after(exchange: Callable[..., Any], lost: str) -> Callable[..., Any]:
@@ -61,7 +60,3 @@ def _stop_after(exchange: Callable[..., Any], lost: str) -> Callable[..., Any]:
         return invitations
 
     return stops
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

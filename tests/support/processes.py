@@ -75,6 +75,13 @@ def _run_rank(
         dist.destroy_process_group()
 
 
+def fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start one process outside a process group, and return it; whoever asks for it ends it."""
+    process = _context().Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 def launch(
     world_size: int,
     function: Callable[..., Any],
