@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support import processes
+from typer.testing import CliRunner
 
+from dct_plugin import cli
 from dct_plugin.config import DCTConfig, ParametersConfig, options
 from dct_plugin.config.methods import ThresholdMethod
 from dct_plugin.errors import ConfigError, DCTError, DesyncError, VersionError
@@ -375,9 +377,9 @@ def test_the_installed_megatron_is_what_the_hooks_expect() -> None:
     assert [probe for probe in versions.inspect_files(INSTALLED) if probe.problem] == []
 
 
-def doctor(*arguments: object, cwd: Path) -> tuple[int, dict[str, dict[str, str]]]:
-    result = start("-m", "dct_plugin.cli", "doctor", "--json", *arguments, cwd=cwd)
-    return result.returncode, {row["subject"]: row for row in json.loads(result.stdout)}
+def doctor(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(cli.app, ["doctor", "--json", *map(str, arguments)])
+    return result.exit_code, {row["subject"]: row for row in json.loads(result.stdout)}
 
 
 @needs_megatron
@@ -388,7 +390,7 @@ def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
         tmp_path / "dct.json",
         '{"model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0.9}}}}',
     )
-    code, found = doctor("--megatron", tmp_path, "--config", config, cwd=tmp_path)
+    code, found = doctor("--megatron", tmp_path, "--config", config)
     assert code == 0
     assert found["megatron sources"]["detail"].endswith(str(core))
     assert "P2PCommunicator._communicate" in found["megatron hook pipeline"]["detail"]
@@ -398,7 +400,7 @@ def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
     text = file.read_text()
     file.unlink()
     file.write_text(text.replace("def _p2p_ops(", "def _other_ops("))
-    code, found = doctor("--megatron", tmp_path, cwd=tmp_path)
+    code, found = doctor("--megatron", tmp_path)
     assert code == 1
     assert "p2p_communication._p2p_ops(tensor_send_prev, " in found["megatron hook pipeline"]["detail"]
     assert found["megatron hook tensor"]["status"] == "ok"
@@ -408,11 +410,11 @@ def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
 def test_doctor_and_other_releases(tmp_path: Path) -> None:
     write(tmp_path / "megatron" / "core" / "__init__.py", "")
     write(tmp_path / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 2\nPATCH = 0\n")
-    code, found = doctor("--megatron", tmp_path, cwd=tmp_path)
+    code, found = doctor("--megatron", tmp_path)
     assert code == 1
     assert found["megatron sources"]["status"] == "fail"
     assert found["megatron sources"]["detail"].startswith("0.2.0, ")
-    assert doctor("--megatron", tmp_path / "absent", cwd=tmp_path)[0] == 1
+    assert doctor("--megatron", tmp_path / "absent")[0] == 1
 
 
 def test_no_checkout(tmp_path: Path) -> None:
