@@ -70,7 +70,7 @@ def test_pipelines(tmp_path: Path) -> None:
         *(job.with_dct(pipeline(**section)) for section in CLASSES.values()),
         replace(remembering, recompute="full"),
         replace(remembering, save=saved),
-        job.with_dct(pipeline(**CLASSES["transform"]), pp=2, vpp=2, overlap_p2p=True, steps=8),
+        job.with_dct(pipeline(**CLASSES["transform"]), vpp=2, layers=4, overlap_p2p=True, steps=8),
     )
     for same in (none, spared):
         assert [o.parameters for o in same] == [o.parameters for o in plain]

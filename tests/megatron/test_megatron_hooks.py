@@ -124,7 +124,7 @@ def test_pipeline_1f1b() -> None:
 
 
 def test_pipeline_interleaved_with_overlap() -> None:
-    job = Job(pp=2, vpp=2, overlap_p2p=True, evaluate=True)
+    job = Job(pp=2, vpp=2, layers=4, overlap_p2p=True, evaluate=True)
     plain, same, sparse = run(
         2,
         job,
@@ -271,7 +271,7 @@ def test_experts_are_left_alone_unless_asked() -> None:
 
 
 def test_tensor_parallel() -> None:
-    job = Job(tp=2)
+    job = Job(tp=2, layers=4)
     plain, same, sparse, skipping, skipping_all = run(
         2,
         job,

@@ -129,7 +129,9 @@ def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> 
 def test_two_stages_of_two_ranks() -> None:
     """Tied embeddings have a copy on both stages; recomputed activations see the weights of the iteration."""
     job = Job(pp=2, steps=5)
-    interleaved = Job(pp=2, vpp=2, bf16=True, distributed_optimizer=True, overlap_grad_reduce=True, steps=5)
+    interleaved = replace(
+        job, vpp=2, layers=4, bf16=True, distributed_optimizer=True, overlap_grad_reduce=True
+    )
     interleaved = replace(interleaved, evaluate=True)
     plain, same, sparse, recomputed, chunks = run(
         4,

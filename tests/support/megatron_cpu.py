@@ -16,9 +16,9 @@ import torch
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, bool) or device is None:
-        return False
-    return isinstance(device, int) or str(device).startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
 class _Stream:
@@ -82,7 +82,7 @@ def _on_cpu(owner: Any, name: str, *, first: bool = False) -> None:
 
     @functools.wraps(original)
     def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        if _is_cuda(keywords.get("device")):
+        if keywords and _is_cuda(keywords.get("device")):
             keywords["device"] = "cpu"
         if first and len(arguments) > 1 and _is_cuda(arguments[1]):
             arguments = (arguments[0], "cpu", *arguments[2:])

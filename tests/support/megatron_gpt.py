@@ -37,7 +37,7 @@ class Job:
     experts: int = 0
     ep: int = 1
     recompute: str = ""
-    layers: int = 4
+    layers: int = 2
     hidden: int = 64
     heads: int = 4
     seq: int = 32
