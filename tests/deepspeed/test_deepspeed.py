@@ -105,6 +105,20 @@ def _cases() -> dict[str, Run]:
 
 
 CASES = _cases()
+
+
+def _is_compared(name: str) -> bool:
+    """Of the 64 combinations of six switches the 32 with an even number of them on: every five switches are
+    there in every combination.
+    """
+    stage, precision, *words = name.split("-")
+    switches = {"scatter", "contiguous", "overlap", "accumulate"}
+    if stage == "zero0" or precision not in ("fp32", "bf16") or not switches.issuperset(words):
+        return True
+    return (len(words) + (stage == "zero2") + (precision == "bf16")) % 2 == 0
+
+
+COMPARED = list(filter(_is_compared, CASES))
 #: Trained for long enough to see the loss fall at 99 % sparsity.
 LEARNING = [
     "zero0-fp32", "zero0-bf16-accumulate", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
@@ -173,11 +187,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two(folder: Path) -> Results:
-    plan = compared(list(CASES), EXACT, 3)
-    plan += [run(name, SPARSE, 40, "sparse/") for name in LEARNING]
+    plan = compared(COMPARED, EXACT, 3)
+    plan += [run(name, SPARSE, 30, "sparse/") for name in LEARNING]
     plan += [run(name, SPARSE, 4, "sparse/") for name in IN_STEP]
     plan += [run(f"{name}-overlap", SPARSE, 4, "sparse/") for name in OVERLAPPED]
-    plan += [run(name, AUTOMATIC, 60, "automatic/") for name in CHOOSING]
+    plan += [run(name, AUTOMATIC, 30, "automatic/") for name in CHOOSING]
     plan += [r for name in CHECKPOINTED for r in checkpointed(name, folder)]
     plain = str(folder / "plain")
     plan += [
@@ -255,7 +269,7 @@ def same(plain: Run, exact: Run) -> None:
     assert exact["hash"] == plain["hash"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_sparsity_0_is_deepspeed_on_two_ranks(two: Results, name: str) -> None:
     """Losses, gradient norms and parameters, bitwise."""
     skip_what_deepspeed_cannot(name)
