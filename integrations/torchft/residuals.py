@@ -87,7 +87,7 @@ class ReplicaResiduals:
         if self.metrics is None:
             self.metrics = Metrics(self.config.metrics, rank=peers.rank, world_size=len(peers.ranks))
             self._reporting = Reporting(self.metrics)
-        self.metrics.world_size = len(peers.ranks)
+        self.metrics.rank, self.metrics.world_size = peers.rank, len(peers.ranks)
         self.counts.quorums += 1
         if self._peers is not None:
             stay = {each.process for each in peers.statements}

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import torchft
 from torch import nn
 
+from dct_plugin.integrations.torchft import process_groups
 from dct_plugin.torchft import ProcessGroupGloo
 
 
@@ -43,6 +44,7 @@ class Job:
         min_replicas: Replicas without which no step is committed.
         stop: File that says when to end, as steps and replicas; until it is there, replicas go on. Each
             writes its steps so far beside ``out``.
+        version: Version of the plugin that it states; empty for the installed one.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Job:
     seconds: float = 0.0
     min_replicas: int = 2
     stop: str = ""
+    version: str = ""
 
     def follow_orders(self, step: int) -> None:
         """Write where this replica is, and look when it is to end."""
@@ -151,6 +154,7 @@ def run(job: Job) -> dict[str, Any]:
     }
     if not job.plain:
         result["counts"] = vars(pg.counts)
+        result["rank"] = pg.metrics.rank
         result["classes"] = {
             name: (each.dense_bytes, each.sent_bytes) for name, each in pg.metrics.summary().classes.items()
         }
@@ -162,6 +166,7 @@ def run(job: Job) -> dict[str, Any]:
 def work(job: Job) -> None:
     """Run a replica in this process, which ends with it."""
     torch.set_num_threads(1)
+    process_groups.__version__ = job.version or process_groups.__version__
     outcome = run(job)
     if job.out:
         torch.save(outcome, job.out + ".tmp")

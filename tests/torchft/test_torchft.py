@@ -293,7 +293,10 @@ class Replicas:
     def start(self, name: str, **job: Any) -> None:
         job = {**self.job, "name": name, "out": str(self.folder / name), **job}
         command = [sys.executable, str(WORKER), json.dumps(job)]
-        self.processes[name] = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "error"})
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, env={**os.environ, "RUST_LOG": "error"}, stderr=log
+            )
 
     def results(self, patience: float = 120) -> list[dict[str, Any]]:
         until = time.monotonic() + patience
@@ -314,11 +317,18 @@ def test_a_killed_replica_heals_and_another_joins(tmp_path: Path) -> None:
             for name in "abc":
                 replicas.start(name, die_at=5 if name == "c" else -1)
             assert replicas.processes["c"].wait(60) == -9
+            replicas.start("other", version="0.0.1")
+            assert replicas.processes.pop("other").wait(60) == 1
             replicas.start("c")
-            replicas.start("d")
+            replicas.start("0")  # the first in the order of quorums
             found = replicas.results()
         finally:
             replicas.close()
+    refused = (tmp_path / "other.log").read_text()
+    assert "replica 'other' (rank 2 of the quorum) is refused" in refused
+    assert 'version of dct-plugin differs: "' in refused
+    assert '"0.0.1" on rank 2; start it with the same' in refused
+    assert sorted(each["rank"] for each in found) == [0, 1, 2, 3]
     for each in found:
         assert each["step"] == found[0]["step"]
         assert all(map(torch.equal, each["weights"], found[0]["weights"]))
