@@ -51,7 +51,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         metrics: The metrics to record in; None makes them from the configuration.
 
     Raises:
-        ConfigError: A setting does not work with torchft.
+        ConfigError: A setting does not work with torchft, or this torch has no NCCL for that group.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class _ThresholdedGroup(ProcessGroupWrapper):
     ) -> None:
         if averages not in ("gradients", "weights"):
             raise ConfigError(f"averages = {averages!r}: must be one of 'gradients', 'weights'")
+        if isinstance(self, torchft.ProcessGroupNCCL) and not dist.is_nccl_available():
+            raise ConfigError("ProcessGroupNCCL: this torch has no NCCL; take ProcessGroupGloo")
         self.config, note = settled(
             DCTConfig.given(section),
             optimizer,

@@ -29,7 +29,7 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import WorldSizeMode
 
 from dct_plugin.errors import ConfigError
-from dct_plugin.torchft import ProcessGroupGloo
+from dct_plugin.torchft import ProcessGroupGloo, ProcessGroupNCCL
 
 pytestmark = pytest.mark.slow
 
@@ -281,6 +281,12 @@ def test_order_of_all_reduces_is_checked() -> None:
 def test_settings_that_need_parameters(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=f"dct.data_parallel.{expected}"):
         ProcessGroupGloo({"data_parallel": settings})
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_is_missing() -> None:
+    with pytest.raises(ConfigError, match="this torch has no NCCL; take ProcessGroupGloo"):
+        ProcessGroupNCCL(SPARSE)
 
 
 class Replicas:
