@@ -30,7 +30,6 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm as dist
-from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -215,15 +214,18 @@ class Training:
             self.report("evaluate")
             with unrecorded(engine.module, self.metrics):
                 probability = self.predict(self.clicks.test)
-            label = self.clicks.test.label
-            self.report(
-                "epoch",
-                config=self.name,
-                seed=self.seed,
-                epoch=epoch,
-                auc=float(roc_auc_score(label, probability)),
-                log_loss=float(log_loss(label, probability.clip(1e-7, 1 - 1e-7))),
-            )
+            if self.rank == 0:
+                from sklearn.metrics import log_loss, roc_auc_score  # a second in every other rank
+
+                label = self.clicks.test.label
+                self.report(
+                    "epoch",
+                    config=self.name,
+                    seed=self.seed,
+                    epoch=epoch,
+                    auc=float(roc_auc_score(label, probability)),
+                    log_loss=float(log_loss(label, probability.clip(1e-7, 1 - 1e-7))),
+                )
         self.report(
             "trained",
             config=self.name,

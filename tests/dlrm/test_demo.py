@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from dct_plugin import cli
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm import runner
 from dct_plugin.integrations.dlrm.commands.demo import PRESETS, Options, deepspeed_config
@@ -30,7 +33,7 @@ from dct_plugin.integrations.dlrm.report import (
     speed_table,
     verdict,
 )
-from dct_plugin.integrations.dlrm.runner import RunFailed, Runner, config_file
+from dct_plugin.integrations.dlrm.runner import RunFailed, Runner
 from dct_plugin.links.interleave import Figures
 from dct_plugin.report.page import write_page
 from dct_plugin.report.reading import Row
@@ -369,7 +372,11 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_on_criteo_lines_with_zero_2_and_other_settings(tmp_path: Path) -> None:
+def test_demo_on_criteo_lines_with_zero_2_and_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.chdir(tmp_path)
     lines = []
     for i in range(1200):
         integers = [str((i * k) % 50) if (i + k) % 5 else "" for k in range(13)]
@@ -385,60 +392,55 @@ def test_demo_on_criteo_lines_with_zero_2_and_other_settings(tmp_path: Path) -> 
     }
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     arguments = ["--data", "train.txt", "--config", "ds.json", "--zero-stage", "2", "--sparsity", "0.9"]
-    arguments += ["--link", "none"]
-    process = start_demo(*arguments, "--json", "demo.json", folder=tmp_path)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    arguments += ["--link", "none", "--json", "demo.json"]
+    result = CliRunner().invoke(cli.app, ["demo", *arguments])
+    assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "demo.json").read_text())
     assert figures["dct"]["steps"] == 960 // 64
     assert figures["dct"]["density_target"] == pytest.approx(0.1)
     assert figures["deepspeed_config"]["zero_optimization"]["stage"] == 2
     assert figures["dct"]["ranks_in_step"]
-    assert "ZeRO-2" in output
+    assert "ZeRO-2" in result.output
     assert figures["measured_step_ms"] == []
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_is_reported_and_the_demo_ends(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Nonsense"}}')
-    process = start_demo("--quick", "--config", "ds.json", folder=tmp_path)
-    output, _ = process.communicate()
-    assert process.returncode == 1, output
-    assert "of the demo run (configuration dense, seed 0) failed with exit code 1" in output
-    assert "Nonsense is not a supported DeepSpeed Optimizer" in output
+def test_the_output_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
+    shown = (
+        r"(?s)rank \d of the test run failed with exit code 1; .* No such file or directory: 'absent.json'"
+    )
+    with pytest.raises(RunFailed, match=shown):
+        Runner("test", 2, ["absent.json"], tmp_path).run(lambda event: None)
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_other_and_a_signal_ends_all(tmp_path: Path) -> None:
-    config = deepspeed_config(PRESET, Options())
-    del config["dct"]
-    file = config_file(tmp_path, "plain")
-    file.write_text(json.dumps(config))
-    this = psutil.Process()
-    ranks: list[psutil.Process] = []
-
-    def kill_one(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["step"] == 3:
-            # The launcher has the same words in its command line; it is the parent of the others.
-            everyone = descendants_named(str(tmp_path), this)
-            ranks.extend(p for p in everyone if p.ppid() != this.pid)
-            next(p for p in ranks if p.environ()["RANK"] == "1").kill()
-
-    with pytest.raises(RunFailed, match=r"rank \d of the test run \(configuration plain, seed 0\) failed"):
-        Runner("test", 2, [str(file), "--epochs", "1000"], tmp_path).run(kill_one)
-    assert len(ranks) == 2
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
-
-    # The demo itself, ended from outside while its ranks train.
-    demo = start_demo("--epochs", "1000", folder=tmp_path)
-    events = tmp_path / "out" / "demo.events.jsonl"
+def running_demo(folder: Path, event: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A demo of many epochs that has come to an event, its launcher and its ranks."""
+    demo = start_demo("--epochs", "1000", folder=folder)
+    events = folder / "out" / "demo.events.jsonl"
     deadline = time.monotonic() + 120
-    while not (events.exists() and '"step"' in events.read_text()):
+    while not (events.exists() and f'"event": "{event}"' in events.read_text()):
         assert demo.poll() is None, demo.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.2)
     ranks = descendants_named("dlrm.trainer", psutil.Process(demo.pid))
-    assert len(ranks) == 3  # with the launcher
+    assert len(ranks) == 3
+    return demo, ranks
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_other_and_is_reported(tmp_path: Path) -> None:
+    demo, ranks = running_demo(tmp_path, "step")
+    next(process for process in ranks if process.environ().get("RANK") == "1").kill()
+    output, _ = demo.communicate(timeout=90)
+    assert demo.returncode == 1
+    assert re.search(r"rank \d of the demo run \(configuration dense, seed 0\) failed with exit code", output)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_demo_ends_its_ranks(tmp_path: Path) -> None:
+    demo, ranks = running_demo(tmp_path, "initialize")
     demo.send_signal(signal.SIGTERM)
     demo.communicate(timeout=90)
     assert demo.returncode == 128 + signal.SIGTERM
