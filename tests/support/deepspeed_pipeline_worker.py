@@ -129,6 +129,8 @@ def make_model(run: dict[str, Any]) -> PipelineModule:
         activation_checkpoint_interval=run.get("checkpoint_interval", 0),
         checkpointable_layers=["Block"],
         seed_layers=True,
+        # At every layer of every forward pass; torch.manual_seed formats a stack for each absent device.
+        seed_fn=torch.default_generator.manual_seed,
         base_seed=run.get("seed", 1),
     )
 
