@@ -55,10 +55,10 @@ VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 class Megatron:
-    """Options: ``dct``, whether the hooks are installed. Variants: those of :data:`VARIANTS`."""
+    """Options: ``dct``, whether the hooks are there, and ``batch``. Variants: those of :data:`VARIANTS`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._dct = bool(options["dct"])
+        self._dct, self._batch = bool(options["dct"]), int(options.get("batch", BATCH))
         warnings.filterwarnings("ignore")
         megatron_cpu.install()
         megatron_cpu.patch_megatron()
@@ -75,7 +75,8 @@ class Megatron:
         parallel_state.initialize_model_parallel(1, stages)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
-        step = partial(next, training(micro_batches, distributed_optimizer="optimizer" in variant))
+        sharded = "optimizer" in variant
+        step = partial(next, training(micro_batches, self._batch, distributed_optimizer=sharded))
         session = hooks.current()
         if session is None:
             return [Method("dense", step)]
@@ -90,7 +91,7 @@ class Megatron:
         parallel_state.destroy_model_parallel()
 
 
-def training(micro_batches: int, *, distributed_optimizer: bool) -> Iterator[None]:
+def training(micro_batches: int, batch: int, *, distributed_optimizer: bool) -> Iterator[None]:
     """Build this rank's part of the model at once; every ``next`` is one step."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -108,9 +109,9 @@ def training(micro_batches: int, *, distributed_optimizer: bool) -> Iterator[Non
     optimizer = get_megatron_optimizer(settings, [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    schedule, data = get_forward_backward_func(), batches()
+    schedule, data = get_forward_backward_func(), batches(batch)
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
-    positions = torch.arange(LENGTH).unsqueeze(0).expand(BATCH, -1)
+    positions = torch.arange(LENGTH).unsqueeze(0).expand(batch, -1)
 
     def forward_step(source: Iterator[Tensor], module: Any) -> Any:
         tokens = next(source)
@@ -126,7 +127,7 @@ def training(micro_batches: int, *, distributed_optimizer: bool) -> Iterator[Non
                 model=[model],
                 num_microbatches=micro_batches,
                 seq_length=LENGTH,
-                micro_batch_size=BATCH,
+                micro_batch_size=batch,
                 forward_only=False,
             )
             optimizer.step()
@@ -193,13 +194,13 @@ def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach()}
 
 
-def batches() -> Iterator[Tensor]:
-    """Sequences that count in sevens from a random start, int64 [8, 65]."""
+def batches(size: int) -> Iterator[Tensor]:
+    """Sequences that count in sevens from a random start, int64 [size, 65]."""
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(1 + parallel_state.get_data_parallel_rank())
     while True:
-        start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+        start = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
         yield (start + 7 * torch.arange(LENGTH + 1)) % VOCABULARY
 
 

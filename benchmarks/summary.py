@@ -70,8 +70,9 @@ def cases(ranks: int) -> dict[str, Case]:
     }
 
 
-def measure(name: str, ranks: int, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each method with the plugin: bytes per step of all ranks together.
+def measure(name: str, ranks: int, steps: int, folder: Path, **more: Any) -> list[dict[str, Any]]:
+    """Return a row for each method with the plugin: bytes per step of all ranks together. ``more`` are
+    options of the workload.
 
     Raises:
         LinksError: The namespaces cannot be made here.
@@ -80,6 +81,7 @@ def measure(name: str, ranks: int, steps: int, folder: Path) -> list[dict[str, A
     found: dict[tuple[str, str], tuple[Block, Block]] = {}
     with Links(ranks, NETWORKS) as links:
         for number, options in enumerate(case.options):
+            options = {**options, **more}
             with Team(
                 case.target, ranks, links, options=options, folder=folder, name=f"{name}-{number}"
             ) as team:

@@ -27,13 +27,16 @@ def _benchmark() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("host", "ranks"), [("ddp", 4), ("deepspeed", 4), ("dlrm", 2), ("megatron", 2)])
-def test_the_summary_is_what_crosses(host: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "ranks", "options"),
+    [("ddp", 4, {}), ("deepspeed", 2, {}), ("dlrm", 2, {}), ("megatron", 2, {"batch": 2})],
+)
+def test_the_summary_is_what_crosses(host: str, ranks: int, options: dict[str, int], tmp_path: Path) -> None:
     """The other numbers of ranks are the benchmark's."""
     if host in ("deepspeed", "dlrm", "megatron"):
         pytest.importorskip({"dlrm": "deepspeed"}.get(host, host))
     try:
-        rows = _benchmark().measure(host, ranks, 3, tmp_path)
+        rows = _benchmark().measure(host, ranks, 3, tmp_path, **options)
     except LinksError as error:
         pytest.skip(str(error))
     assert rows
