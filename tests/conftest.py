@@ -20,12 +20,21 @@ if not torch.cuda.is_available():
 
 #: Files that take more than 30 CPU seconds, the longest first.
 LONGEST = (
+    "links/test_summary.py",
     "dlrm/test_demo.py",
+    "megatron/test_megatron_hooks.py",
     "data_parallel/test_triton_reducer.py",
+    "megatron/test_megatron_launch.py",
+    "megatron/test_patch_limits.py",
+    "deepspeed/test_deepspeed_hpz.py",
     "deepspeed/test_deepspeed.py",
-    "deepspeed/test_deepspeed_startup.py",
     "dlrm/test_dlrm_command.py",
     "deepspeed/test_deepspeed_pipeline.py",
+    "deepspeed/test_deepspeed_startup.py",
+    "megatron/test_megatron_step_ahead.py",
+    "megatron/test_megatron_activations.py",
+    "kernels/test_triton.py",
+    "fsdp/test_fsdp.py",
 )
 
 

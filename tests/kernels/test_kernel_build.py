@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.compiler import copier
 
 from dct_plugin.kernels import build, get_backend
 
@@ -66,16 +66,6 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert out == f"cpu {cache / 'dct_plugin' / LIBRARY}"
         assert not err or "another process has been building" in err  # on a busy machine
     return cache
-
-
-@pytest.fixture
-def copier(warm_cache: Path, tmp_path: Path) -> str:
-    """A compiler that is done at once: it copies the library that a real one made."""
-    script = tmp_path / "copier"
-    found = shlex.quote(str(warm_cache / "dct_plugin" / LIBRARY))
-    script.write_text(f"""#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {found} "$2"\n""")
-    script.chmod(0o755)
-    return str(script)
 
 
 def test_many_processes_fill_one_cache(warm_cache: Path) -> None:
@@ -160,12 +150,13 @@ def test_cpu_kernels_do_not_serve_other_devices(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_damaged_library_is_built_again(tmp_path: Path, copier: str) -> None:
+def test_damaged_library_is_built_again(tmp_path: Path, warm_cache: Path) -> None:
     folder = tmp_path / "dct_plugin"
     folder.mkdir(mode=0o700)
     library = folder / LIBRARY
     library.write_bytes(b"not a library")
-    out, err = finish(python(LOAD, XDG_CACHE_HOME=str(tmp_path), CC=copier))
+    compiler = copier(tmp_path, warm_cache / "dct_plugin" / LIBRARY)
+    out, err = finish(python(LOAD, XDG_CACHE_HOME=str(tmp_path), CC=compiler))
     assert out == f"cpu {library}"
     assert err == ""
 
@@ -194,14 +185,15 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(
 
 
 @pytest.mark.slow
-def test_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path, copier: str) -> None:
+def test_cache_that_others_can_write_to_is_not_trusted(tmp_path: Path, warm_cache: Path) -> None:
     folder = tmp_path / "cache" / "dct_plugin"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     private = tmp_path / "tmp"
     private.mkdir()
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(private)}
-    out, _ = finish(python(LOAD, CC=copier, **variables))
+    compiler = copier(tmp_path, warm_cache / "dct_plugin" / LIBRARY)
+    out, _ = finish(python(LOAD, CC=compiler, **variables))
     assert out.startswith(f"cpu {private}")
     assert not list(folder.iterdir())
 

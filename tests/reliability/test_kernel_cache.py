@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.compiler import copier
 
 from dct_plugin.kernels import build
 
@@ -25,7 +26,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library in an otherwise empty cache."""
+    """The library in an otherwise empty cache; to compile it is to copy it."""
+    monkeypatch.setenv("CC", copier(tmp_path, compiled))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "none.so")
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
