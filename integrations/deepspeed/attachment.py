@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_ahead import StepAhead
-from dct_plugin.metrics import Metrics
+from dct_plugin.metrics import Event, Metrics, Sink
 
 from ..host.patches import Function, Patches
 from ..host.replicas import Replicas
@@ -128,8 +129,7 @@ class Attachment:
             )
         ]
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
-        monitor = engine.monitor.write_events if engine.monitor.enabled else None
-        self._reporting = Reporting(self.metrics, monitor)
+        self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
         self._patches.intercept(engine, "_take_model_step", self._step)
         self._patches.intercept(engine, "destroy", self._destroy)
 
@@ -157,3 +157,21 @@ class Attachment:
         stages = f", {self._engine.num_stages} pipeline stages" if is_pipeline(self._engine) else ""
         crossing = [f"; {name}: {each.describe()}" for name, each in self.activations.items()]
         return "".join([self._path.describe(), stages, *crossing])
+
+
+def _sink(monitor: Any) -> Sink:
+    """Return what writes the metrics to DeepSpeed's monitors."""
+    wandb = getattr(monitor, "wandb_monitor", None)
+    if wandb is None:
+        return monitor.write_events
+    names = ("tb_monitor", "csv_monitor", "comet_monitor")
+    others = [each for name in names if (each := getattr(monitor, name)) is not None]
+
+    def write(events: list[Event]) -> None:
+        for each in others:
+            each.write_events(events)
+        if sys.modules["wandb"].run is not None:  # the script may have ended it
+            # W&B drops what is behind its last step, and DeepSpeed's steps there are samples: no step of ours.
+            wandb.log({name: value for name, value, _ in events}, commit=False)
+
+    return write
