@@ -171,7 +171,7 @@ def _sink(monitor: Any) -> Sink:
         for each in others:
             each.write_events(events)
         if sys.modules["wandb"].run is not None:  # the script may have ended it
-            # W&B drops what is behind its last step, and DeepSpeed's steps there are samples: no step of ours.
+            # W&B drops what is behind its last step, and DeepSpeed's steps there are samples.
             wandb.log({name: value for name, value, _ in events}, commit=False)
 
     return write
