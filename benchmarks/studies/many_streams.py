@@ -95,6 +95,10 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.98 int4, updates 0.93 int4": _section(
         0.98, value_dtype="int4", parameters={"sparsity": 0.93, "value_dtype": "int4"}
     ),
+    "0.99, weighted": _section(0.99, weighted=0.5),
+    "0.98 int4, weighted": _section(0.98, value_dtype="int4", weighted=0.5),
+    "0.98 int4, weighted fully": _section(0.98, value_dtype="int4", weighted=1.0),
+    "0.97/0.93 int4, weighted": _section(0.97, 0.93, value_dtype="int4", weighted=0.5),
     "local 0.99": _local(0.99),
     "local 0.99 direct": _local(0.99, exchange="direct"),
     "local 0.98 int4": _local(0.98, value_dtype="int4"),
@@ -230,8 +234,13 @@ class Rank:
         task: Task | type[Gpt] = Gpt,
     ) -> None:
         self.model, self.named = model, dict(model.named_parameters())
-        self.section, self._clip_to = section, task.clip
-        config, self.rank, self.count = DataParallelConfig.of(section), dist.get_rank(), dist.get_world_size()
+        self.section, self._clip_to = dict(section), task.clip
+        self._power, self._factors = self.section.pop("weighted", 0.0), dict[str, Tensor]()
+        config, self.rank, self.count = (
+            DataParallelConfig.of(self.section),
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
         self.reducer = GradientReducer(config, metrics=self.metrics, nodes=nodes)
@@ -275,6 +284,10 @@ class Rank:
         if self.ahead is not None:
             self.ahead.restore()
         entries = [(name, p.grad.view(-1)) for name, p in self.named.items() if p.grad is not None]
+        if self._power and self.reducer.step == COMMON["warmup_steps"]:
+            self._factors = {name: self._factor(parameter) for name, parameter in self.named.items()}
+        for name in self._factors:
+            self.named[name].grad.mul_(self._factors[name])
         if self.updates is None:
             self.reducer.all_reduce(entries, scale=1.0 / self.count)
         else:
@@ -283,6 +296,8 @@ class Rank:
             gradients = dict(entries)
             for name, master in self.masters.items():
                 (master.grad,) = self._part(name, gradients[name], self.rank)
+        for name in self._factors:
+            self.named[name].grad.div_(self._factors[name])
         if self._clip_to < math.inf:
             self._clip()
         self.optimizer.step()
@@ -293,6 +308,18 @@ class Rank:
             self.ahead.forget()
         self.reducer.end_step()
         self.metrics.step(self.reducer.step)
+
+    def _factor(self, parameter: torch.nn.Parameter) -> Tensor:
+        """Return the factors by which the entries of a gradient are weighted against each other.
+
+        Adam answers an entry g by a step of lr * g / sqrt(v), for which the loss falls by g^2 / sqrt(v), to
+        first order. To send what lets it fall most is to compare |g| / v^(1/4), a power of 1/2. A power of 1
+        compares steps. ``v`` is that at the end of the dense steps, as row and column means.
+        """
+        v = self.optimizer.state[parameter]["exp_avg_sq"].double()
+        v = v.mean(1, keepdim=True) * v.mean(0, keepdim=True)
+        factor = (v / v.mean()).clamp(min=1e-6).pow(-0.5 * self._power)
+        return (factor / factor.mean()).clamp(0.05, 20.0).float()
 
     def _clip(self) -> None:
         gradients = [master.grad for master in self.masters.values()]
