@@ -147,7 +147,7 @@ class Megatron(megatron_gpt.Megatron):
         hooks.install(DCTConfig.parse(section))
         session = hooks.current()
         assert session is not None
-        step = partial(next, megatron_gpt.training(1, distributed_optimizer=optimizer))
+        step = partial(next, megatron_gpt.training(1, self._batch, distributed_optimizer=optimizer))
         replaced = [(owner, key, vars(owner)[key]) for owner, key, _ in session.patches._originals]
 
         @contextmanager
@@ -300,6 +300,8 @@ def main() -> None:
     print("| job | fp32, ms | best fixed, ms | automatic, ms | regret | beside fp32 |")
     print("|---|--:|--:|--:|--:|--:|", *rows, sep="\n")
     regrets = [row.regret for row in rows]
+    if not rows:
+        parser.exit(1, "no cell was measured\n")
     print(f"regret: median {statistics.median(regrets):.2f}, worst {max(regrets):.2f}")
     print(f"slowest beside fp32: {max(row.beside_host for row in rows):.2f}")
 
