@@ -106,7 +106,7 @@ def load(
 
     state = rank_files.load(read, folder, group=None if parts else group, expected=expected)
     if rank == 0 and state is not None:
-        _report(folder, state["step"], spread_from[0], world_size)
+        report_lost(folder, state["step"], spread_from[0], world_size)
         if progress is not None:
             progress.follow(folder, state["step"])
     if state is None or sizes is None:
@@ -122,8 +122,15 @@ def load(
     return state
 
 
-def _report(folder: Folder, step: int, saved: int, ranks: int) -> None:
-    """Log how many steps are lost, and over how many ranks residuals of ``saved`` ranks are spread."""
+def report_lost(folder: Folder, step: int, saved: int, ranks: int) -> None:
+    """Log how many steps are lost since a checkpoint, and over how many ranks residuals are spread.
+
+    Args:
+        folder: Folder of the checkpoint.
+        step: Its step.
+        saved: Number of ranks that it was spread from; 0 if it was not.
+        ranks: Number of ranks now.
+    """
     lost = steps_after(folder, step)
     if saved in (0, ranks):
         if not lost:

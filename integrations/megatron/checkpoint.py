@@ -31,6 +31,7 @@ from dct_plugin.transport.nodes import layout_of
 from ..host import rank_files
 from ..host.nodes import nodes_of
 from ..host.rank_files import NoState
+from ..host.reducer_files import report_lost
 from .session import Hook, Session
 
 logger = logging.getLogger("dct_plugin")
@@ -107,6 +108,8 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
         }
 
     rank_files.save(own.file(folder), content)
+    if dist.get_rank() == 0:
+        session.progress.follow(folder)
 
 
 def load(session: Session, folder: str | os.PathLike[str]) -> bool:
@@ -120,10 +123,19 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     """
     own, sizes = RankCoordinates.of_this_rank(), session.sizes()
     nodes = _node_layout(session)
-    state = rank_files.load(lambda: _read(own, Path(folder), sizes, nodes), folder)
+    spread_from: list[int] = []
+
+    def read() -> Loaded:
+        found = _read(own, Path(folder), sizes, nodes)
+        spread_from.append(found.ranks)
+        return found
+
+    state = rank_files.load(read, folder)
     session.load_state_dict(state)
     if state is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
+        report_lost(folder, session.step, spread_from[0], own.replicas)
+        session.progress.follow(folder, session.step)
     return state is not None
 
 
@@ -180,7 +192,7 @@ def _read(
             _check(file, part, rank, number, sizes)
             yield part
 
-    return Loaded.of(_resharded(contents, content["state"], rank), content)
+    return Loaded.of(_resharded(contents, content["state"], rank), content)._replace(ranks=saved)
 
 
 def _check_layout(content: State, rank: RankCoordinates) -> None:
