@@ -18,6 +18,8 @@ from dct_plugin.kernels import build
 pytestmark = pytest.mark.slow
 
 HOOK = """
+import os
+
 import torch
 import torch.distributed as dist
 import dct_plugin
@@ -35,7 +37,8 @@ for step in range(3):
     model(torch.randn(4, 128)).square().mean().backward()
     optimizer.step()
 backend = get_backend(torch.device("cpu"))
-print("rank", dist.get_rank(), backend.name, backend.path, dct_plugin.__file__)
+line = f"rank {dist.get_rank()} {backend.name} {backend.path} {dct_plugin.__file__}\\n"
+os.write(1, line.encode())  # in one piece: both ranks write to one pipe
 dist.destroy_process_group()
 """
 
