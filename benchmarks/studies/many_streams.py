@@ -122,10 +122,10 @@ Loss = Callable[[torch.nn.Module], Tensor]
 
 
 class Task(Protocol):
-    """What is trained."""
+    """A task has a model, its data and its optimizer."""
 
     steps: int
-    """Of a run, where the command does not say."""
+    """Steps of a run if the command names no number."""
     clip: float
     """Norm to which gradients are clipped."""
 
@@ -179,6 +179,7 @@ class Recommender:
     """The DLRM of ``dct demo`` on its data, with Adagrad; its score is the AUC on the test part."""
 
     preset: ClassVar = PRESETS["diabetes"]
+    lr: ClassVar = LEARNING_RATES[OPTIMIZER.lower()]
     clip = math.inf
 
     def __init__(self) -> None:
@@ -189,9 +190,8 @@ class Recommender:
         widths = {name: MODEL[name] for name in ("embedding_dim", "bottom", "top")}
         return DLRM(self._clicks.dense.shape[1], self._clicks.cardinalities, **widths, seed=seed)
 
-    @staticmethod
-    def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return getattr(torch.optim, OPTIMIZER)(parameters, lr=LEARNING_RATES[OPTIMIZER.lower()])
+    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, OPTIMIZER)(parameters, lr=self.lr)
 
     def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
         train, size = self._clicks.train, self.preset.batch_size
@@ -207,7 +207,7 @@ class Recommender:
                 lambda model, x=x, ids=ids, y=y: functional.binary_cross_entropy_with_logits(
                     model(x, ids), y
                 ),
-                LEARNING_RATES[OPTIMIZER.lower()],
+                self.lr,
             )
 
     @torch.no_grad()
@@ -236,11 +236,8 @@ class Rank:
         self.model, self.named = model, dict(model.named_parameters())
         self.section, self._clip_to = dict(section), task.clip
         self._power, self._factors = self.section.pop("weighted", 0.0), dict[str, Tensor]()
-        config, self.rank, self.count = (
-            DataParallelConfig.of(self.section),
-            dist.get_rank(),
-            dist.get_world_size(),
-        )
+        config = DataParallelConfig.of(self.section)
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
         self.reducer = GradientReducer(config, metrics=self.metrics, nodes=nodes)

@@ -205,7 +205,7 @@ class AutomaticSparsity(AddOn):
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False
-        """Whether something may be in residuals; the same on all ranks."""
+        """True if residuals may hold something; the same on all ranks."""
         self._sizes: dict[str, int] = {}
         self._seconds: list[float] = []
         self._began = 0.0

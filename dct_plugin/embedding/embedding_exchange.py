@@ -6,7 +6,7 @@ gradients travel back. Three layers, cheapest first, each one on its own or with
 1. *Lossless.* Each distinct row crosses once per message, in the order of the request that named it, so it
    needs no index of its own; gradients of equal rows are summed before they cross.
    (:mod:`~dct_plugin.embedding.tables` does that; the exchange sees distinct rows.)
-2. *Error-bounded.* ``|x - received| <= bound``: quantised, then entropy coded; (Feng et al., SC 2024,
+2. *Error-bounded.* ``|x - received| <= bound``: quantised, then entropy coded (Feng et al., SC 2024,
    arXiv:2407.04272). Gradients pass straight through the
    rounding; theirs has a bound relative to their size.
 3. *Threshold.* DCT-MP (Gupta et al., KDD 2021, section 4): entries below tau do not cross, and the gradient

@@ -50,7 +50,6 @@ class EventLine(BaseModel):
     rank: int = 0
     world_size: int = 1
     format: int = FORMAT
-    version: str | None = None
     run: str | None = None
     loss: float | None = None
     setting: str = ""
@@ -67,7 +66,7 @@ class RankRun:
     rank: int
     world_size: int
     identity: str | None = None
-    """What all ranks of the run have written into their first line; None by older versions."""
+    """The first lines of all ranks of a run have the same; None: an older version wrote the file."""
     rows: list[Row] = field(default_factory=list)
     events: list[EventLine] = field(default_factory=list)
 

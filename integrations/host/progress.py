@@ -5,9 +5,14 @@ The file outlives a killed process. The next run reads there how many steps afte
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
+
+from dct_plugin.checkpoint import Loaded
+
+logger = logging.getLogger("dct_plugin")
 
 _NAME = "dct_steps"
 #: Seconds to the next note, in units of what the last one took: a slow file system gets fewer notes.
@@ -49,3 +54,23 @@ def steps_after(folder: str | os.PathLike[str], step: int) -> int | None:
         return max(0, int(Path(folder, _NAME).read_text()) - step)
     except (OSError, ValueError):
         return None
+
+
+def report_lost(folder: str | os.PathLike[str], found: Loaded, ranks: int) -> None:
+    """Log how many steps are lost since a checkpoint, and over how many ranks residuals are spread.
+
+    Args:
+        folder: Folder of the checkpoint.
+        found: What it held for this rank.
+        ranks: Number of ranks now.
+    """
+    step = found.state["step"]
+    lost = steps_after(folder, step)
+    if found.ranks in (0, ranks):
+        if not lost:
+            return
+        kept = f"training goes on from step {step} with what its {ranks} ranks had not sent by then"
+    else:
+        kept = f"what {found.ranks} ranks had not sent by step {step} is spread over {ranks} ranks"
+    steps = "only what was done since that save" if lost is None else f"{lost} later steps of the earlier run"
+    logger.warning("dct: %s: %s; lost: %s", folder, kept, steps)

@@ -64,8 +64,8 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
     expected: str | None = None,
-) -> State | None:
-    """This rank's state; a collective.
+) -> Loaded | None:
+    """Read this rank's state; a collective.
 
     Args:
         read: Gives the state, or raises :class:`NoState`, or any other error for a file that is damaged or
@@ -105,7 +105,7 @@ def load(
     _raise_together("cannot load residuals", problems, remedy)
     lacking = {rank: reason for rank, (_, reason, _) in answers.items() if reason}
     if not lacking and found is not None:
-        return found.state
+        return found
     if dist.get_rank(group) == 0:
         _warn_of_lack(source, lacking, len(answers))
     return None

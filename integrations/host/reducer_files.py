@@ -15,7 +15,7 @@ from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded
 
 from . import rank_files
-from .progress import Progress, steps_after
+from .progress import Progress, report_lost
 from .rank_files import Folder, NoState, State
 
 logger = logging.getLogger("dct_plugin")
@@ -90,7 +90,6 @@ def load(
         layout: See :func:`dct_plugin.checkpoint.load`.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    spread_from: list[int] = []
 
     def read() -> Loaded:
         found = checkpoint.load(
@@ -101,17 +100,18 @@ def load(
             raise NoState(
                 "dct_rank_*.pt files are missing" if some else "the checkpoint holds no dct_rank_*.pt files"
             )
-        spread_from.append(found.ranks)
         return found
 
-    state = rank_files.load(read, folder, group=None if parts else group, expected=expected)
-    if rank == 0 and state is not None:
-        report_lost(folder, state["step"], spread_from[0], world_size)
+    found = rank_files.load(read, folder, group=None if parts else group, expected=expected)
+    if found is None:
+        return None
+    if rank == 0:
+        report_lost(folder, found, world_size)
         if progress is not None:
-            progress.follow(folder, state["step"])
-    if state is None or sizes is None:
-        return state
-    state, strange = checkpoint.known_to(sizes, state)
+            progress.follow(folder, found.state["step"])
+    if sizes is None:
+        return found.state
+    state, strange = checkpoint.known_to(sizes, found.state)
     if strange and rank == 0:
         logger.warning(
             "dct: %s: residuals of %d parameters that the model does not have are left: %s",
@@ -120,23 +120,3 @@ def load(
             ", ".join(strange[:5]),
         )
     return state
-
-
-def report_lost(folder: Folder, step: int, saved: int, ranks: int) -> None:
-    """Log how many steps are lost since a checkpoint, and over how many ranks residuals are spread.
-
-    Args:
-        folder: Folder of the checkpoint.
-        step: Its step.
-        saved: Number of ranks that it was spread from; 0 if it was not.
-        ranks: Number of ranks now.
-    """
-    lost = steps_after(folder, step)
-    if saved in (0, ranks):
-        if not lost:
-            return
-        kept = f"training goes on from step {step} with what its {ranks} ranks had not sent by then"
-    else:
-        kept = f"what {saved} ranks had not sent by step {step} is spread over {ranks} ranks"
-    steps = "only what was done since that save" if lost is None else f"{lost} later steps of the earlier run"
-    logger.warning("dct: %s: %s; lost: %s", folder, kept, steps)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dct_plugin._version import __version__
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
+from dct_plugin.console import log_once
 from dct_plugin.errors import VersionError
 from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
@@ -42,6 +43,7 @@ def join(
         VersionError: The default process group has no store.
     """
     store = _store()
+    _warn_of_restarts()
     if group is not None:
         topic = f"{topic}/{group.group_name}"
     rank = dist.get_rank(group)
@@ -113,9 +115,13 @@ def log_active(what: str, config: DCTConfig, note: str, settings: DataParallelCo
     logger.warning("dct: active on %s, %s, config %s", what, summary, config.fingerprint())
     if note:
         logger.warning("dct: %s", note)
+
+
+def _warn_of_restarts() -> None:
+    """Warn, once and on rank 0, if ranks that torchrun starts again could not connect."""
     restarts, store = map(os.environ.get, ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"))
-    if restarts not in (None, "0") and store == "True":
-        logger.warning(
+    if dist.get_rank() == 0 and restarts not in (None, "0") and store == "True":
+        log_once(
             "dct: torchrun --max-restarts: ranks that are started again find the old addresses in torchrun's "
             "key-value store, and torch cannot connect them. Start torchrun with --standalone or "
             "--rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"

@@ -30,8 +30,8 @@ from dct_plugin.transport.nodes import layout_of
 
 from ..host import rank_files
 from ..host.nodes import nodes_of
+from ..host.progress import report_lost
 from ..host.rank_files import NoState
-from ..host.reducer_files import report_lost
 from .session import Hook, Session
 
 logger = logging.getLogger("dct_plugin")
@@ -123,20 +123,13 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     """
     own, sizes = RankCoordinates.of_this_rank(), session.sizes()
     nodes = _node_layout(session)
-    spread_from: list[int] = []
-
-    def read() -> Loaded:
-        found = _read(own, Path(folder), sizes, nodes)
-        spread_from.append(found.ranks)
-        return found
-
-    state = rank_files.load(read, folder)
-    session.load_state_dict(state)
-    if state is not None and dist.get_rank() == 0:
+    found = rank_files.load(lambda: _read(own, Path(folder), sizes, nodes), folder)
+    session.load_state_dict(None if found is None else found.state)
+    if found is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
-        report_lost(folder, session.step, spread_from[0], own.replicas)
+        report_lost(folder, found, own.replicas)
         session.progress.follow(folder, session.step)
-    return state is not None
+    return found is not None
 
 
 def _node_layout(session: Session) -> list[list[int]]:

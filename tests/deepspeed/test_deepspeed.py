@@ -108,8 +108,8 @@ CASES = _cases()
 
 
 def _is_compared(name: str) -> bool:
-    """Of the 64 combinations of six switches the 32 with an even number of them on: every five switches are
-    there in every combination.
+    """Return whether an even number of the six switches is on. These 32 of the 64 combinations have every
+    five switches in every combination.
     """
     stage, precision, *words = name.split("-")
     switches = {"scatter", "contiguous", "overlap", "accumulate"}

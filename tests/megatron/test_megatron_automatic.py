@@ -24,7 +24,7 @@ STEPS = 40
 
 
 class Course(NamedTuple):
-    """What a rank did: its training, the setting of every step by reducer, and the decisions."""
+    """The record of a rank: its training, the setting of every step by reducer, and the decisions."""
 
     outcome: Outcome
     used: dict[str, list[str]]
