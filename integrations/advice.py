@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from dct_plugin.data_parallel.automatic import AutomaticSparsity, CostModel
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
-from .host.patches import Patches
+from .host.patches import Function, Patches
 
 
 def observe() -> None:
@@ -38,19 +37,16 @@ def observe() -> None:
             handle.remove()
 
     handle = register_module_forward_pre_hook(search)
-    Patches().wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _attaching)
+    Patches().intercept(torch.nn.parallel.DistributedDataParallel, "__init__", _make_attached)
 
 
-def _attaching(original: Callable[..., None]) -> Callable[..., None]:
-    def init(model: Any, *arguments: Any, **keywords: Any) -> None:
-        original(model, *arguments, **keywords)
-        from .ddp import DCTState
+def _make_attached(original: Function, model: Any, *arguments: Any, **keywords: Any) -> None:
+    original(model, *arguments, **keywords)
+    from .ddp import DCTState
 
-        DCTState(SECTION).register(model)
-        # The script's own hook would be a second one; DDP refuses that.
-        model.register_comm_hook = lambda *hook, **keywords: None
-
-    return init
+    DCTState(SECTION).register(model)
+    # The script's own hook would be a second one; DDP refuses that.
+    model.register_comm_hook = lambda *hook, **keywords: None
 
 
 def _compress_sharded(model: torch.nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from dct_plugin.codecs.copies import Mirror
 
-from .patches import Patches
+from .patches import Function, Patches
 
 
 class LossScale:
@@ -27,7 +27,7 @@ class LossScale:
         self.scaler, self._updated = scaler, updated
         self._mirror = Mirror()
         if scaler is not None:
-            Patches().wrap(scaler, "update", self._copied_to_host)
+            Patches().intercept(scaler, "update", self._update)
 
     def current(self) -> float | None:
         """Return the scale, None without a scaler."""
@@ -41,12 +41,9 @@ class LossScale:
         current = self.current()
         return current is not None and current < scale
 
-    def _copied_to_host(self, update: Callable[..., None]) -> Callable[..., None]:
-        def updated(*arguments: Any, **keywords: Any) -> None:
-            update(*arguments, **keywords)
-            scale = None if self.scaler is None else self.scaler._get_scale_async()
-            if scale is not None:
-                self._mirror.begin(scale)
-            self._updated()
-
-        return updated
+    def _update(self, original: Function, *arguments: Any, **keywords: Any) -> None:
+        original(*arguments, **keywords)
+        scale = None if self.scaler is None else self.scaler._get_scale_async()
+        if scale is not None:
+            self._mirror.begin(scale)
+        self._updated()

@@ -30,14 +30,17 @@ class Patches:
         self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))
         setattr(owner, name, value)
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Function], Function]) -> None:
-        """Replace a function by ``make(original)``; name, docstring and signature stay."""
-        original = getattr(owner, name)
-        self.replace(owner, name, functools.wraps(original)(make(original)))
-
     def intercept(self, owner: Any, name: str, function: Function) -> None:
-        """Replace a function by ``function(original, *arguments, **keywords)``."""
-        self.wrap(owner, name, lambda original: functools.partial(function, original))
+        """Replace a function by ``function(original, *arguments, **keywords)``; its name, docstring and
+        signature stay. The first argument of a method of a *class* is the instance.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*arguments: Any, **keywords: Any) -> Any:
+            return function(original, *arguments, **keywords)
+
+        self.replace(owner, name, replacement)
 
     def rebind(self, package: str, name: str, old: Any, new: Any) -> None:
         """Replace ``old`` where modules of ``package`` (and the script) have imported it by name."""

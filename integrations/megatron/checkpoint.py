@@ -30,6 +30,7 @@ from dct_plugin.transport.nodes import layout_of
 
 from ..host import rank_files
 from ..host.nodes import nodes_of
+from ..host.patches import Function
 from ..host.progress import report_lost
 from ..host.rank_files import NoState
 from .session import Hook, Session
@@ -38,7 +39,6 @@ logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]
 _MODULE = "megatron.training.checkpointing"
-_WRAPPED = ("save_checkpoint", "load_checkpoint", "get_checkpoint_name", "_load_base_checkpoint")
 
 
 class RankCoordinates(NamedTuple):
@@ -248,7 +248,13 @@ class CheckpointHook(Hook):
     # -- wrappers -------------------------------------------------------------------------------------------
 
     def _patch(self, module: ModuleType) -> None:
-        if missing := [name for name in _WRAPPED if not hasattr(module, name)]:
+        functions = {
+            "save_checkpoint": self._save_checkpoint,
+            "load_checkpoint": self._load_checkpoint,
+            "get_checkpoint_name": self._get_checkpoint_name,
+            "_load_base_checkpoint": self._load_base_checkpoint,
+        }
+        if missing := [name for name in functions if not hasattr(module, name)]:
             raise VersionError(
                 f"{_MODULE} ({module.__file__}) has no {', '.join(missing)}: residuals could not be saved; "
                 "nothing of it was patched"
@@ -256,90 +262,77 @@ class CheckpointHook(Hook):
         from megatron.core import dist_checkpointing
 
         patches = self.session.patches
-        patches.wrap(dist_checkpointing, "save", self._make_dist_save)
-        for name in _WRAPPED:
+        patches.intercept(dist_checkpointing, "save", self._save_distributed)
+        for name, function in functions.items():
             original = getattr(module, name)
-            patches.wrap(module, name, getattr(self, f"_make_{name.lstrip('_')}"))
+            patches.intercept(module, name, function)
             patches.rebind("megatron.training", name, original, getattr(module, name))
 
-    def _make_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def _save_checkpoint(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
+        given = inspect.signature(original).bind(*arguments, **keywords).arguments
+        args = self.session.megatron_args
+        local = given.get("non_persistent_ckpt") and args.non_persistent_ckpt_type == "local"
+        self.session.before_save()
+        self._saving, self._folder, self._written = threading.get_ident(), None, bool(local)
+        try:
+            result = original(*arguments, **keywords)
+            self._write()
+        finally:
+            self._saving = None
+        return result
 
-        def save_checkpoint(*arguments: Any, **keywords: Any) -> Any:
-            given = signature.bind(*arguments, **keywords).arguments
-            args = self.session.megatron_args
-            local = given.get("non_persistent_ckpt") and args.non_persistent_ckpt_type == "local"
-            self.session.before_save()
-            self._saving, self._folder, self._written = threading.get_ident(), None, bool(local)
-            try:
-                result = original(*arguments, **keywords)
+    def _get_checkpoint_name(
+        self,
+        original: Function,
+        checkpoints_path: Any,
+        iteration: Any,
+        release: bool = False,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        name = original(checkpoints_path, iteration, release, *arguments, **keywords)
+        if self._saving == threading.get_ident() and self._folder is None:
+            self._folder = original(checkpoints_path, iteration, release, return_base_dir=True)
+            if name != self._folder:  # --ckpt-format torch, where nobody minds other files in the folder
                 self._write()
-            finally:
-                self._saving = None
-            return result
+        return name
 
-        return save_checkpoint
-
-    def _make_get_checkpoint_name(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_checkpoint_name(
-            checkpoints_path: Any, iteration: Any, release: bool = False, *arguments: Any, **keywords: Any
-        ) -> Any:
-            name = original(checkpoints_path, iteration, release, *arguments, **keywords)
-            if self._saving == threading.get_ident() and self._folder is None:
-                self._folder = original(checkpoints_path, iteration, release, return_base_dir=True)
-                if name != self._folder:  # --ckpt-format torch, where nobody minds other files in the folder
-                    self._write()
-            return name
-
-        return get_checkpoint_name
-
-    def _make_dist_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(*arguments: Any, **keywords: Any) -> Any:
-            result = original(*arguments, **keywords)  # complains about folders that are not empty
-            if self._saving == threading.get_ident():
-                self._write()
-            return result
-
-        return save
+    def _save_distributed(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords)  # complains about folders that are not empty
+        if self._saving == threading.get_ident():
+            self._write()
+        return result
 
     def _write(self) -> None:
         if self._folder is not None and not self._written:
             self._written = True
             save(self.session, self._folder)
 
-    def _make_load_base_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_base_checkpoint(*arguments: Any, **keywords: Any) -> Any:
-            found = original(*arguments, **keywords)
-            state, name, release, kind = found
-            if state is not None:
-                path = Path(str(name))
-                folder = path if path.is_dir() else path.parent.parent
-                local = getattr(kind, "name", "") == "LOCAL"
-                self._loaded = (None if local else str(folder), bool(release))
-            return found
+    def _load_base_checkpoint(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
+        found = original(*arguments, **keywords)
+        state, name, release, kind = found
+        if state is not None:
+            path = Path(str(name))
+            folder = path if path.is_dir() else path.parent.parent
+            local = getattr(kind, "name", "") == "LOCAL"
+            self._loaded = (None if local else str(folder), bool(release))
+        return found
 
-        return load_base_checkpoint
-
-    def _make_load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
-            given = signature.bind(*arguments, **keywords).arguments
-            self._loaded = None
-            result = original(*arguments, **keywords)
-            found, self._loaded = self._loaded, None
-            # Without optimizer other weights are loaded beside the training, e.g. a reference model's.
-            if found is None or given.get("optimizer") is None or given.get("load_arg", "load") != "load":
-                return result
-            folder, release = found
-            args = self.session.megatron_args
-            if folder is None or release or args.finetune or args.no_load_optim:
-                self.session.load_state_dict(None)
-                if dist.get_rank() == 0:
-                    reason = "it is a local one" if folder is None else "the optimizer starts afresh"
-                    logger.warning("dct: no residuals taken from the checkpoint: %s", reason)
-            else:
-                load(self.session, folder)
+    def _load_checkpoint(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
+        given = inspect.signature(original).bind(*arguments, **keywords).arguments
+        self._loaded = None
+        result = original(*arguments, **keywords)
+        found, self._loaded = self._loaded, None
+        # Without optimizer other weights are loaded beside the training, e.g. a reference model's.
+        if found is None or given.get("optimizer") is None or given.get("load_arg", "load") != "load":
             return result
-
-        return load_checkpoint
+        folder, release = found
+        args = self.session.megatron_args
+        if folder is None or release or args.finetune or args.no_load_optim:
+            self.session.load_state_dict(None)
+            if dist.get_rank() == 0:
+                reason = "it is a local one" if folder is None else "the optimizer starts afresh"
+                logger.warning("dct: no residuals taken from the checkpoint: %s", reason)
+        else:
+            load(self.session, folder)
+        return result

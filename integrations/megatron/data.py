@@ -27,6 +27,7 @@ from dct_plugin.errors import DCTError
 
 from ..host.automatic import settled
 from ..host.nonfinite import PoisonedSteps
+from ..host.patches import Function
 from ..host.replicas import Replicas
 from . import step_ahead
 from .buckets import Models, fill_buffers, finish_gathers, gradients_in, is_expert, ranks_of
@@ -61,30 +62,27 @@ class DataParallelHook(Hook):
         from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
         from megatron.core.optimizer import optimizer
 
-        wrap = self.session.patches.wrap
-        wrap(param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._make_start_grad_sync)
+        intercept = self.session.patches.intercept
+        intercept(param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._start_grad_sync)
         ddp = distributed_data_parallel.DistributedDataParallel
-        wrap(ddp, "__init__", self._make_ddp_init)
-        wrap(ddp, "finish_grad_sync", self._make_finish_grad_sync)
+        intercept(ddp, "__init__", self._wrap_model)
+        intercept(ddp, "finish_grad_sync", self._finish_grad_sync)
         for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
-            wrap(kind, "prepare_grads", self._make_prepare_grads)
+            intercept(kind, "prepare_grads", self._prepare_grads)
         for module, name in _SHARDING:
             self.session.when_imported(module, functools.partial(self._refuse, name))
 
     def _refuse(self, name: str, module: ModuleType) -> None:
         """Stop at wrappers whose gradients do not pass by here, instead of leaving them dense silently."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(*arguments: Any, **keywords: Any) -> None:
-                raise DCTError(
-                    f"dct.data_parallel does not work with Megatron's {name} ({module.__name__}), which "
-                    "reduces gradients by itself: switch one of them off"
-                )
-
-            return init
+        def init(*_: Any, **keywords: Any) -> None:
+            raise DCTError(
+                f"dct.data_parallel does not work with Megatron's {name} ({module.__name__}), which "
+                "reduces gradients by itself: switch one of them off"
+            )
 
         if wrapper := getattr(module, name, None):
-            self.session.patches.wrap(wrapper, "__init__", make)
+            self.session.patches.intercept(wrapper, "__init__", init)
 
     def settle(self) -> None:
         """Let the feedback follow the optimizers, which Megatron has made by now; once."""
@@ -173,54 +171,42 @@ class DataParallelHook(Hook):
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
-    def _make_ddp_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(ddp: Any, *arguments: Any, **keywords: Any) -> None:
-            original(ddp, *arguments, **keywords)
-            is_first = not any(True for _ in self.models)
-            self.models.add(ddp)
-            if self._steps.skips and ddp.ddp_config.check_for_nan_in_grad and is_first:
-                logger.warning(
-                    "dct: Megatron's check_for_nan_in_grad stops the job before a step can be skipped "
-                    "(dct.data_parallel.nonfinite_action = 'skip'): start it with "
-                    "--no-check-for-nan-in-loss-and-grad"
-                )
+    def _wrap_model(self, original: Function, ddp: Any, *arguments: Any, **keywords: Any) -> None:
+        original(ddp, *arguments, **keywords)
+        is_first = not any(True for _ in self.models)
+        self.models.add(ddp)
+        if self._steps.skips and ddp.ddp_config.check_for_nan_in_grad and is_first:
+            logger.warning(
+                "dct: Megatron's check_for_nan_in_grad stops the job before a step can be skipped "
+                "(dct.data_parallel.nonfinite_action = 'skip'): start it with "
+                "--no-check-for-nan-in-loss-and-grad"
+            )
 
-        return init
+    def _finish_grad_sync(self, original: Function, *arguments: Any, **keywords: Any) -> None:
+        original(*arguments, **keywords)
+        for each in self.reductions:
+            each.overlap.wait()
 
-    def _make_finish_grad_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def finish_grad_sync(*arguments: Any, **keywords: Any) -> None:
-            original(*arguments, **keywords)
-            for each in self.reductions:
-                each.overlap.wait()
+    def _prepare_grads(self, original: Function, optimizer: Any) -> bool:
+        return self._steps.prepare_grads(optimizer, original, self.session.step)
 
-        return finish_grad_sync
-
-    def _make_prepare_grads(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_grads(optimizer: Any) -> bool:
-            return self._steps.prepare_grads(optimizer, original, self.session.step)
-
-        return prepare_grads
-
-    def _make_start_grad_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def start_grad_sync(group: Any, *arguments: Any, **keywords: Any) -> None:
-            all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
-            if self.is_left_alone(group):
-                original(group, *arguments, **keywords)
-                return
-            if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
-                return  # already done: Megatron calls again at the end of the first batch
-            self.models.name_rest(group)
-            if self.session.step < self.config.dense_steps and self.config.quality is None:
-                if self._ahead:
-                    self.reductions.show(group)
-                original(group, *arguments, **keywords)
-                return
-            _prepare_gradients(group, all_reduce)
-            sharded = group.ddp_config.use_distributed_optimizer and not all_reduce
-            pending = self.reductions.reduce(group, sharded=sharded)
-            group.grad_reduce_handle = pending if group.ddp_config.overlap_grad_reduce else None
-
-        return start_grad_sync
+    def _start_grad_sync(self, original: Function, group: Any, *arguments: Any, **keywords: Any) -> None:
+        all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
+        if self.is_left_alone(group):
+            original(group, *arguments, **keywords)
+            return
+        if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
+            return  # already done: Megatron calls again at the end of the first batch
+        self.models.name_rest(group)
+        if self.session.step < self.config.dense_steps and self.config.quality is None:
+            if self._ahead:
+                self.reductions.show(group)
+            original(group, *arguments, **keywords)
+            return
+        _prepare_gradients(group, all_reduce)
+        sharded = group.ddp_config.use_distributed_optimizer and not all_reduce
+        pending = self.reductions.reduce(group, sharded=sharded)
+        group.grad_reduce_handle = pending if group.ddp_config.overlap_grad_reduce else None
 
     def is_left_alone(self, group: Any) -> bool:
         """Return whether Megatron reduces a bucket group itself."""

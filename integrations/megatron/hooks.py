@@ -9,13 +9,13 @@ their state in Megatron-LM's checkpoints. Users import these functions from the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
 
 from ..host import lost_peers
+from ..host.patches import Function
 from .options import hook_states
 from .session import Active, Session
 
@@ -161,15 +161,12 @@ def _add_hooks(session: Session) -> None:
 def _watch_iterations(session: Session) -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def iteration(*arguments: Any, **keywords: Any) -> Any:
-            try:
-                session.begin(training=not keywords.get("forward_only", False))
-                return original(*arguments, **keywords)
-            finally:
-                session.end_iteration()
-
-        return iteration
+    def iteration(original: Function, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            session.begin(training=not keywords.get("forward_only", False))
+            return original(*arguments, **keywords)
+        finally:
+            session.end_iteration()
 
     for name in _SCHEDULES:
-        session.patches.wrap(schedules, name, make)
+        session.patches.intercept(schedules, name, iteration)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dct_plugin._version import __version__
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
-from ..host.patches import Patches
+from ..host.patches import Function, Patches
 from ..host.post_import import when_imported
 from .options import CommandLine, as_arguments, help_text, hook_states, launcher_rank, parse, wants_help
 
@@ -155,20 +155,17 @@ def _agree_with_groups(config: DCTConfig, core_version: str) -> None:
 
     done = False
 
-    def make(original: Any) -> Any:
-        def initialize_model_parallel(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal done
-            if not done:
-                done = True
-                try:
-                    agree(config, core_version)
-                except DesyncError as error:
-                    raise _StartupError(str(error)) from error
-            return original(*arguments, **keywords)
+    def initialize(original: Function, *arguments: Any, **keywords: Any) -> Any:
+        nonlocal done
+        if not done:
+            done = True
+            try:
+                agree(config, core_version)
+            except DesyncError as error:
+                raise _StartupError(str(error)) from error
+        return original(*arguments, **keywords)
 
-        return initialize_model_parallel
-
-    Patches().wrap(parallel_state, "initialize_model_parallel", make)
+    Patches().intercept(parallel_state, "initialize_model_parallel", initialize)
 
 
 def _show_in_arguments(module: ModuleType, launch: CommandLine) -> None:
@@ -177,15 +174,12 @@ def _show_in_arguments(module: ModuleType, launch: CommandLine) -> None:
         return
     values = as_arguments(launch)
 
-    def make(original: Any) -> Any:
-        def add_megatron_arguments(*arguments: Any, **keywords: Any) -> Any:
-            parser = original(*arguments, **keywords)
-            parser.set_defaults(**values)
-            return parser
+    def add_arguments(original: Function, *arguments: Any, **keywords: Any) -> Any:
+        parser = original(*arguments, **keywords)
+        parser.set_defaults(**values)
+        return parser
 
-        return add_megatron_arguments
-
-    Patches().wrap(module, "add_megatron_arguments", make)
+    Patches().intercept(module, "add_megatron_arguments", add_arguments)
 
 
 def _say(text: str) -> None:

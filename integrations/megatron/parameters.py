@@ -26,6 +26,7 @@ from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DCTError
 
 from ..host.nodes import nodes_of
+from ..host.patches import Function
 from .buckets import NAME, groups_of, is_expert
 from .session import Hook, Session
 
@@ -80,12 +81,11 @@ class ParameterHook(Hook):
         patches = session.patches
         self._copy = DistributedOptimizer._copy_main_params_to_model_params
         self._gather = param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync
-        patches.wrap(distributed_data_parallel.DistributedDataParallel, "__init__", self._make_ddp_init)
-        patches.wrap(DistributedOptimizer, "__init__", self._make_init)
-        patches.wrap(DistributedOptimizer, "_copy_main_params_to_model_params", self._make_copy)
-        patches.wrap(
-            param_and_grad_buffer._ParamAndGradBucketGroup, "start_param_sync", self._make_start_param_sync
-        )
+        bucket_group = param_and_grad_buffer._ParamAndGradBucketGroup
+        patches.intercept(distributed_data_parallel.DistributedDataParallel, "__init__", self._wrap_model)
+        patches.intercept(DistributedOptimizer, "__init__", self._make_optimizer)
+        patches.intercept(DistributedOptimizer, "_copy_main_params_to_model_params", self._copy_masters)
+        patches.intercept(bucket_group, "start_param_sync", self._start_param_sync)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -118,55 +118,43 @@ class ParameterHook(Hook):
 
     # -- wrappers ---
 
-    def _make_ddp_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(ddp: Any, *arguments: Any, **keywords: Any) -> None:
-            original(ddp, *arguments, **keywords)
-            if not ddp.ddp_config.use_distributed_optimizer and any(
-                group.data_parallel_group.size() > 1 for group in groups_of(ddp)
-            ):
-                raise refuse(
-                    "Megatron without the distributed optimizer",
-                    "every rank has the whole optimizer, no weights are gathered after a step",
-                )
+    def _wrap_model(self, original: Function, ddp: Any, *arguments: Any, **keywords: Any) -> None:
+        original(ddp, *arguments, **keywords)
+        if not ddp.ddp_config.use_distributed_optimizer and any(
+            group.data_parallel_group.size() > 1 for group in groups_of(ddp)
+        ):
+            raise refuse(
+                "Megatron without the distributed optimizer",
+                "every rank has the whole optimizer, no weights are gathered after a step",
+            )
 
-        return init
+    def _make_optimizer(self, original: Function, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
+        original(optimizer, *arguments, **keywords)
+        if optimizer.is_stub_optimizer or getattr(optimizer, "data_parallel_group", None) is None:
+            return
+        buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
+        if optimizer.data_parallel_group.size() > 1 and not is_expert(buckets):
+            self._adopt(optimizer, buckets)
 
-    def _make_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(optimizer: Any, *arguments: Any, **keywords: Any) -> None:
-            original(optimizer, *arguments, **keywords)
-            if optimizer.is_stub_optimizer or getattr(optimizer, "data_parallel_group", None) is None:
-                return
-            buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-            if optimizer.data_parallel_group.size() > 1 and not is_expert(buckets):
-                self._adopt(optimizer, buckets)
+    def _copy_masters(self, original: Function, optimizer: Any) -> None:
+        owner: _Owner | None = getattr(optimizer, _OWNER, None)
+        if owner is None:
+            original(optimizer)
+            return
+        buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
+        owner.updates.step = self.session.step
+        if all(owner.updates.full(bucket.param_data.dtype) for bucket in buckets):
+            self._copy_in_full(owner, optimizer)
+        else:
+            owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
 
-        return init
-
-    def _make_copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def _copy_main_params_to_model_params(optimizer: Any) -> None:
-            owner: _Owner | None = getattr(optimizer, _OWNER, None)
-            if owner is None:
-                original(optimizer)
-                return
-            buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-            owner.updates.step = self.session.step
-            if all(owner.updates.full(bucket.param_data.dtype) for bucket in buckets):
-                self._copy_in_full(owner, optimizer)
-            else:
-                owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
-
-        return _copy_main_params_to_model_params
-
-    def _make_start_param_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def start_param_sync(group: Any, force_sync: bool = False) -> None:
-            owner = self._owner_of(group)
-            if owner is None or not owner.sparse:
-                original(group, force_sync=force_sync)
-                return
-            self._update(owner, [bucket for bucket in group.buckets if id(bucket) in owner.waiting])
-            group.param_gather_handle, group.param_gather_dispatched = None, True
-
-        return start_param_sync
+    def _start_param_sync(self, original: Function, group: Any, force_sync: bool = False) -> None:
+        owner = self._owner_of(group)
+        if owner is None or not owner.sparse:
+            original(group, force_sync=force_sync)
+            return
+        self._update(owner, [bucket for bucket in group.buckets if id(bucket) in owner.waiting])
+        group.param_gather_handle, group.param_gather_dispatched = None, True
 
     # -- inside ---
 

@@ -24,6 +24,7 @@ from dct_plugin.host_traffic import own_traffic
 from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
 
+from ..host.patches import Function
 from ..host.pipeline_metrics import PipelineMetrics
 from .session import Session
 from .streams import ActivationHook, data_parallel_group
@@ -47,8 +48,8 @@ class PipelineHook(ActivationHook):
         self._sent: dict[int, Kept] = {}
         self._received: list[tuple[Tensor, Kept, FixedMessages]] = []
         self._checked: Any = None
-        session.patches.wrap(p2p_communication.P2PCommunicator, "_communicate", self._make_communicate)
-        session.patches.wrap(schedules, "forward_step", self._make_forward_step)
+        session.patches.intercept(p2p_communication.P2PCommunicator, "_communicate", self._communicate)
+        session.patches.intercept(schedules, "forward_step", self._forward_step)
 
     def seed(self) -> int:
         # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
@@ -65,53 +66,49 @@ class PipelineHook(ActivationHook):
 
     # -- communication --------------------------------------------------------------------------------------
 
-    def _make_forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_step(*arguments: Any, **keywords: Any) -> Any:
-            result = original(*arguments, **keywords)
-            chunk = keywords.get("vp_stage")
-            if chunk:
-                outputs = result[0] if isinstance(result[0], list) else [result[0]]
-                for output in outputs:
-                    if isinstance(output, Tensor):
-                        setattr(output, _CHUNK, chunk)
-            return result
+    def _forward_step(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords)
+        chunk = keywords.get("vp_stage")
+        if chunk:
+            outputs = result[0] if isinstance(result[0], list) else [result[0]]
+            for output in outputs:
+                if isinstance(output, Tensor):
+                    setattr(output, _CHUNK, chunk)
+        return result
 
-        return forward_step
-
-    def _make_communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def communicate(communicator: Any, *, wait_on_reqs: bool = True, **keywords: Any) -> Any:
-            transfer = _Transfer(communicator, **keywords)
-            if not self._compresses(transfer):
-                return original(communicator, wait_on_reqs=wait_on_reqs, **keywords)
-            config = communicator.config
-            if config is not self._checked:
-                _check(config)
-                self._checked = config
-            if config.batch_p2p_comm and not wait_on_reqs:
-                raise DCTError("Megatron asked for batched communication that it does not wait for")
-            self._encode_all(transfer)
-            finish = self._prepare_to_receive(transfer)
-            with own_traffic():
-                requests = transfer.start(self._p2p)
-            for tensor in transfer.sent_whole:
-                self.pipeline_metrics.sent_whole(tensor)
-            received = transfer.recv_prev, transfer.recv_next
-            if not wait_on_reqs:
-                handles = {
-                    key: _Handle(self, request, finish.get(key), transfer.messages)
-                    for key, request in requests.items()
-                }
-                return *received, handles
-            with self.pipeline_metrics.timed("exchange"):
-                for request in requests if isinstance(requests, list) else requests.values():
-                    request.wait()
-                if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
-                    torch.cuda.synchronize()
-            for action in finish.values():
-                action()
-            return *received, None
-
-        return communicate
+    def _communicate(
+        self, original: Function, communicator: Any, *, wait_on_reqs: bool = True, **keywords: Any
+    ) -> Any:
+        transfer = _Transfer(communicator, **keywords)
+        if not self._compresses(transfer):
+            return original(communicator, wait_on_reqs=wait_on_reqs, **keywords)
+        config = communicator.config
+        if config is not self._checked:
+            _check(config)
+            self._checked = config
+        if config.batch_p2p_comm and not wait_on_reqs:
+            raise DCTError("Megatron asked for batched communication that it does not wait for")
+        self._encode_all(transfer)
+        finish = self._prepare_to_receive(transfer)
+        with own_traffic():
+            requests = transfer.start(self._p2p)
+        for tensor in transfer.sent_whole:
+            self.pipeline_metrics.sent_whole(tensor)
+        received = transfer.recv_prev, transfer.recv_next
+        if not wait_on_reqs:
+            handles = {
+                key: _Handle(self, request, finish.get(key), transfer.messages)
+                for key, request in requests.items()
+            }
+            return *received, handles
+        with self.pipeline_metrics.timed("exchange"):
+            for request in requests if isinstance(requests, list) else requests.values():
+                request.wait()
+            if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
+                torch.cuda.synchronize()
+        for action in finish.values():
+            action()
+        return *received, None
 
     def _compresses(self, transfer: _Transfer) -> bool:
         """Return whether something crosses a boundary that has a compressor."""

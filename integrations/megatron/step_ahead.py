@@ -8,7 +8,7 @@ iterations and checkpoints see the weights themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dct_plugin.config.optimizers import OptimizerFamily, family_of
 from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
 from dct_plugin.errors import ConfigError
 
-from ..host.patches import Patches
+from ..host.patches import Function, Patches
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
 _KEY = "dct.data_parallel.feedback = 'step_ahead'"
@@ -32,7 +32,7 @@ class Optimizers:
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
         self._optimizers: list[weakref.ref[Any]] = []
-        patches.wrap(MegatronOptimizer, "__init__", self._make_init)
+        patches.intercept(MegatronOptimizer, "__init__", self._init)
 
     def unit_of(self, parameter: torch.nn.Parameter) -> StepUnit | None:
         """Return the settings of the parameter's group as they are now; None: no optimizer has it.
@@ -65,15 +65,14 @@ class Optimizers:
         self._optimizers = [reference for reference in self._optimizers if reference() is not None]
         return (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
 
-    def _make_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(wrapper: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
-            if optimizer is not None:  # None: this rank has nothing to train
-                groups = [list(group["params"]) for group in optimizer.param_groups]
-                setattr(wrapper, _GROUPS, groups)
-                self._optimizers.append(weakref.ref(wrapper))
-            original(wrapper, optimizer, *arguments, **keywords)
-
-        return init
+    def _init(
+        self, original: Function, wrapper: Any, optimizer: Any, *arguments: Any, **keywords: Any
+    ) -> None:
+        if optimizer is not None:  # None: this rank has nothing to train
+            groups = [list(group["params"]) for group in optimizer.param_groups]
+            setattr(wrapper, _GROUPS, groups)
+            self._optimizers.append(weakref.ref(wrapper))
+        original(wrapper, optimizer, *arguments, **keywords)
 
 
 def refuse(model: Any) -> None:

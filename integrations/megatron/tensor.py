@@ -16,7 +16,6 @@ shrink for any ``t``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from dct_plugin.errors import DCTError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
+from ..host.patches import Function
 from .session import Session
 from .streams import ActivationHook
 
@@ -56,8 +56,8 @@ class TensorHook(ActivationHook):
         # The layers themselves: the id of one that is gone may be given to another.
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         patches = session.patches
-        patches.wrap(transformer_layer.TransformerLayer, "forward", self._make_layer_forward)
-        patches.wrap(layers.RowParallelLinear, "forward", self._make_linear_forward)
+        patches.intercept(transformer_layer.TransformerLayer, "forward", self._layer_forward)
+        patches.intercept(layers.RowParallelLinear, "forward", self._linear_forward)
         for name, kind in (
             ("_ReduceFromModelParallelRegion", "all_reduce"),
             ("_ReduceScatterToSequenceParallelRegion", "reduce_scatter"),
@@ -65,19 +65,16 @@ class TensorHook(ActivationHook):
             # The functions of mappings look the class up when they are called, so all importers are reached.
             patches.replace(mappings, name, self._subclass(getattr(mappings, name), kind))
         if self.config.gather:
-            patches.wrap(layers.ColumnParallelLinear, "forward", self._make_linear_forward)
-            patches.wrap(layers, "linear_with_grad_accumulation_and_async_allreduce", self._make_linear)
+            patches.intercept(layers.ColumnParallelLinear, "forward", self._linear_forward)
+            patches.intercept(layers, "linear_with_grad_accumulation_and_async_allreduce", self._linear)
 
     # -- layers --------------------------------------------------------------------------------------------
 
-    def _make_layer_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(layer: Any, *arguments: Any, **keywords: Any) -> Any:
-            if layer not in self._seen:
-                self._seen.add(layer)
-                self._register(layer)
-            return original(layer, *arguments, **keywords)
-
-        return forward
+    def _layer_forward(self, original: Function, layer: Any, *arguments: Any, **keywords: Any) -> Any:
+        if layer not in self._seen:
+            self._seen.add(layer)
+            self._register(layer)
+        return original(layer, *arguments, **keywords)
 
     def _register(self, layer: Any) -> None:
         """Number the parallel linears of a transformer layer; once, before its first forward pass."""
@@ -93,15 +90,12 @@ class TensorHook(ActivationHook):
                 setattr(module, _SITE, site)
                 self._sites.append(site)
 
-    def _make_linear_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(linear: Any, *arguments: Any, **keywords: Any) -> Any:
-            previous, self._current = self._current, getattr(linear, _SITE, None)
-            try:
-                return original(linear, *arguments, **keywords)
-            finally:
-                self._current = previous
-
-        return forward
+    def _linear_forward(self, original: Function, linear: Any, *arguments: Any, **keywords: Any) -> Any:
+        previous, self._current = self._current, getattr(linear, _SITE, None)
+        try:
+            return original(linear, *arguments, **keywords)
+        finally:
+            self._current = previous
 
     def _running(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
         """Return the stream of the layer that is running, None where it is left to Megatron."""
@@ -143,18 +137,15 @@ class TensorHook(ActivationHook):
         Compressed.__module__, Compressed.__doc__ = original.__module__, original.__doc__
         return Compressed
 
-    def _make_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def linear(input: Tensor, *arguments: Any, **keywords: Any) -> Any:
-            ranks = keywords.get("tp_group")
-            stream = None
-            if keywords.get("sequence_parallel") and ranks is not None:
-                stream = self._running(ranks)
-            if ranks is not None and stream is not None:
-                input = self._group(ranks, input.device).all_gather(input, stream)
-                keywords["sequence_parallel"] = False
-            return original(input, *arguments, **keywords)
-
-        return linear
+    def _linear(self, original: Function, input: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        ranks = keywords.get("tp_group")
+        stream = None
+        if keywords.get("sequence_parallel") and ranks is not None:
+            stream = self._running(ranks)
+        if ranks is not None and stream is not None:
+            input = self._group(ranks, input.device).all_gather(input, stream)
+            keywords["sequence_parallel"] = False
+        return original(input, *arguments, **keywords)
 
 
 def _check(layer: Any) -> None:

@@ -30,8 +30,8 @@ class Derived(Base):
     pass
 
 
-def double(original: Any) -> Any:
-    return lambda *arguments, **keywords: 2 * original(*arguments, **keywords)
+def double(original: Any, *arguments: Any, **keywords: Any) -> Any:
+    return 2 * original(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("make", [lambda: Base, lambda: Derived, Base, Derived])
@@ -40,8 +40,8 @@ def test_classes_and_instances_are_as_before(make: Any) -> None:
     before = dict(vars(owner))
     call = owner().step if isinstance(owner, type) else lambda size: owner.step(size)
     patches = Patches()
-    patches.wrap(owner, "step", double)
-    patches.wrap(owner, "step", double)
+    patches.intercept(owner, "step", double)
+    patches.intercept(owner, "step", double)
     call = owner().step if isinstance(owner, type) else owner.step
     assert call(3) == 12
     assert call.__doc__ == "One step."

@@ -6,6 +6,7 @@ parameters must be bitwise the same), and the hooks at work (losses must fall).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import subprocess
@@ -444,7 +445,7 @@ def _identities(rank: int, world_size: int) -> tuple[int, int]:
             torch.nn.Module.__init__(self.linear)
             self.layer_number, self.config = 1, SimpleNamespace(num_layers=1)
 
-    forward = hook._make_layer_forward(lambda layer: layer.linear)
+    forward = functools.partial(hook._layer_forward, lambda layer: layer.linear)
     seen.clear()
     reused_layers = 0
     for _ in range(50):
