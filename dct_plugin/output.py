@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,8 +87,18 @@ def command() -> str:
     return shlex.join(["dct", *sys.argv[1:]])
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of everything that figures depend on."""
+def provenance(started: float) -> dict[str, Any]:
+    """Return how, where and with what figures were made, from the monotonic time at which that began on."""
+    return {
+        "command": command(),
+        "date": str(date.today()),
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "versions": _versions(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def _versions() -> dict[str, str]:
     packages = ("torch", "deepspeed", "numpy", "scikit-learn")
     return {
         "dct-plugin": __version__,

@@ -156,8 +156,8 @@ def _densities(run: Run) -> list[Section]:
     density, threshold = [], []
     for cls in run.thresholded:
         for key, name in (("density", cls), ("density_target", f"{cls}, target")):
-            density.append((name, partial(_figure, key=key, cls=cls), ".6g"))
-        threshold.append((cls, partial(_figure, key="tau", cls=cls), ".6g"))
+            density.append((name, partial(Window.mean, key=key, cls=cls), ".6g"))
+        threshold.append((cls, partial(Window.mean, key="tau", cls=cls), ".6g"))
 
     def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
         targets = {name: found.pop(name) for name in list(found) if name.endswith(", target")}
@@ -173,10 +173,6 @@ def _densities(run: Run) -> list[Section]:
         _over_steps(run, "Mean threshold by class", threshold, draw_threshold),
     ]
     return [*sections, _tensors(run)] if run.tensors else sections
-
-
-def _figure(window: Window, key: str, cls: str) -> float | None:
-    return window.mean(key, cls)
 
 
 def _tensors(run: Run) -> Section:

@@ -20,9 +20,9 @@ from deepspeed.moe import sharded_moe
 from torch import Tensor
 
 from dct_plugin.codecs.quantised import pack, unpack
-from dct_plugin.config import ActivationConfig, DCTConfig
+from dct_plugin.config import DCTConfig
 from dct_plugin.metrics import Record
-from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
+from dct_plugin.model_parallel import CompressedCollectives
 
 from ..host.patches import Function, Patches
 from ..host.signatures import Target
@@ -47,8 +47,7 @@ class ExpertPath(ActivationPath):
         engine = context.engine
         self.config = context.config.model_parallel.experts
         self.metrics = context.metrics
-        self.streams = ActivationStreams(self._make, _PREFIX)
-        self._kernels = context.config.kernels
+        self.streams = ActivationStreams(_PREFIX, context.config.kernels, dist.get_rank)
         self._device = engine.device
         self._layers = {name: each for name, each in engine.module.named_modules() if _is_distributed(each)}
         self._collectives: dict[tuple[int, bool], CompressedCollectives] = {}
@@ -69,9 +68,6 @@ class ExpertPath(ActivationPath):
     def install(self, patches: Patches) -> None:
         for name, layer in self._layers.items():
             patches.intercept(layer, "forward", functools.partial(self._forward, name))
-
-    def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
-        return ActivationStream(config, name=name, rank=dist.get_rank(), kernels=self._kernels)
 
     def _forward(self, name: str, original: Function, *tensors: Tensor, **keywords: Any) -> Any:
         layer = self._layers[name]

@@ -18,10 +18,10 @@ from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from dct_plugin.config import ActivationConfig, DCTConfig, PipelineConfig
+from dct_plugin.config import DCTConfig, PipelineConfig
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels import GRAD_DTYPES
-from dct_plugin.model_parallel import ActivationStream, FixedMessages, Kept
+from dct_plugin.model_parallel import FixedMessages, Kept
 
 from ..host.patches import Patches
 from ..host.pipeline_metrics import PipelineMetrics
@@ -66,8 +66,9 @@ class PipelinePath(ActivationPath):
         self.engine = context.engine
         self.config = context.config.model_parallel.pipeline
         self.metrics = context.metrics
-        self._kernels = context.config.kernels
-        self.streams = ActivationStreams(self._make, _PREFIX)
+        # Both ends of a boundary belong to the same replica.
+        replica = self.engine.grid.get_data_parallel_id
+        self.streams = ActivationStreams(_PREFIX, context.config.kernels, replica)
         self._number = 0
         self._sent: dict[
             int, list[_Compressed]
@@ -100,11 +101,6 @@ class PipelinePath(ActivationPath):
         for instruction, make in transfers.items():
             instructions[instruction] = _with_transfers(instructions[instruction], make)
         patches.replace(self.engine, "_INSTRUCTION_MAP", instructions)
-
-    def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
-        # Both ends of a boundary belong to the same replica.
-        replica = self.engine.grid.get_data_parallel_id()
-        return ActivationStream(config, name=name, rank=replica, kernels=self._kernels)
 
     # -- the four instructions ---
 

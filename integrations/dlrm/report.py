@@ -181,9 +181,13 @@ def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
             points.append(Point(run.name, auc.mean, auc.half_width, () if fewer is None else (fewer,)))
     with png(path, [0.45 * len(points) + 1.2]) as (figure, (axis,)):
         figure.suptitle(title, fontsize=11)
-        axis.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.12)
-        draw_differences(axis, points)
-        axis.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
+        _draw_differences(axis, points)
+
+
+def _draw_differences(axis: Any, points: Sequence[Point]) -> None:
+    axis.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.15)
+    draw_differences(axis, points)
+    axis.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
 
 
 def draw_training(comparison: Comparison, path: Path, *, title: str) -> None:
@@ -325,14 +329,10 @@ def outcomes_part(figures: Mapping[str, Any]) -> Part:
         held = sum(point.mean >= -MARGIN_AUC for point in points)
         said.append(f"{held} of {len(points)} runs lost at most {MARGIN_AUC:g} of AUC beside dense.")
 
-    def draw(axis: Any) -> None:
-        axis.axvspan(-MARGIN_AUC, MARGIN_AUC, color="tab:green", alpha=0.2)
-        draw_differences(axis, points)
-        axis.set_xlabel(f"AUC - dense, 95 % interval (green: within {MARGIN_AUC:g})")
-
     title = "Quality beside dense (95 % interval), and bytes per step of all ranks"
     header = ["", "AUC", "AUC - dense", "bytes", "fewer", "embeddings, fewer", "step, ms"]
-    section = Section(Table(title, header, rows), draw if points else None, 0.45 * len(points) + 1.2)
+    draw = partial(_draw_differences, points=points) if points else None
+    section = Section(Table(title, header, rows), draw, 0.45 * len(points) + 1.2)
     return Part(f"dct dlrm: {figures['data']['data']}", said, [section])
 
 

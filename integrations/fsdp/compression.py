@@ -46,19 +46,17 @@ from .sharded_weights import GatheredShard, check_displaceable, shard_units
 _seam = lru_cache(maxsize=None)(lambda: ReductionSeam(ReplicaGroup))
 
 
-def compress_replicas(
-    model: nn.Module,
-    config: DCTConfig | Mapping[str, Any] | None = None,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    total_steps: int | None = None,
-    metrics: Metrics | None = None,
-    time_limit: float = startup.TIME_LIMIT,
-) -> ReplicaCompression:
-    """Exchange thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's all-reduce.
+def is_compressed(model: nn.Module) -> bool:
+    """Return whether :func:`compress_replicas` was called for a model."""
+    meshes = [group.mesh_info for group in parameter_groups(model) if has_replicas(group)]
+    return any(isinstance(mesh.replicate_process_group, ReplicaGroup) for mesh in meshes)
 
-    To be called on every rank, after the last ``fully_shard`` or ``replicate`` and before the first step.
+
+class ReplicaCompression:
+    """Exchanges thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's all-reduce.
+
+    It is made, as :data:`compress_replicas`, on every rank after the last ``fully_shard`` or ``replicate``
+    and before the first step. It is a ``Stateful`` of ``torch.distributed.checkpoint``, and has the metrics.
 
     Args:
         model: The model; modules of it were passed to ``fully_shard`` with a mesh of two dimensions, of which
@@ -73,51 +71,25 @@ def compress_replicas(
             summary when the process ends.
         time_limit: Seconds in which the other replicas must reach their first reduction.
 
-    Returns:
-        The state of the training: metrics, and residuals for ``torch.distributed.checkpoint``.
-
     Raises:
         ConfigError: The model has no replicas or is not one of FSDP2's, or a setting does not work with it.
         VersionError: The installed torch is not supported.
-    """
-    check_torch()
-    if VARIABLE in os.environ:  # the job is measured by `dct advise`
-        config = SECTION
-    return ReplicaCompression(
-        model,
-        config,
-        optimizer=optimizer,
-        scaler=scaler,
-        total_steps=total_steps,
-        metrics=metrics,
-        time_limit=time_limit,
-    )
-
-
-def is_compressed(model: nn.Module) -> bool:
-    """Return whether :func:`compress_replicas` was called for a model."""
-    meshes = [group.mesh_info for group in parameter_groups(model) if has_replicas(group)]
-    return any(isinstance(mesh.replicate_process_group, ReplicaGroup) for mesh in meshes)
-
-
-class ReplicaCompression:
-    """The state of :func:`compress_replicas`, a ``Stateful`` of ``torch.distributed.checkpoint``.
-
-    Args:
-        model, config, optimizer, scaler, total_steps, metrics, time_limit: See :func:`compress_replicas`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        config: DCTConfig | Mapping[str, Any] | None,
+        config: DCTConfig | Mapping[str, Any] | None = None,
         *,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
-        total_steps: int | None,
-        metrics: Metrics | None,
-        time_limit: float,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        total_steps: int | None = None,
+        metrics: Metrics | None = None,
+        time_limit: float = startup.TIME_LIMIT,
     ) -> None:
+        check_torch()
+        if VARIABLE in os.environ:  # the job is measured by `dct advise`
+            config = SECTION
         written = DCTConfig.given(config, rank=dist.get_rank())
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._model, self._time_limit = model, time_limit
@@ -341,6 +313,10 @@ class ReplicaCompression:
         self.steps.open = self._step_due = False
         self._reduced.clear()
         self.steps.step = self.groups[0].reducer.step
+
+
+#: Makes the state of a training; the name that scripts use.
+compress_replicas = ReplicaCompression
 
 
 def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:

@@ -21,14 +21,12 @@ class Target(NamedTuple):
         name: In the module, for example ``"Engine.step"``.
         parameters: The leading parameters that it must have, in this order, ``self`` included; more may
             follow, since parameters that a later version adds at the end do not reach us.
-        attributes: Names that the module must define besides.
         part: The part of the integration that needs it.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
-    attributes: tuple[str, ...] = ()
     part: str = ""
 
     def __str__(self) -> str:
@@ -43,13 +41,11 @@ class Probe(NamedTuple):
     problem: str = ""
 
 
-def compare(target: Target, parameters: Sequence[str], missing: Sequence[str] = ()) -> Probe:
-    """Compare what was found in a module or its source, parameters and missing attributes, with a target."""
+def compare(target: Target, parameters: Sequence[str]) -> Probe:
+    """Compare the parameters that were found in a module or its source with a target."""
     problem = ""
     if tuple(parameters[: len(target.parameters)]) != target.parameters:
         problem = f"does not start with ({', '.join(target.parameters)})"
-    elif missing:
-        problem = f"{target.module} has no {', '.join(missing)}"
     return Probe(target, f"({', '.join(parameters)})", problem)
 
 
@@ -68,7 +64,7 @@ def probe(target: Target) -> Probe:
         parameters = list(inspect.signature(_decorated(function)).parameters)
     except (TypeError, ValueError) as error:
         return Probe(target, "no signature", str(error))
-    return compare(target, parameters, [name for name in target.attributes if not hasattr(module, name)])
+    return compare(target, parameters)
 
 
 def _decorated(function: Any) -> Any:
@@ -88,8 +84,7 @@ def faults(probes: Iterable[Probe]) -> str:
         if problem:
             lines += [
                 f"{target.module}.{target.name}" + (f" ({target.part})" if target.part else ""),
-                f"  expected: ({', '.join(target.parameters)}, ...)"
-                + (f", and {', '.join(target.attributes)} beside it" if target.attributes else ""),
+                f"  expected: ({', '.join(target.parameters)}, ...)",
                 f"  found:    {found}: {problem}",
             ]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dct_plugin.config import ActivationConfig
+from dct_plugin.config import ActivationConfig, KernelConfig
 from dct_plugin.model_parallel import ActivationStream
 
 
@@ -13,19 +13,19 @@ class ActivationStreams:
     """Streams by name; each is made at its first use, with the state that was loaded for it.
 
     Args:
-        make: Makes the stream of a name.
         prefix: Prefix of the names: the states of several objects may lie in one dictionary.
+        kernels: The ``kernels`` settings.
+        rank: Returns the rank whose streams these are: what seeds them beside their names.
 
     Attributes:
         step: Optimizer steps so far.
         training: Whether the current pass has a backward pass.
     """
 
-    def __init__(self, make: Callable[[str, ActivationConfig], ActivationStream], prefix: str) -> None:
+    def __init__(self, prefix: str, kernels: KernelConfig, rank: Callable[[], int]) -> None:
         self.step = 0
         self.training = True
-        self._make = make
-        self._prefix = prefix
+        self._prefix, self._kernels, self._rank = prefix, kernels, rank
         self._streams: dict[str, ActivationStream] = {}
         self._loaded: dict[str, Any] = {}
 
@@ -33,7 +33,8 @@ class ActivationStreams:
         """Return the stream of a name (with the prefix); ``config`` is for its first use."""
         stream = self._streams.get(name)
         if stream is None:
-            stream = self._streams[name] = self._make(name, config)
+            stream = ActivationStream(config, name=name, rank=self._rank(), kernels=self._kernels)
+            self._streams[name] = stream
             if (state := self._loaded.pop(name, None)) is not None:
                 stream.load_state_dict(state)
             stream.step, stream.training = self.step, self.training

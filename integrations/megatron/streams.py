@@ -25,19 +25,11 @@ class ActivationHook(Hook):
     def __init__(self, session: Session, config: ActivationConfig, prefix: str) -> None:
         self.session = session
         self._settings = config
-        self._streams = ActivationStreams(self._make, prefix)
+        self._streams = ActivationStreams(prefix, session.config.kernels, self.seed)
 
     def stream(self, name: str, config: ActivationConfig | None = None) -> ActivationStream:
         """Return the stream of a name with the prefix; ``config`` is for its first use (None: the hook's)."""
         return self._streams.stream(name, self._settings if config is None else config)
-
-    def _make(self, name: str, config: ActivationConfig) -> ActivationStream:
-        return ActivationStream(
-            config,
-            name=name,
-            rank=self.seed(),
-            kernels=self.session.config.kernels,
-        )
 
     def seed(self) -> int:
         """Return what seeds the streams beside their names."""

@@ -164,8 +164,7 @@ def _probe_file(folder: Path, target: Target) -> Probe:
     parameters = [
         argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     ]
-    missing = [name for name in target.attributes if _definition(tree.body, name) is None]
-    return signatures.compare(target, parameters, missing)
+    return signatures.compare(target, parameters)
 
 
 def _definition(body: Sequence[ast.stmt], name: str) -> ast.AST | None:

@@ -83,12 +83,12 @@ def test_version_ranges(version: str, supported: bool) -> None:
     assert (version in versions.VersionRange("0.19.0", "0.20.0")) == supported
 
 
-def target(name: str, *parameters: str, attributes: tuple[str, ...] = (), module: str = __name__) -> Target:
-    return Target(module, name, parameters, attributes, "steps")
+def target(name: str, *parameters: str, module: str = __name__) -> Target:
+    return Target(module, name, parameters, "steps")
 
 
 def test_what_fits_passes() -> None:
-    fitting = [target("Base.step", "self"), target("double", "original", attributes=("Base", "Derived"))]
+    fitting = [target("Base.step", "self"), target("double", "original")]
     signatures.require(fitting, "Host 1.0", "any", "nothing")
 
 
@@ -96,7 +96,6 @@ def test_every_target_that_does_not_fit_is_named() -> None:
     targets = [
         target("Base.step", "self", "count"),
         target("Base.stop", "self"),
-        target("double", "original", attributes=("Base", "Absent")),
         target("anything", module="dct_no_such_module"),
     ]
     with pytest.raises(VersionError) as caught:
@@ -107,7 +106,6 @@ def test_every_target_that_does_not_fit_is_named() -> None:
     assert "expected: (self, count, ...)" in text
     assert "found:    (self, size): does not start with (self, count)" in text
     assert f"missing: {__name__} has no Base.stop" in text
-    assert f"{__name__} has no Absent" in text
     assert "no such module" in text
     assert text.endswith("  supported: 1.1 up to, not including, 2\n  what to do: update it")
 

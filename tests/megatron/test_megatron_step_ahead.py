@@ -223,13 +223,14 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
         return ""
 
     torch.set_num_threads(1)
-    found, rules, init = {}, dict(step_units._RULES), host.Optimizers._make_init
+    found, rules, init = {}, dict(step_units._RULES), host.Optimizers._init
     step_units._RULES.clear()
     found["unknown"] = message(Job(steps=1))
     step_units._RULES.update(rules)
-    host.Optimizers._make_init = lambda self, original: original  # as if made before the hooks
+    # As if made before the hooks.
+    host.Optimizers._init = lambda self, original, *arguments, **keywords: original(*arguments, **keywords)
     found["before"] = message(Job(steps=1))
-    host.Optimizers._make_init = init
+    host.Optimizers._init = init
     return found
 
 

@@ -15,7 +15,7 @@ import typer
 
 from dct_plugin.command_options import takes_options
 from dct_plugin.links.rates import check_rates, rate_name
-from dct_plugin.output import command, versions, write
+from dct_plugin.output import command, provenance, write
 
 from .suite import UNLIMITED, WORKLOADS, Cell, Plan, measure
 
@@ -185,15 +185,7 @@ def _measure(plan: Plan) -> None:
     for note in notes:
         lines += ["", note]
     write(out / "links.md", "\n".join(lines) + "\n")
-    figures = {
-        "command": command(),
-        "date": str(date.today()),
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
-        "versions": versions(),
-        "seconds": round(time.monotonic() - started, 1),
-        "cells": as_dict(cells),
-    }
-    write(out / "links.json", figures)
+    write(out / "links.json", {**provenance(started), "cells": as_dict(cells)})
     draw(cells, out / "links.png")
     seconds = time.monotonic() - started
     console.print(Text(f"\nWrote links.json, links.md and links.png to {out} in {seconds:.0f} s."))

@@ -6,8 +6,6 @@ Both runs have the same data, seed and batches; all that differs is the ``dct`` 
 from __future__ import annotations
 
 import copy
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from dct_plugin.command_options import takes_options
 from dct_plugin.errors import DCTError
 from dct_plugin.links.namespaces import LinksError
 from dct_plugin.links.rates import check_rates, rate_name
-from dct_plugin.output import check_target, command, versions, write
+from dct_plugin.output import check_target, provenance, write
 
 from ..figures import BASELINE
 from ..settings import MODEL_SECTION
@@ -268,7 +266,7 @@ class _Demo:
     def _figures(self) -> dict[str, Any]:
         start, trained = self._done.events[0], self._comparison.dct
         return {
-            "command": command(),
+            **provenance(self._started),
             "data": {
                 **{key: start[key] for key in ("data", "rows", "training_rows")},
                 "parameters": trained.weights,
@@ -277,9 +275,6 @@ class _Demo:
             **self._comparison.as_dict(),
             "deepspeed_config": self._dct,
             "runs": self._done.command_lines,
-            "versions": versions(),
-            "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
-            "seconds": round(time.monotonic() - self._started, 1),
         }
 
 

@@ -17,7 +17,7 @@ import typer
 
 from dct_plugin.command_options import takes_options
 from dct_plugin.errors import ConfigError
-from dct_plugin.output import check_target, command, versions, write
+from dct_plugin.output import check_target, command, provenance, write
 
 from ..figures import BASELINE
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
@@ -274,12 +274,10 @@ def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder:
         else:
             of_data = ("data", "rows", "training_rows", "fields", "table_rows", "ranks")
             figures = {
-                "command": command(),
-                "seconds": round(time.monotonic() - started, 1),
+                **provenance(started),
                 "data": {key: start[key] for key in of_data},
                 "job": job._asdict(),
                 "outcomes": {run.name: run.as_dict() for run in runs},
-                "versions": versions(),
             }
             write(report, figures)
         written.append(str(report))
