@@ -208,15 +208,6 @@ def version() -> None:
     _show_version(True)
 
 
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def cost() -> None:
-    """Refuse a command that was removed."""
-    raise ConfigError(
-        "dct cost was removed: `dct advise --link 1gbit -- LAUNCH LINE` measures your job and predicts "
-        "its step; `dct bench links` measures methods on limited links"
-    )
-
-
 app.add_typer(config.app, name="config")
 for _entry in COMMANDS:
     _register(_entry)

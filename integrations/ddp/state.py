@@ -51,8 +51,6 @@ class DCTState:
         process_group: The group that DDP averages over; None for that of the model that is registered.
         named_parameters: ``model.named_parameters()``, to name streams in messages and saved states. Without
             it :meth:`register` takes the names of its model.
-        metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
-            summary when the process ends.
         scaler: The gradient scaler of mixed precision. Residuals follow its scale, and a step that it skips
             is taken back. A step ends when the gradients of the next one come.
         optimizer: The model's optimizer, or a wrapper of it, which ``feedback`` and ``adaptive:
@@ -76,7 +74,6 @@ class DCTState:
         process_group: dist.ProcessGroup | None = None,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
-        metrics: Metrics | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         total_steps: int | None = None,
@@ -101,8 +98,6 @@ class DCTState:
                     "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
                 )
             self._optimizer.register_step_pre_hook(self._before_step)
-        if metrics is not None:
-            self.metrics = metrics
         self.steps = StepHooks([])
         self._loaded = reducer_files.FRESH
         self._reducer: GradientReducer | None = None
@@ -118,7 +113,10 @@ class DCTState:
 
     @functools.cached_property
     def metrics(self) -> Metrics:
-        """Bytes, densities and times so far; made at first use, when the process group exists."""
+        """Bytes, densities and times so far; made at first use, when the process group exists.
+
+        Rank 0 prints their summary when the process ends; metrics that were assigned before are not printed.
+        """
         rank, world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
         Reporting(metrics)
