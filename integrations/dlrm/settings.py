@@ -22,8 +22,8 @@ MODELS: tuple[str, ...] = get_args(Model)
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 METHODS: tuple[str, ...] = get_args(Method)
 
-#: Settings of some models only.
-_WIDTHS = {
+#: The settings of each model beside those of all.
+WIDTHS = {
     "dlrm": ("bottom", "top"),
     "deepfm": ("hidden",),
     "widedeep": ("hidden",),
@@ -68,7 +68,7 @@ class ModelSettings(Section):
     @property
     def widths(self) -> dict[str, Any]:
         """Settings of the model itself, those that were given."""
-        return {name: getattr(self, name) for name in _WIDTHS[self.model] if name in self.model_fields_set}
+        return {name: getattr(self, name) for name in WIDTHS[self.model] if name in self.model_fields_set}
 
 
 def model_settings(config: Mapping[str, Any], source: str) -> ModelSettings:
@@ -85,11 +85,11 @@ def model_settings(config: Mapping[str, Any], source: str) -> ModelSettings:
     if not isinstance(section, Mapping):
         raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")
     made = ModelSettings.read(section, MODEL_SECTION, where=source)
-    other = {name for names in _WIDTHS.values() for name in names} - set(_WIDTHS[made.model])
+    other = {name for names in WIDTHS.values() for name in names} - set(WIDTHS[made.model])
     if wrong := sorted(other & made.model_fields_set):
         raise ConfigError(
             f"{source}: {MODEL_SECTION}.{wrong[0]} is no setting of model {made.model!r}; "
-            f"it has {', '.join(_WIDTHS[made.model])}"
+            f"it has {', '.join(WIDTHS[made.model])}"
         )
     if made.tables == "replicated":
         for name in ("exchange", "compression", "table_optimizer", "sparse_gradients"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from dct_plugin.embedding import (
 )
 from dct_plugin.metrics import Metrics
 
+from ..settings import WIDTHS
 from .deep import DCN, DeepFM, WideDeep
 from .dlrm import DLRM
 from .parts import seeded
@@ -124,13 +124,9 @@ def build(
         raise ValueError(f"unknown model {name!r}; known models: {', '.join(MODELS)}")
     exchange = exchange or TableExchange()
     model_class = MODELS[name]
-    arguments = set(inspect.signature(model_class).parameters)
-    known = arguments - {"num_dense", "cardinalities", "embedding_dim", "tables", "wide_tables", "seed"}
-    if unknown := set(settings) - known:
-        raise ValueError(f"{name} has no setting {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}")
-
-    counted = {k: v for k, v in settings.items() if k in inspect.signature(model_class.parts).parameters}
-    parts: list[Part] = model_class.parts(len(cardinalities), embedding_dim, **counted)
+    if unknown := settings.keys() - set(WIDTHS[name]):
+        raise ValueError(f"{name} has no setting {sorted(unknown)[0]!r}; it has {', '.join(WIDTHS[name])}")
+    parts: list[Part] = model_class.parts(len(cardinalities), embedding_dim, **settings)
     choices = exchange.choose(parts)
 
     def source(tables: str, dim: int, table_seed: int) -> Embeddings:
@@ -142,8 +138,8 @@ def build(
         return exchange.shards(cardinalities, dim, table_seed, layout)
 
     made: dict[str, Any] = {"tables": source("embedding", embedding_dim, seed)}
-    if "wide_tables" in arguments:
+    if any(part.tables == "wide" for part in parts):
         made["wide_tables"] = source("wide", 1, seed + 1)
-    if "cardinalities" in arguments:
+    if model_class is DLRM:
         made |= {"cardinalities": cardinalities, "embedding_dim": embedding_dim}
     return model_class(num_dense, **made, seed=seed, **settings), choices

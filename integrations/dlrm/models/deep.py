@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ class _DeepSum(nn.Module):
         wide_tables: One weight per value of all fields (tables of width 1), for a linear form of all values.
         hidden: Widths of the MLP; none leaves it out.
         seed: Of the initial weights; the global random state stays as it was.
-        operators: On ``tables``: name of the sub-module, and what makes it.
+        settings: Those of the model's own operators.
     """
 
     def __init__(
@@ -31,19 +32,24 @@ class _DeepSum(nn.Module):
         tables: Embeddings,
         wide_tables: Embeddings | None = None,
         *,
-        hidden: Sequence[int],
-        seed: int,
-        **operators: Callable[[], Operator],
+        hidden: Sequence[int] = HIDDEN,
+        seed: int = 0,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self.tables, self.wide_tables = tables, wide_tables
         with seeded(seed):
             self.wide = None if wide_tables is None else Wide(num_dense)
-            for name, make in operators.items():
-                self.add_module(name, make())
+            operators = self.operators(num_dense, **settings)
+            for name, operator in operators.items():
+                self.add_module(name, operator)
             self.first = FirstLayer(tables, num_dense, hidden[0]) if hidden else None
             self.rest = nn.Sequential(nn.ReLU(), *mlp([*hidden, 1])) if hidden else None
         self._operators = [*operators, *(["first"] if hidden else [])]
+
+    def operators(self, num_dense: int) -> dict[str, Operator]:
+        """Make the model's own operators on ``tables``, by the names of the sub-modules."""
+        return {}
 
     def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
         """float [b, D], int [b, F] -> logits [b]."""
@@ -63,17 +69,6 @@ class _DeepSum(nn.Module):
 class WideDeep(_DeepSum):
     """Wide & Deep (Cheng et al. 2016, arXiv:1606.07792): a linear form of all values, and an MLP."""
 
-    def __init__(
-        self,
-        num_dense: int,
-        tables: Embeddings,
-        wide_tables: Embeddings,
-        *,
-        hidden: Sequence[int] = HIDDEN,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_dense, tables, wide_tables, hidden=hidden, seed=seed)
-
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = HIDDEN) -> list[Part]:
         """List the parts that :func:`~dct_plugin.embedding.choice.choose` chooses an exchange for."""
@@ -83,16 +78,8 @@ class WideDeep(_DeepSum):
 class DeepFM(_DeepSum):
     """DeepFM (Guo et al. 2017, arXiv:1703.04247): Wide & Deep with a factorization machine."""
 
-    def __init__(
-        self,
-        num_dense: int,
-        tables: Embeddings,
-        wide_tables: Embeddings,
-        *,
-        hidden: Sequence[int] = HIDDEN,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_dense, tables, wide_tables, hidden=hidden, seed=seed, fm=lambda: FM(tables))
+    def operators(self, num_dense: int) -> dict[str, Operator]:
+        return {"fm": FM(self.tables)}
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = HIDDEN) -> list[Part]:
@@ -106,19 +93,8 @@ class DCN(_DeepSum):
     MLP; the logit is a linear form of both outputs.
     """
 
-    def __init__(
-        self,
-        num_dense: int,
-        tables: Embeddings,
-        *,
-        hidden: Sequence[int] = HIDDEN,
-        depth: int = 6,
-        seed: int = 0,
-    ) -> None:
-        def cross() -> Operator:
-            return CrossNetwork(tables, num_dense, depth)
-
-        super().__init__(num_dense, tables, hidden=hidden, seed=seed, cross=cross)
+    def operators(self, num_dense: int, depth: int = 6) -> dict[str, Operator]:
+        return {"cross": CrossNetwork(self.tables, num_dense, depth)}
 
     @staticmethod
     def parts(num_fields: int, dim: int, hidden: Sequence[int] = HIDDEN, depth: int = 6) -> list[Part]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class DLRM(nn.Module):
         self.dot = DotLayer(fields + 1, first, contract=source is made)
 
     @staticmethod
-    def parts(num_fields: int, dim: int, top: Sequence[int] = (256, 128)) -> list[Part]:
+    def parts(num_fields: int, dim: int, top: Sequence[int] = (256, 128), **_: Any) -> list[Part]:
         """List the parts that :func:`~dct_plugin.embedding.choice.choose` chooses an exchange for."""
         width = min(num_fields * (num_fields + 1) // 2, top[0])
         return [Part("dot interaction", width, "embedding", num_fields, dim, shipped=dim, layout="columns")]
