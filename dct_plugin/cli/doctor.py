@@ -34,6 +34,26 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+class Package(NamedTuple):
+    """A package that the plugin works with: what it is for, and how to install it."""
+
+    name: str
+    use: str
+    advice: str
+    required: bool = False
+
+
+PACKAGES = (
+    Package("torch", "everything needs it", "pip install torch", required=True),
+    Package("deepspeed", "needed only to train with it", f"pip install '{DISTRIBUTION}[deepspeed]'"),
+    Package("megatron-core", "needed only to train with it", f"pip install '{DISTRIBUTION}[megatron]'"),
+    Package("transformers", "its Trainer passes the dct section on to DeepSpeed", "pip install transformers"),
+    Package("accelerate", "passes the dct section on to DeepSpeed", "pip install accelerate"),
+    Package("triton", "kernels for CUDA tensors; plain torch without it", "pip install triton"),
+    Package("tensorboard", "needed only for dct.metrics.tensorboard", "pip install tensorboard"),
+)
+
+
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     megatron: Annotated[
@@ -82,8 +102,14 @@ def _python() -> Iterable[Finding]:
     yield Finding(status, "python", f"{platform.python_version()} on {platform.platform()}", advice)
 
 
-def _torch() -> Iterable[Finding]:
-    yield from _package("torch", "torch", required=True, advice="pip install torch")
+def _packages() -> Iterable[Finding]:
+    for package in PACKAGES:
+        yield _package(package)
+    if not any(installed(name) for name in ("deepspeed", "megatron-core")):
+        advice = (
+            f"pip install '{DISTRIBUTION}[deepspeed]', or use the hook for torch's DistributedDataParallel"
+        )
+        yield Finding("warn", "host framework", "neither DeepSpeed nor Megatron-core is installed", advice)
 
 
 def _cuda() -> Iterable[Finding]:
@@ -94,18 +120,6 @@ def _cuda() -> Iterable[Finding]:
         yield Finding("ok", "cuda", f"{torch.cuda.device_count()} device(s): {', '.join(sorted(names))}")
     else:
         yield Finding("ok", "cuda", "not available, tensors stay on the CPU")
-
-
-def _hosts() -> Iterable[Finding]:
-    names = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
-    present = [name for name in names if installed(name) is not None]
-    for name, extra in names.items():
-        yield from _package(name, extra, advice=f"pip install '{DISTRIBUTION}[{extra}]'")
-    if not present:
-        advice = (
-            f"pip install '{DISTRIBUTION}[deepspeed]', or use the hook for torch's DistributedDataParallel"
-        )
-        yield Finding("warn", "host framework", "neither DeepSpeed nor Megatron-core is installed", advice)
 
 
 def _deepspeed() -> Iterable[Finding]:
@@ -123,25 +137,9 @@ def _deepspeed() -> Iterable[Finding]:
     yield Finding("ok", "deepspeed allows", detail)
 
 
-def _hugging_face() -> Iterable[Finding]:
-    allows = {
-        "transformers": "the Trainer passes the dct section on to DeepSpeed",
-        "accelerate": "passes the dct section on to DeepSpeed; DDP models take the hook after prepare()",
-    }
-    for name, what in allows.items():
-        version = installed(name)
-        detail = f"{version} ({describe(name, version)}), {what}" if version else "not installed; not needed"
-        yield Finding("ok", name, detail)
-
-
 def _compilers() -> Iterable[Finding]:
     from ..kernels.build import BuildError, compilers
 
-    triton = installed("triton")
-    detail = (
-        f"{triton}, kernels for CUDA tensors" if triton else "not installed: plain torch for CUDA tensors"
-    )
-    yield Finding("ok", "triton", detail)
     try:
         found = [" ".join(command) for command in compilers()]
     except BuildError as error:
@@ -261,44 +259,34 @@ def _distributed() -> Iterable[Finding]:
         yield Finding("fail", "torch.distributed", f"backends: {', '.join(found) or 'none'}", advice)
 
 
-def _tensorboard() -> Iterable[Finding]:
-    version = installed("tensorboard")
-    detail = version or "not installed; needed only for dct.metrics.tensorboard (pip install tensorboard)"
-    yield Finding("ok", "tensorboard", detail)
-
-
 CHECKS: list[Callable[[], Iterable[Finding]]] = [
     _plugin,
     _python,
-    _torch,
+    _packages,
     _cuda,
-    _hosts,
     _deepspeed,
-    _hugging_face,
     _compilers,
     _kernels,
     _activation,
     _megatron,
     _distributed,
-    _tensorboard,
 ]
 """The checks that :func:`diagnose` runs, in order."""
 
 
-def _package(name: str, extra: str, *, required: bool = False, advice: str = "") -> Iterable[Finding]:
+def _package(package: Package) -> Finding:
+    name, use, advice, required = package
     version, supported = installed(name), _supported(name)
     limits = ",".join(sorted(map(str, supported), reverse=True))
     wanted = f"supported: {limits}" if limits else "any version"
+    if version is None and not required:
+        return Finding("ok", name, f"not installed; {use} ({advice})")
     if version is None:
-        if required:
-            yield Finding("fail", name, f"not installed ({wanted})", advice)
-        else:
-            yield Finding("ok", name, f"not installed; needed only to train with it ({advice})")
-    elif not supported.contains(Version(version).base_version):  # a build of a release is that release
-        yield Finding("fail" if required else "warn", name, f"{version} ({wanted})", advice)
-    else:
-        tested = describe(name, version)
-        yield Finding("ok", name, f"{version} ({wanted}{f'; {tested}' if tested else ''})")
+        return Finding("fail", name, f"not installed ({wanted}); {use}", advice)
+    if not supported.contains(Version(version).base_version):  # a build of a release is that release
+        return Finding("fail" if required else "warn", name, f"{version} ({wanted}); {use}", advice)
+    tested = describe(name, version)
+    return Finding("ok", name, f"{version} ({wanted}{f'; {tested}' if tested else ''}); {use}")
 
 
 def _supported(name: str) -> SpecifierSet:
