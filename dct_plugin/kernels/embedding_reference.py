@@ -274,27 +274,26 @@ class _Reader:
     """Bits from the least significant one up; zeros past the end until :meth:`segment` notices."""
 
     def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._padded = data + bytes(8)
+        self._bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
+        self._digits = (self._bits + ord("0")).tobytes()
         self._bit = 0
 
     def take(self, bits: int) -> int:
-        found = self._peek() & ((1 << bits) - 1)
+        digits = self._digits[self._bit : self._bit + bits]
         self._bit += bits
-        return found
+        return int(digits[::-1] or b"0", 2)
 
     def rice(self, k: int, escaped_bits: int) -> int:
-        word = self._peek() | 1 << ESCAPE + escaped_bits
-        zeros = (word & -word).bit_length() - 1
-        if zeros >= ESCAPE:
-            self._bit += ESCAPE + escaped_bits
-            return word >> ESCAPE & ((1 << escaped_bits) - 1)
-        self._bit += zeros + 1 + k
-        return zeros << k | (word >> (zeros + 1) & ((1 << k) - 1))
+        one = self._digits.find(b"1", self._bit, self._bit + ESCAPE)
+        if one < 0:
+            self._bit += ESCAPE
+            return self.take(escaped_bits)
+        zeros, self._bit = one - self._bit, one + 1
+        return zeros << k | self.take(k)
 
     def segment(self, method: int, n: int) -> IntArray:
         """Return z of ``n`` entries, int64."""
-        total = 8 * len(self._data)
+        total = len(self._bits)
         z = np.zeros(n, dtype=np.int64)
         if method <= MAX_RICE:
             if n > total:
@@ -320,11 +319,8 @@ class _Reader:
             width = method - PACKED
             if self._bit + n * width > total:
                 raise _Fault(10, 0)
-            first = self._bit >> 3
-            bits = np.unpackbits(np.frombuffer(self._data, dtype=np.uint8, offset=first), bitorder="little")[
-                self._bit & 7 :
-            ][: n * width]
-            z[:] = bits.reshape(n, width).astype(np.int64) @ (1 << np.arange(width))
+            bits = self._bits[self._bit : self._bit + n * width].reshape(n, width)
+            z[:] = bits.astype(np.int64) @ (1 << np.arange(width))
             self._bit += n * width
         if self._bit > total:
             raise _Fault(10, 0)
@@ -334,9 +330,5 @@ class _Reader:
 
     def end(self) -> None:
         """Raise unless nothing is left but zeros in the last byte."""
-        if -(-self._bit // 8) != len(self._data) or (self._bit & 7 and self._data[-1] >> (self._bit & 7)):
+        if len(self._bits) - self._bit >= 8 or self._bits[self._bit :].any():
             raise _Fault(13, 0)
-
-    def _peek(self) -> int:
-        byte = self._bit >> 3
-        return int.from_bytes(self._padded[byte : byte + 8], "little") >> (self._bit & 7)

@@ -6,20 +6,14 @@ import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from .codec import IndexCodec, IndexEncoding, Positions
+from .codec import IndexEncoding, KnownSizeCodec, Positions
 
 
-class Bitmap(IndexCodec):
+class Bitmap(KnownSizeCodec):
     encoding = IndexEncoding.BITMAP
 
-    def bound(self, nnz: int, numel: int) -> int:
+    def size(self, nnz: int, numel: int) -> int:
         return -(-numel // 8)
-
-    def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
-        return -(-numel // 8), -(-numel // 8)
-
-    def plan(self, positions: Positions) -> tuple[int, int]:
-        return -(-positions.numel // 8), 0
 
     def encode(self, positions: Positions, param: int) -> Tensor:
         idx = positions.idx

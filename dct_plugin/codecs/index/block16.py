@@ -6,26 +6,16 @@ import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from .codec import IndexCodec, IndexEncoding, Positions
+from .codec import IndexEncoding, KnownSizeCodec, Positions
 
 BLOCK = 65536
 
 
-def _size(nnz: int, numel: int) -> int:
-    return 4 * (-(-numel // BLOCK)) + 2 * nnz
-
-
-class Block16(IndexCodec):
+class Block16(KnownSizeCodec):
     encoding = IndexEncoding.BLOCK16
 
-    def bound(self, nnz: int, numel: int) -> int:
-        return _size(nnz, numel)
-
-    def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
-        return _size(nnz, numel), _size(nnz, numel)
-
-    def plan(self, positions: Positions) -> tuple[int, int]:
-        return _size(positions.nnz, positions.numel), 0
+    def size(self, nnz: int, numel: int) -> int:
+        return 4 * (-(-numel // BLOCK)) + 2 * nnz
 
     def encode(self, positions: Positions, param: int) -> Tensor:
         blocks = -(-positions.numel // BLOCK)

@@ -106,3 +106,20 @@ class IndexCodec(ABC):
         Raises:
             PayloadError: the section is not exactly what :meth:`encode` writes for ``nnz`` of ``numel``.
         """
+
+
+class KnownSizeCodec(IndexCodec):
+    """A codec whose sections have a size that follows from the counts alone."""
+
+    @abstractmethod
+    def size(self, nnz: int, numel: int) -> int:
+        """Return the bytes of a section."""
+
+    def bound(self, nnz: int, numel: int) -> int:
+        return self.size(nnz, numel)
+
+    def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
+        return self.size(nnz, numel), self.size(nnz, numel)
+
+    def plan(self, positions: Positions) -> tuple[int, int]:
+        return self.size(positions.nnz, positions.numel), 0

@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from .codec import IndexCodec, IndexEncoding, Positions
+from .codec import IndexEncoding, KnownSizeCodec, Positions
 
 NO_POSITIONS = "a shared_mask payload holds no positions; decode it with the payload that does"
 
 
-class _Implied(IndexCodec):
+class _Implied(KnownSizeCodec):
     bounds_choice = False
 
-    def bound(self, nnz: int, numel: int) -> int:
+    def size(self, nnz: int, numel: int) -> int:
         return 0
-
-    def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
-        return 0, 0
-
-    def plan(self, positions: Positions) -> tuple[int, int]:
-        return 0, 0
 
     def encode(self, positions: Positions, param: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=positions.idx.device)

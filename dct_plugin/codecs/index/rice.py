@@ -16,7 +16,6 @@ from ...errors import PayloadError
 from .codec import IndexCodec, IndexEncoding, Positions
 
 MAX_PARAM = 30
-_WINDOW = 1 << 17  # bytes decoded at once
 
 
 def candidates(nnz: int, numel: int) -> list[int]:
@@ -65,54 +64,24 @@ class Rice(IndexCodec):
 
     def decode(self, data: Tensor, param: int, nnz: int, numel: int) -> Tensor:
         k = param
-        total_bits = 8 * data.numel()
-        # A code can only be followed from its start; the walk runs on the host over "position of the next 1".
-        raw = data.cpu().numpy()
-        ones = np.empty(nnz, dtype=np.int64)
-        found, pos = 0, 0
-        for lo in range(0, raw.size, _WINDOW):
-            if found == nnz:
-                break
-            bits = np.unpackbits(raw[lo : lo + _WINDOW], bitorder="little")
-            base, size = 8 * lo, bits.size
-            if pos >= base + size:
-                continue
-            here: list[int] = []
-            at = pos - base
-            nxt = np.minimum.accumulate(np.where(bits, np.arange(size), size)[::-1])[::-1].tolist()
-            room = nnz - found
-            while at < size and len(here) < room:
-                one = nxt[at]
-                if one == size:
-                    at = size
-                    break
-                here.append(one)
-                at = one + 1 + k
-            ones[found : found + len(here)] = here
-            ones[found : found + len(here)] += base
-            found += len(here)
-            # A run of zeros may go on in the next window: keep looking from its first bit.
-            pos = base + at
-        if found < nnz or (nnz and int(ones[-1]) + 1 + k > total_bits):
-            raise PayloadError(f"rice index section holds {found} entries, header says {nnz}")
-        end = int(ones[-1]) + 1 + k if nnz else 0
-        if -(-end // 8) != raw.size or (end & 7 and int(raw[-1]) >> (end & 7)):
+        # A code can only be followed from its start: the walk runs on the host.
+        bits = np.unpackbits(data.cpu().numpy(), bitorder="little")
+        text, at = bits.tobytes(), 0
+        found: list[int] = []
+        while len(found) < nnz and (one := text.find(1, at)) >= 0:
+            found.append(one)
+            at = one + 1 + k
+        if len(found) < nnz or at > bits.size:
+            raise PayloadError(f"rice index section holds {len(found)} entries, header says {nnz}")
+        if bits.size - at >= 8 or bits[at:].any():
             raise PayloadError("rice index section has trailing bits")
-        starts = np.concatenate([np.zeros(min(nnz, 1), dtype=np.int64), ones[:-1] + 1 + k])
-        quotient = ones - starts
+        ones = np.array(found, dtype=np.int64)
+        quotient = np.diff(ones, prepend=-1 - k) - 1 - k
         if nnz and int(quotient.max()) > numel >> k:
             raise PayloadError(f"rice gap is outside a tensor of {numel} entries")
         gaps = quotient << k
-        if k:
-            low = ones + 1
-            padded = np.concatenate([raw, np.zeros(8, dtype=np.uint8)]).astype(np.int64)
-            first = low >> 3
-            word = np.zeros(nnz, dtype=np.int64)
-            for byte in range((k + 7 + 7) // 8):
-                word |= padded[first + byte] << (8 * byte)
-            gaps |= (word >> (low & 7)) & ((1 << k) - 1)
-        if nnz and int(gaps.max()) >= numel:
-            raise PayloadError(f"rice gap is outside a tensor of {numel} entries")
+        for place in range(k):
+            gaps |= bits[ones + 1 + place].astype(np.int64) << place
         idx = np.cumsum(gaps + 1) - 1
         if nnz and int(idx[-1]) >= numel:
             raise PayloadError(f"index {int(idx[-1])} is outside a tensor of {numel} entries")
