@@ -16,8 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ..codecs.stats import Stats, read_stats
+from . import self_check
 from .backend import Backend
+from .cpu import CpuBackend
 from .job import GRAD_DTYPES, SMALLEST_TAU, Job, Tau
+from .reference import ReferenceBackend
 
 __all__ = [
     "GRAD_DTYPES",
@@ -51,7 +54,7 @@ _factories: dict[str, _Registered] = {}
 _instances: dict[str, Backend] = {}
 #: Names of backends, and types of devices, that ``auto`` does not use, and why not; None: it does.
 _problems: dict[tuple[str, str], str | None] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 _NEEDED = {
     "cpu": "A C compiler (gcc or clang) in PATH is all that is needed.",
     "triton": "The package triton, which torch for CUDA brings along, is all that is needed; until then the "
@@ -144,7 +147,7 @@ def _find_problem(name: str, device: torch.device) -> str | None:
     """Return what is wrong with a backend, after a warning; None: nothing."""
     slower = f"using plain torch on {device.type} tensors, which is several times slower"
     try:
-        backend = _made(name)
+        backend = _instance(name)
     except OSError as error:
         logger.warning(
             "kernel backend %r is not available (%s); %s. %s", name, error, slower, _NEEDED.get(name, "")
@@ -153,10 +156,8 @@ def _find_problem(name: str, device: torch.device) -> str | None:
     # Without such a device no tensor will come.
     if not _factories[name].self_check or (device.type == "cuda" and not torch.cuda.is_available()):
         return None
-    from .self_check import first_difference
-
     began = time.perf_counter()
-    if problem := first_difference(backend, device):
+    if problem := self_check.first_difference(backend, device):
         logger.warning(
             "kernel backend %r fails its self-check (%s); %s. Please report this line with the output of "
             "`dct doctor`. dct.kernels.backend: %r uses these kernels nevertheless",
@@ -169,28 +170,11 @@ def _find_problem(name: str, device: torch.device) -> str | None:
 
 def _instance(name: str) -> Backend:
     with _lock:
-        return _made(name)
-
-
-def _made(name: str) -> Backend:
-    """Return the instance of a backend; the lock is held."""
-    backend = _instances.get(name)
-    if backend is None:
-        backend = _instances[name] = _factories[name].factory()
-        logger.info("using %r kernels: %r", name, backend)
-    return backend
-
-
-def _reference() -> Backend:
-    from .reference import ReferenceBackend
-
-    return ReferenceBackend()
-
-
-def _cpu() -> Backend:
-    from .cpu import CpuBackend
-
-    return CpuBackend()
+        backend = _instances.get(name)
+        if backend is None:
+            backend = _instances[name] = _factories[name].factory()
+            logger.info("using %r kernels: %r", name, backend)
+        return backend
 
 
 def _triton() -> Backend:
@@ -199,6 +183,6 @@ def _triton() -> Backend:
     return TritonBackend()
 
 
-register_backend("reference", _reference)
-register_backend("cpu", _cpu, device_types=("cpu",))
+register_backend("reference", ReferenceBackend)
+register_backend("cpu", CpuBackend, device_types=("cpu",))
 register_backend("triton", _triton, device_types=("cuda",), self_check=True)

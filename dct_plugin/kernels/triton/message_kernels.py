@@ -43,6 +43,7 @@ from .selection_kernels import (
     INT8,
     MAGIC_AND_VERSION,
     OVERFLOW,
+    RICE,
     ROW,
     SHARED,
     STEP,
@@ -60,25 +61,15 @@ from .selection_kernels import (
     _row_of,
 )
 
-RICE = tl.constexpr(4)
+#: Places in a row: where the payload's body begins in the buffer, its encoding, the type of the values, kept
+#: entries, bytes of the index section, what becomes of the output (see below); two checksums that the body
+#: has to have, and has; what is wrong; the first unit of work of the checks, of the positions, of the sums;
+#: where its positions begin.
+BODY, KIND, VALUE, COUNT, INDEX, STATE, WANTED = map(tl.constexpr, range(7))
+FOUND, WRONG, CHECKS, SCANS, SUMS, PLACE = map(tl.constexpr, (8, 10, 11, 12, 13, 14))
 
-#: Places in a row.
-BODY = tl.constexpr(0)  # where the payload's body begins in the buffer
-KIND = tl.constexpr(1)  # encoding
-VALUE = tl.constexpr(2)  # type of the values
-COUNT = tl.constexpr(3)  # kept entries
-INDEX = tl.constexpr(4)  # bytes of the index section
-STATE = tl.constexpr(5)  # what becomes of the output, see below
-WANTED = tl.constexpr(6)  # two checksums that the body has to have
-FOUND = tl.constexpr(8)  # and has
-WRONG = tl.constexpr(10)
-CHECKS = tl.constexpr(11)  # first unit of work of the checks, of the positions, of the sums
-SCANS = tl.constexpr(12)
-SUMS = tl.constexpr(13)
-PLACE = tl.constexpr(14)  # where its positions begin
-
-ADDED = tl.constexpr(0)
-POISONED = tl.constexpr(1)  # becomes NaN: flagged, or missing from a sum
+#: What becomes of an output: the payload is added, or (flagged, or missing from a sum) it becomes NaN.
+ADDED, POISONED = map(tl.constexpr, range(2))
 
 #: Numbers of a tensor that payloads are for: entries; where they are, and their type, if they are added to.
 META = tl.constexpr(3)

@@ -17,6 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...codecs.index import IndexEncoding
+from ...codecs.stats import KERNEL_ERRORS
+from ...codecs.values import ValueDtype
+
 #: Entries of a program of the selection, and of a block of positions (that of ``block16``).
 TILE = tl.constexpr(4096)
 BLOCK = tl.constexpr(65536)
@@ -25,67 +29,29 @@ CHUNK = tl.constexpr(1024)
 GROUP = tl.constexpr(256)
 HEADER = tl.constexpr(40)
 
-#: Places in ``state``.
-FLAG = tl.constexpr(0)  # the input overflows
-BEFORE = tl.constexpr(1)  # selected entries below ``start`` in its block
-CHECK1 = tl.constexpr(2)  # checksums of the body
-CHECK2 = tl.constexpr(3)
-ENCODING = tl.constexpr(4)
-NNZ = tl.constexpr(5)
-ABOVE = tl.constexpr(6)
-INDEX_NBYTES = tl.constexpr(7)
-STATE = tl.constexpr(16)  # its size; behind the last job's, a count per block
+#: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
+#: of the body, and what ``plan`` and ``compact`` found. Behind the last job's, there is a count per block.
+FLAG, BEFORE, CHECK1, CHECK2, ENCODING, NNZ, ABOVE, INDEX_NBYTES = map(tl.constexpr, range(8))
+STATE = tl.constexpr(16)  # its size
 
-#: Places in a job's row.
 ROW = tl.constexpr(16)
-GRAD_AT = tl.constexpr(0)  # addresses
-RESIDUAL_AT = tl.constexpr(1)
-LEFT_AT = tl.constexpr(2)
-OUT_AT = tl.constexpr(3)
-NUMEL = tl.constexpr(4)
-CAPACITY = tl.constexpr(5)
-START = tl.constexpr(6)
-TILES = tl.constexpr(7)  # first tile, block, chunk of the body, chunk of entries
-BLOCKS = tl.constexpr(8)
-CHUNKS = tl.constexpr(9)
-ENTRY_CHUNKS = tl.constexpr(10)
-ROOM = tl.constexpr(11)  # where its positions begin
-SLOT = tl.constexpr(12)  # row of its figures
-TAU_SLOT = tl.constexpr(13)  # of the threshold, on the device; or (-1) the next place has its bits
-TAU_BITS = tl.constexpr(14)
-COUNT = tl.constexpr(15)  # kept entries, where the host knows them
-
+#: Places in a job's row: addresses; sizes; the first tile, block, chunk of the body, chunk of entries; where
+#: its positions begin; the row of its figures; the threshold's place on the device, or -1, and its bits; kept
+#: entries, where the host knows them.
+GRAD_AT, RESIDUAL_AT, LEFT_AT, OUT_AT, NUMEL, CAPACITY, START = map(tl.constexpr, range(7))
+TILES, BLOCKS, CHUNKS, ENTRY_CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS, COUNT = map(tl.constexpr, range(7, 16))
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
-SAMPLES = tl.constexpr(2)
-SEED = tl.constexpr(3)
-ALL = tl.constexpr(5)
-SHARE = tl.constexpr(6)
-RANK = tl.constexpr(7)
-
+SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 #: Places in a row of what is done entry by entry: addresses, GRAD_AT first; NUMEL, CHUNKS and SEED are as in
 #: the others.
-SECOND_AT = tl.constexpr(1)
-THIRD_AT = tl.constexpr(2)
+SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 
-FP32 = tl.constexpr(0)
-BF16 = tl.constexpr(1)
-FP16 = tl.constexpr(2)
-INT8 = tl.constexpr(3)
-INT4 = tl.constexpr(4)
-INT2 = tl.constexpr(5)
-DENSE = tl.constexpr(0)
-BITMAP = tl.constexpr(1)
-GAPS8 = tl.constexpr(2)
-BLOCK16 = tl.constexpr(3)
-SHARED = tl.constexpr(5)
-
-BAD_CHECKSUM = tl.constexpr(1)
-BAD_VALUE = tl.constexpr(2)
-BAD_SCALE = tl.constexpr(3)
-BAD_POSITION = tl.constexpr(4)
-BAD_COUNT = tl.constexpr(5)
-BAD_ORDER = tl.constexpr(6)
-BAD_HEADER = tl.constexpr(7)
+FP32, BF16, FP16, INT8, INT4, INT2 = map(tl.constexpr, map(int, ValueDtype))
+DENSE, BITMAP, GAPS8, BLOCK16, RICE, SHARED = map(tl.constexpr, map(int, IndexEncoding))
+#: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
+BAD_CHECKSUM, BAD_VALUE, BAD_SCALE, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(
+    tl.constexpr, KERNEL_ERRORS
+)
 
 MAGIC_AND_VERSION = tl.constexpr(0x0001DC7A)
 OVERFLOW = tl.constexpr(2.0**126)
