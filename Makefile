@@ -139,7 +139,7 @@ audit: ## Look up what locks/ names in the database of known faults (needs pypi.
 	$(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes -r locks/dev.lock -r locks/demo.lock -r locks/docs.lock -r locks/release.lock
 
 links: $(READY) ## Step times on links of limited rate, beside other methods: tables and plot in out/links
-	@$(BIN)/dct bench links --out $(OUT)/links
+	@$(BIN)/python -m benchmarks.links --out $(OUT)/links
 
 RELEASE := $(VENV)/release
 $(RELEASE)/.ready: locks/release.lock

@@ -1,7 +1,7 @@
 """Processor time of a step under torch DDP, by thread: what a method costs where cores are busy anyway.
 
-Two ranks on this machine train the model of ``dct bench links --workload ddp`` in turns of five steps. Unlike
-the time of a step, processor time hardly depends on what else the machine does. Linux only.
+Two ranks on this machine train the model of ``python -m benchmarks.links --workload ddp`` in turns of five
+steps. Unlike the time of a step, processor time hardly depends on what else the machine does. Linux only.
 
     python benchmarks/ddp_cpu.py
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,8 +21,9 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from dct_plugin.tools.bench.ddp import Trained, methods_of
-from dct_plugin.tools.bench.perceptron import batch, perceptron, width_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.links.ddp import Trained, methods_of
+from benchmarks.links.perceptron import batch, perceptron, width_of
 
 STEPS = 5
 METHODS = ("ideal", "fp32", "bf16", "DCT 0.99 bf16", "DCT 0.99 int8")

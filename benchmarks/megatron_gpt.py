@@ -3,7 +3,8 @@
     python benchmarks/megatron_gpt.py --minutes 1.3
 
 On CPU, two ranks: PP 2, and DP 2. The hooks belong to a whole process, so dense and DCT have ranks of their
-own; ``dct`` says which these are. Run it in the root of the repository. It needs what `dct bench links` does.
+own; ``dct`` says which these are. Run it in the root of the repository. It needs what
+`python -m benchmarks.links` does.
 """
 
 from __future__ import annotations

@@ -37,8 +37,10 @@ from dct_plugin.links.method import Method
 from dct_plugin.links.namespaces import Links
 from dct_plugin.links.rates import rate_name
 from dct_plugin.links.team import NETWORKS, Team, TeamError
-from dct_plugin.tools.bench import ddp, zero
-from dct_plugin.tools.bench.perceptron import batch, perceptron, width_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.links import ddp, zero
+from benchmarks.links.perceptron import batch, perceptron, width_of
 
 AUTOMATIC = "automatic"
 BEGAN = time.monotonic()

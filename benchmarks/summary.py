@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dct_plugin.links.namespaces import Links
 from dct_plugin.links.team import NETWORKS, Block, Team
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.links.recommender import configurations
 
 
 class Case(NamedTuple):
@@ -35,9 +39,7 @@ class Case(NamedTuple):
 
 def cases(ranks: int) -> dict[str, Case]:
     """Return what is measured, by name."""
-    from dct_plugin.tools.bench.recommender import configurations
-
-    bench = "dct_plugin.tools.bench"
+    bench = "benchmarks.links"
     dct, updates, hybrid = "DCT 0.99", "DCT 0.99, updates 0.97", {"max_rows": None, "data": None}
     return {
         "ddp": Case(f"{bench}.ddp:DDP", [{"parameters": 1}], {"1M parameters": ["fp32", f"{dct} bf16"]}),

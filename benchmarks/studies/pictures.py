@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from dct_plugin.links.interleave import Figures
 from dct_plugin.plots import Point, draw_differences, png
-from dct_plugin.tools.bench.report import draw as draw_links
-from dct_plugin.tools.bench.suite import Cell
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.links.report import draw as draw_links
+from benchmarks.links.suite import Cell
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

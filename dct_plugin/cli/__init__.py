@@ -76,14 +76,8 @@ def _dlrm() -> Any:
     return dlrm
 
 
-def _bench() -> Any:
-    from ..tools.bench.command import app
-
-    return app
-
-
 def _advise() -> Any:
-    from ..tools.advise import advise
+    from .advise import advise
 
     return advise
 
@@ -119,7 +113,7 @@ COMMANDS = [
     ),
     LazyCommand(
         "report",
-        "Make an HTML page of metrics files, or of the JSON of dct demo, dct dlrm and dct bench links.",
+        "Make an HTML page of metrics files, or of the JSON of dct demo and dct dlrm.",
         _report,
         needs=("matplotlib", "jinja2"),
         extra="report",
@@ -142,13 +136,6 @@ COMMANDS = [
         "dlrm",
         "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
         _dlrm,
-        needs=("deepspeed", *_PLOTS),
-        extra="demo",
-    ),
-    LazyCommand(
-        "bench",
-        "Step times on links of limited rate, beside those of other methods.",
-        _bench,
         needs=("deepspeed", *_PLOTS),
         extra="demo",
     ),

@@ -29,17 +29,10 @@ def _dlrm(figures: Mapping[str, Any]) -> Part:
     return outcomes_part(figures)
 
 
-def _links(figures: Mapping[str, Any]) -> Part:
-    from ..tools.bench.report import links_part
-
-    return links_part(figures)
-
-
 #: A key that only the JSON of one command has -> makes its part of the page.
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {
     "reduction_payload": _demo,
     "outcomes": _dlrm,
-    "cells": _links,
 }
 
 
@@ -48,7 +41,7 @@ def report(
         list[Path],
         typer.Argument(
             help="Metrics files (those of several ranks make one run), or JSON of dct demo --json, dct dlrm "
-            "--report, dct bench links."
+            "--report."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
@@ -84,8 +77,7 @@ def _part(path: Path, figures: dict[str, Any]) -> Part:
     make = next((make for key, make in _PARTS.items() if key in figures), None)
     if make is None:
         raise DCTError(
-            f"{path}: is neither a metrics file nor the JSON of dct demo --json, dct dlrm --report or "
-            "dct bench links"
+            f"{path}: is neither a metrics file nor the JSON of dct demo --json or dct dlrm --report"
         )
     try:
         return make(figures)

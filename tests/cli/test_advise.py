@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dct_plugin.cli.advise import Figures, _measured, _pasted, launch_line
 from dct_plugin.config.automatic import Setting
 from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel.automatic import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.integrations import autoload
 from dct_plugin.integrations.host import measured_job
-from dct_plugin.tools.advise import Figures, _measured, _pasted, launch_line
 
 DENSE, STRONG = Setting(), Setting(0.99, "bf16")
 

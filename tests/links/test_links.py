@@ -1,4 +1,4 @@
-"""Links of a limited rate, what is measured on them, and ``dct bench links``."""
+"""Links of a limited rate, what is measured on them, and the benchmark of steps there."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import CONFIGS
+from support import CONFIGS, ROOT
 from typer.testing import CliRunner
 
+from benchmarks.links import suite
+from benchmarks.links.__main__ import app
+from benchmarks.links.recommender import SECTIONS, configurations
+from benchmarks.links.report import draw, split, tables, unmeasured
+from benchmarks.links.suite import Cell, Plan, measure
 from dct_plugin import cli
 from dct_plugin.links.interleave import LEAST_ROUNDS, Figures, interleaved
 from dct_plugin.links.namespaces import Links, LinksError, Network
 from dct_plugin.links.rates import check_rate, rate_name
 from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
-from dct_plugin.tools.bench import suite
-from dct_plugin.tools.bench.recommender import SECTIONS, configurations
-from dct_plugin.tools.bench.report import draw, split, tables, unmeasured
-from dct_plugin.tools.bench.suite import Cell, Plan, measure
 
 # -- options ---
 
@@ -49,15 +50,16 @@ def test_names_of_rates() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "links", "--rate", "fast"], "'fast': must be a number with one of kbit, mbit, gbit"),
-        (["bench", "links", "--workload", "jax"], "must be one of ddp, deepspeed, fsdp, dlrm"),
-        (["bench", "links", "--batch-size", "255"], "must be a multiple of 2 ranks"),
-        (["bench", "links", "--data", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--rate", "fast"], "'fast': must be a number with one of kbit, mbit, gbit"),
+        (["--workload", "jax"], "must be one of ddp, deepspeed, fsdp, dlrm"),
+        (["--batch-size", "255"], "must be a multiple of 2 ranks"),
+        (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
         (["demo", "--link", "fast"], "'fast': must be a number"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+    command = cli.app if arguments[0] == "demo" else app
+    result = CliRunner().invoke(command, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     text = " ".join(result.output.replace("│", " ").split())
     assert message in text
@@ -181,18 +183,15 @@ def namespaces() -> None:
         pytest.skip(str(error))
 
 
-def dct(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dct_plugin.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-
-
 @pytest.mark.slow
 def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
+    out = tmp_path / "links"
     arguments = ["--workload", "ddp", "--ranks", "2", "--rate", "100mbit", "--parameters", "0.5"]
-    done = dct("bench", "links", *arguments, "--minutes", "0.2", folder=tmp_path)
+    command = [sys.executable, "-m", "benchmarks.links", *arguments, "--minutes", "0.2", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    out = tmp_path / "out" / "links"
     assert (out / "links.png").exists()
+    assert "<svg" in (out / "links.html").read_text()
     assert "fp32" in (out / "links.md").read_text()
     (cell,) = json.loads((out / "links.json").read_text())["cells"]
     assert (cell["workload"], cell["ranks"], cell["rate"]) == ("ddp", 2, "100mbit")

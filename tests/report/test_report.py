@@ -15,6 +15,8 @@ import pytest
 from support.processes import run as run_processes
 from typer.testing import CliRunner
 
+from benchmarks.links.report import links_part
+from benchmarks.links.suite import Cell
 from dct_plugin import cli
 from dct_plugin.config import MetricsConfig
 from dct_plugin.errors import DCTError
@@ -25,10 +27,9 @@ from dct_plugin.links.interleave import Figures
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.report.advice import advice
 from dct_plugin.report.metrics_part import verdict
+from dct_plugin.report.page import write_page
 from dct_plugin.report.reading import MetricsReader, RankRun, Row, read
 from dct_plugin.report.run import Run
-from dct_plugin.tools.bench.report import as_dict
-from dct_plugin.tools.bench.suite import Cell
 
 runner = CliRunner()
 
@@ -370,17 +371,17 @@ def test_the_demo_and_links_and_recommenders(tmp_path: Path) -> None:
         Cell("ddp", "1M", 2, "1gbit", "fp32", figures),
         Cell("ddp", "1M", 2, "10gbit", "fp32", skipped="late"),
     ]
-    links = {"date": "2026-01-01", "cells": as_dict(cells)}
     dense, dct = training("dense"), training("hybrid")
     dct.difference = replace(dct.difference, auc_difference=Interval(-0.001, 0.002, 5), total_reduction=50.0)
     outcomes = {each.name: each.as_dict() for each in (dense, dct)}
     dlrm = {"data": {"data": "some data"}, "job": {"seeds": [0]}, "outcomes": outcomes}
     files = []
-    for name, content in (("demo", demo), ("links", links), ("dlrm", dlrm)):
+    for name, content in (("demo", demo), ("dlrm", dlrm)):
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps(content))
     assert "100x fewer" in report(*files, "--out", tmp_path / "r.html")
-    text = (tmp_path / "r.html").read_text()
+    write_page(tmp_path / "links.html", [links_part(cells)])
+    text = "".join((tmp_path / f"{name}.html").read_text() for name in ("r", "links"))
     tables = Tables(text).found
     assert ["Step at 1 Gbit/s", "60.0 ms", "20.0 ms", "3.00x faster"] in tables["Step times"]
     assert ["Payload per step and rank", "1.0 MB", "10.0 kB", "100x fewer"] in tables["Bytes"]

@@ -1,9 +1,17 @@
-"""``dct bench``: measure the plugin beside its peers."""
+"""Step times on links of limited rate, all methods of a workload in turns within one run.
+
+    python -m benchmarks.links --workload ddp --ranks 2
+
+Run it in the root of the repository. It needs ``dct-plugin[demo]``, iproute2, and root or a system
+where users may make namespaces; without, only unlimited links are measured, over the loopback interface.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +22,15 @@ from typing import Annotated
 import typer
 
 from dct_plugin.command_options import takes_options
+from dct_plugin.console import print_error
+from dct_plugin.errors import DCTError
 from dct_plugin.links.rates import check_rates, rate_name
-from dct_plugin.output import command, provenance, write
+from dct_plugin.output import provenance, write
 
 from .suite import UNLIMITED, WORKLOADS, Cell, Plan, measure
 
-app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+COMMAND = shlex.join(["python", "-m", "benchmarks.links", *sys.argv[1:]])
 
 RATES = (UNLIMITED, "10gbit", "1gbit", "100mbit")
 RANKS = (2, 4)
@@ -31,14 +42,9 @@ QUICK_MINUTES, QUICK_RATES, QUICK_RANKS = 1.5, ("1gbit",), (2,)
 QUICK_BATCH_SIZES, QUICK_STAGES = (2048,), (0,)
 
 
-@app.callback()
-def bench() -> None:
-    """Measure the plugin beside its peers."""
-
-
 @dataclass(frozen=True)
 class _Options:
-    """The options of ``dct bench links``."""
+    """The options of the command."""
 
     workload: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)}; may be repeated (all if not given).")
@@ -93,11 +99,7 @@ class _Options:
 @app.command()
 @takes_options(_Options)
 def links(options: _Options) -> None:
-    """Step times on links of limited rate, all methods of a workload in turns within one run.
-
-    Needs root, or a system where users may make namespaces, and iproute2; without, only unlimited links are
-    measured, over the loopback interface.
-    """
+    """Step times on links of limited rate, all methods of a workload in turns within one run."""
     quick = options.quick
     names = _workloads(options.workload or (None if options.nodes is None else list(SPREAD)))
     counts = list(dict.fromkeys(options.ranks or (QUICK_RANKS if quick else RANKS)))
@@ -163,7 +165,9 @@ def _measure(plan: Plan) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from .report import as_dict, draw, tables, unmeasured
+    from dct_plugin.report.page import write_page
+
+    from .report import as_dict, draw, links_part, tables, unmeasured
 
     console, started, out = Console(), time.monotonic(), plan.out
 
@@ -179,15 +183,27 @@ def _measure(plan: Plan) -> None:
     notes = unmeasured(cells)
     for note in notes:
         console.print(Text(f"\n{note}"))
-    lines = [f"    {command()}", "", f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"]
+    lines = [f"    {COMMAND}", "", f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"]
     for table in tables(cells):
         lines += ["", *table.markdown()]
     for note in notes:
         lines += ["", note]
     write(out / "links.md", "\n".join(lines) + "\n")
-    write(out / "links.json", {**provenance(started), "cells": as_dict(cells)})
+    figures = {**provenance(started), "command": COMMAND, "cells": as_dict(cells)}
+    write(out / "links.json", figures)
     draw(cells, out / "links.png")
+    write_page(out / "links.html", [links_part(cells)])
     seconds = time.monotonic() - started
-    console.print(Text(f"\nWrote links.json, links.md and links.png to {out} in {seconds:.0f} s."))
+    console.print(
+        Text(f"\nWrote links.json, links.md, links.png and links.html to {out} in {seconds:.0f} s.")
+    )
     if any(cell.failed for cell in cells):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except DCTError as error:
+        print_error(error)
+        sys.exit(1)

@@ -1,4 +1,4 @@
-"""The suite of ``dct bench links``: every workload on every link, within the time that is given."""
+"""The suite: every workload on every link, within the time that is given."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _recommender(plan: Plan, ranks: int) -> dict[str, Any]:
 WORKLOADS: dict[str, Entry] = {
     "ddp": Entry(
         "torch DDP",
-        "dct_plugin.tools.bench.ddp:DDP",
+        "benchmarks.links.ddp:DDP",
         (),
         lambda plan: [f"{plan.parameters:g}M parameters"],
         _sized,
@@ -102,7 +102,7 @@ WORKLOADS: dict[str, Entry] = {
     ),
     "deepspeed": Entry(
         "DeepSpeed",
-        "dct_plugin.tools.bench.zero:Zero",
+        "benchmarks.links.zero:Zero",
         ("deepspeed",),
         lambda plan: [f"ZeRO-{stage}" for stage in plan.stages],
         _sized,
@@ -110,7 +110,7 @@ WORKLOADS: dict[str, Entry] = {
     ),
     "fsdp": Entry(
         "torch FSDP2",
-        "dct_plugin.tools.bench.fsdp:Replicas",
+        "benchmarks.links.fsdp:Replicas",
         (),
         lambda plan: [f"{plan.parameters:g}M parameters"],
         _sized,

@@ -1,9 +1,10 @@
-"""The report of ``dct bench links``: tables, plot and JSON."""
+"""The report: tables, plot, JSON and a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,12 +159,8 @@ def _draw_steps(axis: Any, cell: Cell, title: str) -> None:
     axis.set_xlabel("ms per step, median")
 
 
-def links_part(figures: Mapping[str, Any]) -> Part:
-    """Return the part of the HTML report about a ``links.json``; see :func:`as_dict`."""
-    cells = []
-    for content in figures["cells"]:
-        own = [{each.name: one[each.name] for each in fields(Figures)} for one in content["figures"]]
-        cells.append(Cell(**{**content, "figures": [Figures(**each) for each in own]}))
+def links_part(cells: Sequence[Cell]) -> Part:
+    """Return the page's part about the cells."""
     sections: list[Section] = []
     said = []
     for group in groups(cells):
@@ -177,7 +174,7 @@ def links_part(figures: Mapping[str, Any]) -> Part:
         if (parts := _split(group, True)) is not None:
             sections.append(Section(parts))
         said += _gain(group)
-    return Part(f"dct bench links, {figures['date']}", said, sections, notes=unmeasured(cells))
+    return Part(f"Steps on links, {date.today()}", said, sections, notes=unmeasured(cells))
 
 
 def _gain(group: Group) -> list[str]:

@@ -1,1 +1,0 @@
-"""Programs that measure: benchmarks of step times, and advice for a job."""
