@@ -20,8 +20,6 @@ from dct_plugin.errors import DCTError
 
 from .rates import bits_per_second, check_rate
 
-#: Ethernet 14, IPv4 20, TCP 20 with timestamps 12: what interface counters see of every packet's headers.
-HEADER_BYTES = 66
 _MTU = 1500
 #: Packets that are cut at the other end are at most this long, so that a short burst lets them pass whole.
 _OFFLOADED = 16384
@@ -169,10 +167,3 @@ def _bucket(rate: str, offload: bool) -> str:
     per_second = bits_per_second(rate) / 8
     burst = max(_OFFLOADED + 1000 if offload else 2 * (_MTU + 14), int(per_second * 1e-4))
     return f"tbf rate {rate} burst {burst} limit {max(1 << 18, int(per_second * 0.02))}"
-
-
-def packets_sent(device: str) -> int:
-    """Packets that an interface of this process's network namespace has sent since it came up."""
-    with open("/proc/self/net/dev", encoding="ascii") as file:
-        columns = next(line.split(":")[1].split() for line in file if line.split(":")[0].strip() == device)
-    return int(columns[9])

@@ -14,10 +14,10 @@ from ..host import lost_peers, startup
 from ..host.automatic import settled, steps_of
 from .attachment import Attachment
 from .checkpointing import tell_what_is_dropped
-from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of, job_of
+from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
 from .rules import advice, applied, obstacle, require, unread_keys
 from .section import TOPIC, configuration_of, gradient_path_of_optimizer
-from .support import check_version, facts_of, has_optimizer
+from .support import check_version, has_optimizer, job_of
 
 logger = logging.getLogger("dct_plugin")
 
@@ -106,5 +106,5 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
     startup.log_active(what, attachment.config, note, attachment.reducer.config)
     if unknown := unread_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
-    for sentence in advice(facts_of(engine)):
+    for sentence in advice(job_of(engine)):
         logger.warning("dct: %s", sentence)

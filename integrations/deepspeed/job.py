@@ -1,6 +1,6 @@
 """The facts of a DeepSpeed job, from its engine or its JSON, that decide how it takes its ``dct`` section.
 
-:mod:`.rules` judges it. :func:`.paths.job_of` reads the same of an engine. This module imports neither
+:mod:`.rules` judges it. :func:`.support.job_of` reads the same of an engine. This module imports neither
 torch nor DeepSpeed: ``dct config check`` starts at once, and on machines that have neither.
 """
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from dct_plugin.config import DCTConfig
 
 from .bf16 import Bf16Path
-from .job import Job
 from .moe import ExpertPath
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
 from .section import gradient_path_of_optimizer
 from .stage0 import Stage0Path
-from .support import facts_of, has_optimizer
+from .support import has_optimizer
 from .zero import ZeroPath
 from .zero3 import Zero3Path
 
@@ -31,15 +29,6 @@ def gradient_path_of(engine: Any, config: DCTConfig) -> type[GradientPath] | Non
     if of_optimizer is not None:
         return of_optimizer
     return next((path for path in GRADIENT_PATHS if path.applies(engine, config)), None)
-
-
-def job_of(engine: Any, path: type[GradientPath] | None) -> Job:
-    """Return what :mod:`.rules` judges of an engine, with the path of its gradients."""
-    return replace(
-        facts_of(engine),
-        gathers_weights=path is not None and path.weight_layout is not None,
-        wrapper=type(engine.optimizer).__name__ if path is None and has_optimizer(engine) else "",
-    )
 
 
 def activation_paths_of(engine: Any, config: DCTConfig) -> list[type[ActivationPath]]:

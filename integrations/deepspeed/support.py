@@ -106,8 +106,8 @@ def check_version(version: str) -> None:
     require_targets(ENGINE_TARGETS)
 
 
-def facts_of(engine: Any) -> Job:
-    """Return what decides how an engine takes its section, except what its gradient path adds."""
+def job_of(engine: Any, path: Any = None) -> Job:
+    """Return what :mod:`.rules` judges of an engine; ``path`` is the class of its gradient path."""
     optimizer, slot = inner_optimizer(engine), gradient_path_of_optimizer(engine) is not None
     groups = getattr(optimizer, "param_groups", ())
     autocast = _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16
@@ -123,6 +123,8 @@ def facts_of(engine: Any) -> Job:
         pipeline=is_pipeline(engine),
         tied_weights=bool(tied_weights(engine)),
         experts=bool(engine.has_moe_layers),
+        gathers_weights=path is not None and path.weight_layout is not None,
+        wrapper=type(engine.optimizer).__name__ if path is None and has_optimizer(engine) else "",
         engine=_unsupported_class(engine),
         offload=tuple(_offload(engine)),
         model_parallel=_model_parallel(engine),

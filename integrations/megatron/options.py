@@ -260,21 +260,18 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
     if not config.enabled:
         return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
     model, data = config.model_parallel, config.data_parallel
-    sections: dict[str, tuple[str, Any, str]] = {
-        "pipeline": ("dct.model_parallel.pipeline", model.pipeline, _nothing_compressed(model.pipeline)),
-        "tensor": ("dct.model_parallel.tensor", model.tensor, _nothing_compressed(model.tensor)),
-        "data_parallel": (
-            "dct.data_parallel",
-            data,
-            "" if data.sparsity or data.quality or data.parameters is not None else "sparsity = 0",
-        ),
+    thresholds = data.sparsity or data.quality or data.parameters is not None
+    nothing_left_out = {
+        "model_parallel.pipeline": _nothing_compressed(model.pipeline),
+        "model_parallel.tensor": _nothing_compressed(model.tensor),
+        "data_parallel": "" if thresholds else "sparsity = 0",
     }
     states = {}
-    for name, (path, section, nothing) in sections.items():
-        if not getattr(section, "enabled", True):
-            states[name] = f"{path}.enabled = false"
-        else:
-            states[name] = f"{path}.{nothing}" if nothing and pass_through else ""
+    for path, reason in nothing_left_out.items():
+        reason = reason if pass_through else ""
+        if path == "data_parallel" and not data.enabled:
+            reason = "enabled = false"
+        states[path.rpartition(".")[2]] = f"dct.{path}.{reason}" if reason else ""
     return states
 
 

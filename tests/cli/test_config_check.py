@@ -201,7 +201,7 @@ PROGRAM = """
 import dataclasses, json, sys
 import deepspeed, torch
 from dct_plugin.integrations.deepspeed.job import Job
-from dct_plugin.integrations.deepspeed import paths
+from dct_plugin.integrations.deepspeed import paths, support
 from dct_plugin.config import DCTConfig
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1,
                            init_method="tcp://127.0.0.1:" + sys.argv[1])
@@ -213,7 +213,7 @@ for content in json.load(sys.stdin):
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer,
                                       model_parameters=model.parameters(), config=dict(content))
     config = DCTConfig()
-    job = dataclasses.asdict(paths.job_of(engine, paths.gradient_path_of(engine, config)))
+    job = dataclasses.asdict(support.job_of(engine, paths.gradient_path_of(engine, config)))
     ours = dataclasses.asdict(Job.of_json(content))
     ours["optimizer"] = ours["optimizer"] or "SGD"
     print("found", json.dumps({key: [job[key], ours[key]] for key in job if job[key] != ours[key]}))
