@@ -53,6 +53,16 @@ class Table(NamedTuple):
         return [f"{self.title}.", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
 
 
+def fewer(times: float) -> str:
+    """Return a ratio of bytes in words."""
+    return f"{times:.3g}x fewer" if times >= 1 else f"{1 / times:.3g}x more"
+
+
+def faster(times: float) -> str:
+    """Return a ratio of times in words."""
+    return f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
+
+
 def check_target(path: Path | None, option: str) -> None:
     """Check that a file can be written there: that is better known before the training than after it.
 

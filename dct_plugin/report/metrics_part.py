@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import format_bytes
-from ..output import Table
+from ..output import Table, faster, fewer
 from . import charts
 from .advice import advice
 from .page import Part, Section
@@ -62,12 +62,11 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
     sent = run.per_step("sent_bytes", run.windows, *run.classes) * run.steps
     dense = run.per_step("dense_bytes", run.windows, *run.classes) * run.steps
     whole, steady = run.ratio(run.windows), run.ratio(run.steady)
-    saved = (
-        f"In {run.steps} steps {run.who} sent {format_bytes(sent)} in place of {format_bytes(dense)}"
-        f"{_fewer(whole)}"
+    saved = f"In {run.steps} steps {run.who} sent {format_bytes(sent)} in place of {format_bytes(dense)}" + (
+        "" if whole is None else f": {fewer(whole)} bytes"
     )
     if run.steady is not run.windows and len(run.steady) < len(run.windows) and steady is not None:
-        saved += f"; after the start{_fewer(steady).replace(': ', ' ')}"
+        saved += f"; after the start {fewer(steady)} bytes"
     step, before = run.step_ms, run.dense_step_ms
     if step is None:
         time = "How long steps took is not in these metrics: one step, or an older version."
@@ -76,9 +75,8 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
     elif not run.thresholded:
         time = f"A step took {step:.1f} ms; nothing was thresholded."
     else:
-        factor = before / step
-        says = f"{factor:.2f}x faster" if factor >= 1 else f"{1 / factor:.2f}x slower"
-        time = f"A step took {step:.1f} ms, {says} than the dense steps at the start ({before:.1f} ms)."
+        than = f"{faster(before / step)} than the dense steps at the start ({before:.1f} ms)"
+        time = f"A step took {step:.1f} ms, {than}."
     return [f"{saved}.", time, *([_quality(run.losses, dict(dense_losses))] if dense_losses else [])]
 
 
@@ -93,12 +91,6 @@ def _quality(losses: _Losses, dense: Mapping[int, float]) -> str:
         f"From step {last[0][0]} to {last[-1][0]} the loss is {ours:.4f} and that of the dense run "
         f"{theirs:.4f}: {ours - theirs:+.4f}, with one run each."
     )
-
-
-def _fewer(ratio: float | None) -> str:
-    if ratio is None:
-        return ""
-    return f": {ratio:.3g}x fewer bytes" if ratio >= 1 else f": {1 / ratio:.3g}x more bytes"
 
 
 # -- sections ---

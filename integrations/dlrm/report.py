@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dct_plugin.metrics import format_bytes
-from dct_plugin.output import Table
+from dct_plugin.output import Table, faster, fewer
 from dct_plugin.plots import Point, draw_bars, draw_differences, png
 from dct_plugin.report.page import Part, Section
 
@@ -32,8 +33,8 @@ def run_tables(runs: Sequence[Run]) -> list[Table]:
         quality.append([run.name, auc, changes[0], log_loss, changes[1], str(len(run.auc))])
         kinds = ("embedding", "id", "crossing", "gradient", "total")
         vectors, ids, both, gradients, whole = (format_bytes(run.sent_bytes(kind)) for kind in kinds)
-        fewer, fewer_both = _times(against.embedding_reduction), _times(against.crossing_reduction)
-        amounts.append([run.name, vectors, fewer, ids, both, fewer_both])
+        saved, saved_both = _times(against.embedding_reduction), _times(against.crossing_reduction)
+        amounts.append([run.name, vectors, saved, ids, both, saved_both])
         left = [_times(run.layers().get(layer)) for layer in LAYERS]
         layers.append([run.name, *left, gradients, _times(against.gradient_reduction)])
         totals.append([run.name, whole, _times(against.total_reduction), f"{run.step_ms:.1f} ms"])
@@ -88,28 +89,20 @@ def speed_table(comparison: Comparison, *, title: str) -> Table:
     difference = f"{comparison.log_loss_difference:+.4f}"
     add("Log loss (test)", "{:.4f}".format, dense.mean_log_loss, dct.mean_log_loss, difference)
     payload = comparison.dense_sent.payload_bytes, comparison.dct_sent.payload_bytes
-    add("Payload per step and rank", format_bytes, *payload, _fewer(comparison.reduction))
+    add("Payload per step and rank", format_bytes, *payload, fewer(comparison.reduction))
     if comparison.wire_reduction is not None and dense.wire_bytes and dct.wire_bytes:
         wire = dense.wire_bytes, dct.wire_bytes
-        add("On the wire per step, all ranks", format_bytes, *wire, _fewer(comparison.wire_reduction))
+        add("On the wire per step, all ranks", format_bytes, *wire, fewer(comparison.wire_reduction))
     density, target = 100 * comparison.dct_sent.density, 100 * comparison.dct_sent.density_target
     rows.append(["Gradient entries sent (target)", "100 %", f"{density:#.3g} % ({target:#.3g} %)", ""])
-    faster = _faster(dense.step_ms / dct.step_ms)
-    add("Step here, median", "{:.1f} ms".format, dense.step_ms, dct.step_ms, faster)
+    here = faster(dense.step_ms / dct.step_ms)
+    add("Step here, median", "{:.1f} ms".format, dense.step_ms, dct.step_ms, here)
     measured = len(rows) - 1
     for each in comparison.measured:
         ours = each.dct.median
-        add(f"Step at {each.name}", "{:.1f} ms".format, each.dense.median, ours, _faster(each.speed_up))
-        add("  dense in bf16", "{:.1f} ms".format, each.bf16.median, ours, _faster(each.speed_up_bf16))
+        add(f"Step at {each.name}", "{:.1f} ms".format, each.dense.median, ours, faster(each.speed_up))
+        add("  dense in bf16", "{:.1f} ms".format, each.bf16.median, ours, faster(each.speed_up_bf16))
     return Table(title, ["", "dense", "DCT", "difference"], rows, section_after=measured)
-
-
-def _fewer(times: float) -> str:
-    return f"{times:.3g}x fewer" if times >= 1 else f"{1 / times:.3g}x more"
-
-
-def _faster(times: float) -> str:
-    return f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"
 
 
 def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
@@ -131,7 +124,12 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
             f"{MARGIN_AUC} (one seed; --seed gives others). A lower --sparsity narrows the gap."
         )
 
-    paragraphs = [quality, _speed(comparison)]
+    sent = comparison.dct_sent.payload_bytes, comparison.dense_sent.payload_bytes
+    saved = (
+        f"A rank sent {format_bytes(sent[0])} a step in place of {format_bytes(sent[1])}: "
+        f"{fewer(comparison.reduction)}."
+    )
+    paragraphs = [saved, quality, _speed(comparison)]
     if comparison.wire_reduction is None:
         paragraphs.append("There are no interface counters here to check the payload bytes against.")
     elif comparison.unexplained > 0:
@@ -145,7 +143,7 @@ def verdict(comparison: Comparison, *, quick: bool = False) -> list[str]:
 
 
 def _speed(comparison: Comparison) -> str:
-    here = _faster(comparison.dense.step_ms / comparison.dct.step_ms)
+    here = faster(comparison.dense.step_ms / comparison.dct.step_ms)
     speed = f"Over this machine's loopback interface a DCT step was {here}."
     if not comparison.measured:
         speed += " That is not the slow link that DCT is for, and steps on slower links were not measured."
@@ -154,8 +152,8 @@ def _speed(comparison: Comparison) -> str:
         speed += (
             f" On links of {each.name} between the ranks (network namespaces, methods in turns) it took "
             f"{each.dct.median:.0f} ms (half of the turns {low:.0f} to {high:.0f}), "
-            f"{_faster(each.speed_up)} than dense in fp32 ({each.dense.median:.0f} ms) and "
-            f"{_faster(each.speed_up_bf16)} than with bf16 communication ({each.bf16.median:.0f} ms)."
+            f"{faster(each.speed_up)} than dense in fp32 ({each.dense.median:.0f} ms) and "
+            f"{faster(each.speed_up_bf16)} than with bf16 communication ({each.bf16.median:.0f} ms)."
         )
     return speed
 
@@ -176,9 +174,9 @@ def draw_quality(runs: Sequence[Run], path: Path, *, title: str) -> None:
     """Draw the difference in AUC of each run and the bytes of embeddings that it saves, as a PNG."""
     points = []
     for run in runs:
-        auc, fewer = run.difference.auc_difference, run.difference.crossing_reduction
+        auc, ratio = run.difference.auc_difference, run.difference.crossing_reduction
         if auc is not None:
-            points.append(Point(run.name, auc.mean, auc.half_width, () if fewer is None else (fewer,)))
+            points.append(Point(run.name, auc.mean, auc.half_width, () if ratio is None else (ratio,)))
     with png(path, [0.45 * len(points) + 1.2]) as (figure, (axis,)):
         figure.suptitle(title, fontsize=11)
         _draw_differences(axis, points)
@@ -244,13 +242,13 @@ def _draw_densities(axis: Any, comparison: Comparison) -> None:
 def _draw_bytes(axis: Any, comparison: Comparison) -> None:
     dense, dct = comparison.dense_sent.payload_bytes, comparison.dct_sent.payload_bytes
     names, lengths = ["payload, dense", "payload, DCT"], [dense, dct]
-    labels = [format_bytes(dense), f"{format_bytes(dct)} ({_fewer(comparison.reduction)})"]
+    labels = [format_bytes(dense), f"{format_bytes(dct)} ({fewer(comparison.reduction)})"]
     if comparison.wire_reduction is not None:
         # The interface sees the bytes of all ranks.
         wire = [(run.wire_bytes or 0.0) / comparison.ranks for run in (comparison.dense, comparison.dct)]
         names += ["interface, dense", "interface, DCT"]
         lengths += wire
-        labels += [format_bytes(wire[0]), f"{format_bytes(wire[1])} ({_fewer(comparison.wire_reduction)})"]
+        labels += [format_bytes(wire[0]), f"{format_bytes(wire[1])} ({fewer(comparison.wire_reduction)})"]
     draw_bars(axis, names, lengths, labels)
     axis.set_title("Bytes per step and rank")
     axis.set_xticks([])
@@ -260,12 +258,12 @@ def _draw_steps(axis: Any, comparison: Comparison) -> None:
     here = comparison.dense.step_ms, comparison.dct.step_ms
     names = ["loopback, dense", "loopback, DCT"]
     lengths = list(here)
-    labels = [f"{here[0]:.0f} ms", f"{here[1]:.0f} ms ({_faster(here[0] / here[1])})"]
+    labels = [f"{here[0]:.0f} ms", f"{here[1]:.0f} ms ({faster(here[0] / here[1])})"]
     for each in comparison.measured:
         names += [f"{each.name}, dense", f"{each.name}, bf16", f"{each.name}, DCT"]
         medians = [figures.median for figures in (each.dense, each.bf16, each.dct)]
         lengths += medians
-        labels += [*(f"{ms:.0f} ms" for ms in medians[:2]), f"{medians[2]:.0f} ms ({_faster(each.speed_up)})"]
+        labels += [*(f"{ms:.0f} ms" for ms in medians[:2]), f"{medians[2]:.0f} ms ({faster(each.speed_up)})"]
     draw_bars(axis, names, lengths, labels)
     axis.set_title("Step time, median")
     axis.set_xticks([])
@@ -276,19 +274,6 @@ def _draw_steps(axis: Any, comparison: Comparison) -> None:
 
 def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) -> Part:
     """Return the demo's part of the page: verdict, step times, bytes and loss curves."""
-    sent = comparison.dct_sent.payload_bytes, comparison.dense_sent.payload_bytes
-    saved = (
-        f"A rank sent {format_bytes(sent[0])} a step in place of {format_bytes(sent[1])}: "
-        f"{_fewer(comparison.reduction)}."
-    )
-    factors = [("here", comparison.dense.step_ms / comparison.dct.step_ms)]
-    factors += [(f"on links of {each.name}", each.speed_up) for each in comparison.measured]
-    steps = ", ".join(f"{_faster(times)} {where}" for where, times in factors)
-    difference = f"the AUC differs by {comparison.auc_difference:+.4f} from that of the dense run"
-    quality = "a --quick run is too short to compare quality" if quick else difference
-    said = [saved, f"A step was {steps} than a dense one; {quality}."]
-    _, _, *remarks = verdict(comparison)
-    remarks += diverged([comparison.dense, comparison.dct])
     table = speed_table(comparison, title="Dense and DCT")
     payload = [row for row in table.rows if row[0].startswith(("Payload", "On the wire"))]
     times = [row for row in table.rows if row[0].startswith(("Step", "  dense"))]
@@ -307,7 +292,8 @@ def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) 
         Section(Table("Bytes", table.header, payload), partial(_draw_bytes, comparison=comparison), 2.0),
         Section(loss_table, partial(_draw_losses, comparison=comparison)),
     ]
-    return Part(title, said, sections, notes=remarks)
+    broken = diverged([comparison.dense, comparison.dct])
+    return Part(title, verdict(comparison, quick=quick), sections, notes=broken)
 
 
 def outcomes_part(figures: Mapping[str, Any]) -> Part:
@@ -315,15 +301,15 @@ def outcomes_part(figures: Mapping[str, Any]) -> Part:
     outcomes: dict[str, dict[str, Any]] = figures["outcomes"]
     rows, points, said = [], [], []
     for name, run in outcomes.items():
-        change, fewer = run["auc_difference"], run["total_reduction"]
+        change, ratio = run["auc_difference"], run["total_reduction"]
         auc = sum(run["auc"].values()) / len(run["auc"])
         rows.append([name, f"{auc:.4f}", "" if change is None else str(Interval(**change))])
-        rows[-1] += [f"{run['total_bytes_per_step']:,.1f}", _times(fewer)]
+        rows[-1] += [f"{run['total_bytes_per_step']:,.1f}", _times(ratio)]
         rows[-1] += [_times(run["crossing_reduction"]), f"{run['step_ms']:.1f}"]
-        if fewer is not None:
-            said.append(f"{name} sent {_fewer(fewer)} bytes than dense.")
+        if ratio is not None:
+            said.append(f"{name} sent {fewer(ratio)} bytes than dense.")
         if change is not None:
-            times = () if fewer is None else (round(fewer, 1),)
+            times = () if ratio is None else (round(ratio, 1),)
             points.append(Point(name, change["mean"], change["half_width"], times))
     if points:
         held = sum(point.mean >= -MARGIN_AUC for point in points)
@@ -338,7 +324,5 @@ def outcomes_part(figures: Mapping[str, Any]) -> Part:
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean of every ``window`` consecutive values: ``len(values) - window + 1`` of them."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    sums = [0.0, *itertools.accumulate(values)]
     return [(b - a) / window for a, b in zip(sums, sums[window:], strict=False)]
