@@ -100,9 +100,9 @@ class Team:
         port = free_port()
         for rank in range(ranks):
             ours, theirs = Pipe()
-            command = [sys.executable, "-m", _WORKER, "--workload", workload]
-            command += ["--options", json.dumps(options), "--data", data, "--control", control]
-            command += ["--connection", str(theirs.fileno())]
+            job = {"workload": workload, "options": options, "connection": theirs.fileno()}
+            job |= {"data": data, "control": control}
+            command = [sys.executable, "-m", _WORKER, json.dumps(job)]
             if links is not None:
                 command = links.inside(rank // self._per_node, command)
             environment = rank_environment(rank, ranks, host=host, port=port, device=data)

@@ -5,10 +5,10 @@ Started by :mod:`.team`, which it is connected to by a socket: requests and answ
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
+import sys
 import time
 import traceback
 from contextlib import ExitStack
@@ -31,17 +31,13 @@ PATIENCE = timedelta(minutes=3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("workload", "options", "data", "control"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--connection", type=int, required=True)
-    arguments = parser.parse_args()
-    connection = Connection(arguments.connection)
+    job = json.loads(sys.argv[1])
+    connection = Connection(job["connection"])
     torch.set_num_threads(1)
-    rank = Rank(arguments.data, arguments.control)
+    rank = Rank(job["data"], job["control"])
     try:
-        module, _, attribute = arguments.workload.partition(":")
-        made = getattr(importlib.import_module(module), attribute)(json.loads(arguments.options))
+        module, _, attribute = job["workload"].partition(":")
+        made = getattr(importlib.import_module(module), attribute)(job["options"])
         rank.serve(made, connection)
     except Exception:
         traceback.print_exc()

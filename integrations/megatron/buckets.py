@@ -24,19 +24,18 @@ class Models:
         self.any_fp16 = False
         self._count = 0
         self._unnamed = itertools.count()
-        self._models: list[weakref.ref[Any]] = []
+        self._models = weakref.WeakValueDictionary[int, Any]()
 
     def add(self, model: Any) -> None:
         """Name the parameters of a model by the order of the models and by their own names."""
         for name, parameter in model.module.named_parameters():
             setattr(parameter, NAME, f"{self._count}.{name}")
         self.any_fp16 |= bool(getattr(model.config, "fp16", False))
+        self._models[self._count] = model
         self._count += 1
-        self._models.append(weakref.ref(model))
 
     def __iter__(self) -> Iterator[Any]:
-        self._models = [reference for reference in self._models if reference() is not None]
-        return (model for reference in self._models if (model := reference()) is not None)
+        return iter(list(self._models.values()))
 
     def groups(self) -> Iterator[Any]:
         """Yield the bucket groups of all models."""

@@ -7,6 +7,7 @@ iterations and checkpoints see the weights themselves.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,8 @@ class Optimizers:
     def __init__(self, patches: Patches) -> None:
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-        self._optimizers: list[weakref.ref[Any]] = []
+        self._optimizers = weakref.WeakValueDictionary[int, Any]()
+        self._count = itertools.count()
         patches.intercept(MegatronOptimizer, "__init__", self._init)
 
     def unit_of(self, parameter: torch.nn.Parameter) -> StepUnit | None:
@@ -40,7 +42,7 @@ class Optimizers:
         Raises:
             ConfigError: The unit of an optimizer's steps is not known.
         """
-        for optimizer in self._alive():
+        for optimizer in self._optimizers.values():
             if not hasattr(optimizer, _LOOK_UP):
                 setattr(optimizer, _LOOK_UP, units_of(optimizer, getattr(optimizer, _GROUPS)))
             unit: StepUnit | None = getattr(optimizer, _LOOK_UP)(parameter)
@@ -51,7 +53,7 @@ class Optimizers:
     @property
     def least_known(self) -> Any:
         """The optimizer whose step is known least; None if there is none."""
-        optimizers = [unwrapped(each) for each in self._alive()]
+        optimizers = [unwrapped(each) for each in self._optimizers.values()]
         known = {id(each): family_of(cls.__name__ for cls in type(each).__mro__) for each in optimizers}
         others = (each for each in optimizers if known[id(each)] is OptimizerFamily.OTHER)
         return next(others, optimizers[0] if optimizers else None)
@@ -59,11 +61,7 @@ class Optimizers:
     @property
     def param_groups(self) -> list[Any]:
         """The parameter groups of all optimizers."""
-        return [group for optimizer in self._alive() for group in optimizer.param_groups]
-
-    def _alive(self) -> Iterator[Any]:
-        self._optimizers = [reference for reference in self._optimizers if reference() is not None]
-        return (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
+        return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
 
     def _init(
         self, original: Function, wrapper: Any, optimizer: Any, *arguments: Any, **keywords: Any
@@ -71,7 +69,7 @@ class Optimizers:
         if optimizer is not None:  # None: this rank has nothing to train
             groups = [list(group["params"]) for group in optimizer.param_groups]
             setattr(wrapper, _GROUPS, groups)
-            self._optimizers.append(weakref.ref(wrapper))
+            self._optimizers[next(self._count)] = wrapper
         original(wrapper, optimizer, *arguments, **keywords)
 
 

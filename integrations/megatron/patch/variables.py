@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -44,9 +45,8 @@ class Variables:
     def __init__(self, patterns: Sequence[str]) -> None:
         self.patterns = patterns
         self.values: dict[str, list[str]] = {}
-        self._meanings: dict[tuple[str, int], _Meaning] = {}
-        self._launchers: dict[tuple[str, int], Launcher | None] = {}
-        self._complete: dict[str, bool] = {}
+        self.launcher, self.is_complete = functools.cache(self._launcher), functools.cache(self._is_complete)
+        self._held = functools.cache(self._meaning_held)
 
     def remember(self, command: Command) -> None:
         """Keep what a command assigns."""
@@ -77,21 +77,12 @@ class Variables:
         """Return whether a file's name is one of the wanted ones."""
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.patterns)
 
-    def launcher(self, name: str, depth: int = 0) -> Launcher | None:
-        """Return the launcher in a variable without a script; others are found where they are assigned."""
-        if (name, depth) not in self._launchers:
-            self._launchers[name, depth] = self._find_launcher(name, depth)
-        return self._launchers[name, depth]
-
-    def is_complete(self, name: str) -> bool:
+    def _is_complete(self, name: str) -> bool:
         """Return whether a variable holds a script."""
-        if name not in self._complete:
-            self._complete[name] = any(
-                self.is_script(part) for value in self.values.get(name, []) for part in value.split()
-            )
-        return self._complete[name]
+        return any(self.is_script(part) for value in self.values.get(name, []) for part in value.split())
 
-    def _find_launcher(self, name: str, depth: int) -> Launcher | None:
+    def _launcher(self, name: str, depth: int = 0) -> Launcher | None:
+        """Return the launcher in a variable without a script; others are found where they are assigned."""
         for value in self.values.get(name, []) if depth < _INDIRECTIONS else []:
             parts = value.split()
             if any(self.is_script(part) for part in parts):
@@ -120,8 +111,10 @@ class Variables:
         if name not in self.values:
             named = launchers.sounds_like_script(name)
             return _Meaning(named, named)
-        if (name, depth) not in self._meanings:
-            firsts = (parts[0] for value in self.values[name] if (parts := value.split(None, 1)))
-            found = {self._meaning(first, depth + 1) for first in firsts}
-            self._meanings[name, depth] = _Meaning(*map(any, zip(_NO_SCRIPT, *found, strict=True)))
-        return self._meanings[name, depth]
+        return self._held(name, depth)
+
+    def _meaning_held(self, name: str, depth: int) -> _Meaning:
+        """Return what the values of a variable may stand for."""
+        firsts = (parts[0] for value in self.values[name] if (parts := value.split(None, 1)))
+        found = {self._meaning(first, depth + 1) for first in firsts}
+        return _Meaning(*map(any, zip(_NO_SCRIPT, *found, strict=True)))
