@@ -19,8 +19,7 @@ from packaging.version import Version
 
 from .._version import __version__
 from ..errors import ConfigError, VersionError
-from ..integrations.host.versions import installed
-from .tested_versions import describe
+from ..integrations.host.versions import installed, tested
 
 DISTRIBUTION = "dct-plugin"
 
@@ -285,8 +284,8 @@ def _package(package: Package) -> Finding:
         return Finding("fail", name, f"not installed ({wanted}); {use}", advice)
     if not supported.contains(Version(version).base_version):  # a build of a release is that release
         return Finding("fail" if required else "warn", name, f"{version} ({wanted}); {use}", advice)
-    tested = describe(name, version)
-    return Finding("ok", name, f"{version} ({wanted}{f'; {tested}' if tested else ''}); {use}")
+    state = tested(name, version)
+    return Finding("ok", name, f"{version} ({wanted}{f'; {state}' if state else ''}); {use}")
 
 
 def _supported(name: str) -> SpecifierSet:

@@ -1,4 +1,4 @@
-"""Supported versions of a host, and the error for others."""
+"""Supported and tested versions of a host, and the error for others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ import re
 from dataclasses import dataclass
 
 from dct_plugin.errors import VersionError
+
+#: Versions that the test suite was run with, by distribution; docs/support.md says what was run.
+TESTED = {
+    "torch": ("2.6.0", "2.13.0", "2.15.0"),
+    "deepspeed": ("0.19.0", "0.19.6", "0.19.8"),
+    "megatron-core": ("0.16.0", "0.16.1", "0.19.2"),
+    "transformers": ("5.23.0",),
+    "accelerate": ("1.15.0",),
+    "lightning": ("2.6.6",),
+}
+
+
+def tested(name: str, version: str) -> str:
+    """Say whether a version was tested; builds of a release (``2.13.0+cpu``) count as that release."""
+    known = TESTED.get(name, ())
+    if not known or version.partition("+")[0] in known:
+        return "tested" if known else ""
+    return f"not tested (tested: {', '.join(known)})"
 
 
 def installed(distribution: str) -> str | None:
