@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from .._version import __version__
 from ..errors import ConfigError, VersionError
-from ..integrations.host.versions import installed, tested
+from ..integrations.host.versions import how_tested, installed
 
 DISTRIBUTION = "dct-plugin"
 
@@ -284,7 +284,7 @@ def _package(package: Package) -> Finding:
         return Finding("fail", name, f"not installed ({wanted}); {use}", advice)
     if not supported.contains(Version(version).base_version):  # a build of a release is that release
         return Finding("fail" if required else "warn", name, f"{version} ({wanted}); {use}", advice)
-    state = tested(name, version)
+    state = how_tested(name, version)
     return Finding("ok", name, f"{version} ({wanted}{f'; {state}' if state else ''}); {use}")
 
 

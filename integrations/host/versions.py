@@ -19,7 +19,7 @@ TESTED = {
 }
 
 
-def tested(name: str, version: str) -> str:
+def how_tested(name: str, version: str) -> str:
     """Say whether a version was tested; builds of a release (``2.13.0+cpu``) count as that release."""
     known = TESTED.get(name, ())
     if not known or version.partition("+")[0] in known:

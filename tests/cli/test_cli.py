@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dct_plugin import __version__, cli
 from dct_plugin.cli import doctor as doctor_module
 from dct_plugin.cli.doctor import Finding, _supported
-from dct_plugin.integrations.host.versions import TESTED, tested
+from dct_plugin.integrations.host.versions import TESTED, how_tested
 
 runner = CliRunner()
 
@@ -236,9 +236,9 @@ def test_supported_versions_come_from_the_metadata() -> None:
 
 
 def test_doctor_says_which_versions_were_tested() -> None:
-    assert tested("torch", "2.13.0+cpu") == "tested"
-    assert tested("torch", "2.9.1") == "not tested (tested: 2.6.0, 2.13.0, 2.15.0)"
-    assert tested("numpy", "2.0.0") == ""
+    assert how_tested("torch", "2.13.0+cpu") == "tested"
+    assert how_tested("torch", "2.9.1") == "not tested (tested: 2.6.0, 2.13.0, 2.15.0)"
+    assert how_tested("numpy", "2.0.0") == ""
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     for name, versions in TESTED.items():
         row = re.search(rf"^\| {name} \|.*$", page, re.M)
