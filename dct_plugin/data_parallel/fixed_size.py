@@ -95,7 +95,6 @@ class FixedSizeReductions:
         self._exchanges: BoundedTable[list[FixedSizeExchange]] = BoundedTable()
         """One entry for each phase, by the fingerprint of the plan."""
         self._pending: list[_PendingReduction] = []
-        self._spare: list[list[MessageWriter]] = []
 
     def knows(self, phases: Sequence[Phase], plan: ReductionPlan) -> bool:
         """Return whether slots can hold the plan's messages, which have been exchanged before."""
@@ -127,15 +126,7 @@ class FixedSizeReductions:
 
     def start(self, phases: Sequence[Phase], plan: ReductionPlan, whole: Record) -> None:
         """Queue the exchange of a plan whose messages have been exchanged before."""
-        ranks = self._group.world_size
-        writers = (
-            self._spare.pop()
-            if self._spare
-            else [MessageWriter(self._group.device) for _ in range(ranks + 1)]
-        )
-        for writer in writers:
-            writer.clear()
-        pending = _PendingReduction(phases, plan, writers)
+        pending = _PendingReduction(phases, plan, self._group.take_writers())
         try:
             lacks: Tensor | None = None
             for phase in phases:
@@ -221,7 +212,7 @@ class FixedSizeReductions:
         for result in results:
             result.phase.exchange.remember(result.sent, result.got)
             self._group.account(result.phase.written, whole)
-        self._spare.append(pending.writers)
+        self._group.give_back(pending.writers)
         self._finished(pending.plan)
 
     def _check(self, plan: ReductionPlan, phase: Phase, result: _Result) -> None:

@@ -14,7 +14,7 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,21 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
-from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
+from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
-from ..metrics import Metrics, Record
+from ..metrics import Record
 from ..stream import add_payload, encode_all
 from ..transport.fixed_size import SlotTransfer
-from ..transport.nodes import Nodes
 from .fixed_size import FixedSizeReductions
 from .node_ranks import NodeRanks
 from .node_updates import UpdatesBetweenNodes
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
-from .stream_group import StreamGroup, WrittenTensor
+from .stream_group import GroupOptions, StreamGroup, WrittenTensor
 from .topology import Destination, Phase
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ParameterUpdates(StreamGroup):
@@ -43,13 +45,11 @@ class ParameterUpdates(StreamGroup):
     Args:
         config: The ``data_parallel`` settings.
         group: Process group over which the masters are sharded; None for the default one.
-        metrics: Records bytes, density and times.
-        device: Device of the weights.
-        kernels: Which kernels run; the defaults when None.
-        step: Optimizer steps so far.
-        nodes: Nodes of the group: updates cross between them once, and are gathered inside.
         gathers: With nodes: False where a rank has weights that only the ranks with its position in other
             nodes have, and owners of shards are nodes: nothing is gathered inside.
+        options: ``metrics``, which records bytes, density and times; ``device`` of the weights; ``kernels``,
+            the defaults when None; ``step``, optimizer steps so far; ``nodes`` of the group: updates cross
+            between them once, and are gathered inside.
     """
 
     def __init__(
@@ -57,12 +57,8 @@ class ParameterUpdates(StreamGroup):
         config: DataParallelConfig,
         group: dist.ProcessGroup | None = None,
         *,
-        metrics: Metrics | None = None,
-        device: torch.device | str = "cpu",
-        kernels: KernelConfig | None = None,
-        step: int = 0,
-        nodes: Nodes | None = None,
         gathers: bool = True,
+        **options: Unpack[GroupOptions],
     ) -> None:
         self.config = config.parameters or ParametersConfig()
         settings = config.model_copy(
@@ -72,19 +68,10 @@ class ParameterUpdates(StreamGroup):
                 "feedback": NoFeedback(),
             }
         )
-        super().__init__(
-            settings,
-            group,
-            metrics=metrics,
-            device=device,
-            kernels=kernels,
-            transactional=False,
-            step=step,
-            nodes=nodes,
-        )
+        super().__init__(settings, group, **options)
         self._between_nodes = None
-        if nodes is not None and gathers:
-            node = NodeRanks(nodes, group, self.device, config.min_numel, metrics)
+        if self.nodes is not None and gathers:
+            node = NodeRanks(self.nodes, group, self.device, config.min_numel, self.metrics)
             self._between_nodes = UpdatesBetweenNodes(
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead
             )

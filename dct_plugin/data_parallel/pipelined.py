@@ -48,6 +48,7 @@ class PipelinedExchange:
         self._ends = list(itertools.accumulate(len(chunk.tensors) for chunk in chunks))
         self._posted = 0
         self._writers: list[list[MessageWriter]] = []
+        """Those of each chunk, in use until all messages have left."""
         self._under_way: deque[tuple[ReductionPlan, list[Tensor]]] = deque()
 
     @property
@@ -68,7 +69,8 @@ class PipelinedExchange:
         phase = self._phases[0]
         with self._exchange.preparing(posts=self.unposted):
             for chunk in self._chunks[self._posted : end]:
-                writers = self._take_writers()[: 1 if phase.to_all else self._group.world_size]
+                self._writers.append(self._group.take_writers())
+                writers = self._writers[-1][: 1 if phase.to_all else self._group.world_size]
                 written = phase.write(chunk, writers)
                 self._under_way.append((chunk, self._send(chunk, writers, written)))
                 self._posted += 1
@@ -86,7 +88,8 @@ class PipelinedExchange:
             self._answer()
         while self._under_way:
             self.collect()
-        self._group.spare_writers += self._writers
+        for writers in self._writers:
+            self._group.give_back(writers)
 
     def _answer(self) -> None:
         """Exchange the second phase, when all messages of the first have arrived."""
@@ -95,23 +98,13 @@ class PipelinedExchange:
         self._under_way.clear()
         answered = []
         with self._exchange.preparing(posts=len(received)):
-            for chunk, messages in received:
+            for (chunk, messages), writers in zip(received, self._writers, strict=True):
                 self._add(0, chunk, messages)
-                writer = MessageWriter(self._exchange.device)
-                written = self._phases[1].write(chunk, [writer])
-                answered.append((chunk, self._send(chunk, [writer], written)))
+                written = self._phases[1].write(chunk, writers[-1:])
+                answered.append((chunk, self._send(chunk, writers[-1:], written)))
         with self._exchange.collecting():
             for chunk, sent in answered:
                 self._add(1, chunk, self._receive(1, chunk, sent))
-
-    def _take_writers(self) -> list[MessageWriter]:
-        """Return empty writers for every rank, in use until all messages have left."""
-        spare, ranks = self._group.spare_writers, range(self._group.world_size)
-        writers = spare.pop() if spare else [MessageWriter(self._exchange.device) for _ in ranks]
-        for writer in writers:
-            writer.clear()
-        self._writers.append(writers)
-        return writers
 
     def _send(
         self, chunk: ReductionPlan, writers: Sequence[MessageWriter], written: Sequence[WrittenTensor]

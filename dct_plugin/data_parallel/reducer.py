@@ -8,18 +8,16 @@ add-ons (:mod:`.add_ons`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import checkpoint
-from ..config import DataParallelConfig, KernelConfig
+from ..config import DataParallelConfig
 from ..errors import ConfigError, DCTError
-from ..metrics import Metrics, Record
+from ..metrics import Record
 from ..stream import Compressor
-from ..transport.nodes import Nodes
 from ..transport.peers import Peers
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of
@@ -31,9 +29,12 @@ from .node_ranks import NodeRanks
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .scatter import Scatter
-from .stream_group import Sparsity, StreamGroup
+from .stream_group import GroupOptions, Sparsity, StreamGroup
 from .topology import Topology
 from .two_phase import TwoPhase
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _AddOn = TypeVar("_AddOn", bound=AddOn)
 _Entries = Sequence[tuple[str, Tensor]]
@@ -52,14 +53,13 @@ class GradientReducer(StreamGroup):
     Args:
         config: The ``data_parallel`` settings.
         group: Process group (gloo or nccl), None for the default one; or other kinds of peers.
-        metrics: Records bytes, density and times.
-        device: Device of the gradients.
-        kernels: Which kernels run; the defaults when None.
         transactional: Take skipped steps back, for host frameworks under fp16 loss scaling; so it is with
             ``nonfinite_action: "skip"``.
-        step: Optimizer steps so far, for a reducer that is made while the training runs.
         loss_scale: What the host multiplies into the gradients.
-        nodes: Nodes whose ranks are summed densely before; None: every rank sends messages.
+        options: ``metrics``, which records bytes, density and times; ``device`` of the gradients;
+            ``kernels``, the defaults when None; ``step``, optimizer steps so far, for a reducer that is made
+            while the training runs; ``nodes`` whose ranks are
+            summed densely before (None: every rank sends messages).
     """
 
     def __init__(
@@ -67,24 +67,12 @@ class GradientReducer(StreamGroup):
         config: DataParallelConfig,
         group: dist.ProcessGroup | Peers | None = None,
         *,
-        metrics: Metrics | None = None,
-        device: torch.device | str = "cpu",
-        kernels: KernelConfig | None = None,
         transactional: bool = False,
-        step: int = 0,
         loss_scale: float = 1.0,
-        nodes: Nodes | None = None,
+        **options: Unpack[GroupOptions],
     ) -> None:
-        super().__init__(
-            config,
-            group,
-            metrics=metrics,
-            device=device,
-            kernels=kernels,
-            transactional=transactional or config.nonfinite_action == "skip",
-            step=step,
-            nodes=nodes,
-        )
+        transactional = transactional or config.nonfinite_action == "skip"
+        super().__init__(config, group, transactional=transactional, **options)
         self.config, self.loss_scale = self.settings, loss_scale
         self.deferred = False
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a

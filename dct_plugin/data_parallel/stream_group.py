@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,16 @@ class Sparsity(NamedTuple):
     """Share of its class under which the tensor is recorded besides."""
 
 
+class GroupOptions(TypedDict, total=False):
+    """Arguments of :class:`StreamGroup` by keyword."""
+
+    metrics: Metrics | None
+    device: torch.device | str
+    kernels: KernelConfig | None
+    step: int
+    nodes: Nodes | None
+
+
 class StreamGroup:
     """The streams of this rank, and the process group that exchanges them.
 
@@ -86,11 +96,11 @@ class StreamGroup:
         settings: DataParallelConfig,
         group: dist.ProcessGroup | Peers | None,
         *,
-        metrics: Metrics | None,
-        device: torch.device | str,
-        kernels: KernelConfig | None,
-        transactional: bool,
-        step: int,
+        metrics: Metrics | None = None,
+        device: torch.device | str = "cpu",
+        kernels: KernelConfig | None = None,
+        transactional: bool = False,
+        step: int = 0,
         nodes: Nodes | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -117,8 +127,7 @@ class StreamGroup:
         self.backend = backend_of(kernels, self.device)
         self._transactional = transactional
         self.scratch = ScratchBuffers()
-        self.spare_writers: list[list[MessageWriter]] = []
-        """Message writers for every rank, not in use."""
+        self._spare_writers: list[list[MessageWriter]] = []
         self.loaded: dict[str, dict[str, Any]] = {}
         """Loaded states of streams that were not used since."""
         self.nonfinite_reported = False
@@ -145,6 +154,18 @@ class StreamGroup:
                 stream.load_state_dict(self.loaded.pop(name))
             self.streams[name] = stream
         return stream
+
+    def take_writers(self) -> list[MessageWriter]:
+        """Return empty message writers, one for each rank and one for an answer to all of them."""
+        spare = self._spare_writers
+        writers = spare.pop() if spare else [MessageWriter(self.device) for _ in range(self.world_size + 1)]
+        for writer in writers:
+            writer.clear()
+        return writers
+
+    def give_back(self, writers: list[MessageWriter]) -> None:
+        """Take back writers whose messages have left."""
+        self._spare_writers.append(writers)
 
     def set_value_dtype(self, value_dtype: str) -> None:
         """Send the kept values of all streams in another type from now on."""
