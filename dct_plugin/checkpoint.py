@@ -77,34 +77,19 @@ def file_of(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder) / f"dct_rank_{rank:05d}.pt"
 
 
-def save(
-    folder: str | os.PathLike[str],
-    state: State,
-    *,
-    rank: int,
-    world_size: int,
-    unit: float = 1.0,
-    identity: str = "",
-) -> Path:
-    """Write a reducer's state (``GradientReducer.state_dict()``); complete or not at all.
+def content_of(
+    state: State, *, rank: int, world_size: int, unit: float, identity: str = "", configuration: str = ""
+) -> State:
+    """Return what a rank's file holds.
 
     Args:
-        folder: Folder of the checkpoint; it is made if it is missing.
-        state: State of this rank.
+        state: A reducer's state of this rank (``GradientReducer.state_dict()``).
         rank, world_size: Rank and number of ranks in the data-parallel group.
         unit: Factor that the host had multiplied into the gradients before they reached the reducer, for
             example one over the number of ranks; 1 when it averages afterwards.
         identity: Identity of this save: the same on all ranks, another for each save.
+        configuration: Fingerprint of the ``dct`` section.
     """
-    path = file_of(folder, rank)
-    write(path, content_of(state, rank=rank, world_size=world_size, unit=unit, identity=identity))
-    return path
-
-
-def content_of(
-    state: State, *, rank: int, world_size: int, unit: float, identity: str = "", configuration: str = ""
-) -> State:
-    """Return what :func:`save` writes; ``configuration`` is the fingerprint of the ``dct`` section."""
     return {
         "rank": rank,
         "world_size": world_size,
@@ -146,7 +131,7 @@ def load(
     Args:
         folder: Folder of the checkpoint.
         rank, world_size: Rank and number of ranks in the data-parallel group.
-        unit: See :func:`save`.
+        unit: See :func:`content_of`.
         sizes: Entries of the model's parameters by name, where the host knows them.
         layout: Ranks of each node, where their gradients are summed first.
 
@@ -288,7 +273,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
 
     Args:
         contents: Contents of the files of all old ranks, in any order; one is in memory at a time.
-        unit: See :func:`save`, for the new ranks.
+        unit: See :func:`content_of`, for the new ranks.
     """
     step, loss_scale, count, inside, old_unit = 0, 1.0, 0, 1, 1.0
     total: dict[str, State] = {}

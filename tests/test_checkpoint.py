@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError
@@ -35,7 +36,7 @@ def load(folder: Path, **how: Any) -> dict[str, Any] | None:
 
 def save_all(folder: Path, states: list[dict[str, Any]], unit: float = 1.0) -> None:
     for rank, saved in enumerate(states):
-        checkpoint.save(folder, saved, rank=rank, world_size=len(states), unit=unit)
+        save_state(folder, saved, rank=rank, world_size=len(states), unit=unit)
 
 
 def test_the_same_number_of_ranks_gets_its_own_back(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         load(tmp_path, rank=0, world_size=1)
     save_all(tmp_path, [state(0), state(1)])
     for rank in (0, 2):
-        checkpoint.save(tmp_path, state(2), rank=rank, world_size=3)
+        save_state(tmp_path, state(2), rank=rank, world_size=3)
     with pytest.raises(
         DCTError, match=r"dct_rank_00001.pt: written by a run of 2 ranks, the other files .* one of 3"
     ):
@@ -158,7 +159,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     save_all(tmp_path, [state(0)])
     with pytest.raises(Exception, match="pickle"):
-        checkpoint.save(tmp_path, {"streams": {"a": lambda: None}}, rank=0, world_size=1)
+        save_state(tmp_path, {"streams": {"a": lambda: None}}, rank=0, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["dct_rank_00000.pt"]
     assert load(tmp_path, rank=0, world_size=1) is not None
 

@@ -6,23 +6,11 @@ the tables of ``docs/configuration.md`` follow from the models' fields and the t
 
 from __future__ import annotations
 
-from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig, VerifyConfig
+from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig
 from .dct import DCTConfig, KernelConfig, MetricsConfig
 from .embedding import EmbeddingChannelConfig
-from .feedback import (
-    AutoFeedback,
-    FeedbackConfig,
-    LocalFeedback,
-    NoFeedback,
-    StepAheadFeedback,
-)
-from .model_parallel import (
-    ActivationConfig,
-    ExpertsConfig,
-    ModelParallelConfig,
-    PipelineConfig,
-    TensorConfig,
-)
+from .feedback import AutoFeedback, LocalFeedback, NoFeedback
+from .model_parallel import ActivationConfig, PipelineConfig, TensorConfig
 from .options import OptionDoc, options
 from .section import Section
 
@@ -34,19 +22,14 @@ __all__ = [
     "DataParallelConfig",
     "EmbeddingChannelConfig",
     "ExpertSettings",
-    "ExpertsConfig",
-    "FeedbackConfig",
     "KernelConfig",
     "LocalFeedback",
     "MetricsConfig",
-    "ModelParallelConfig",
     "NoFeedback",
     "OptionDoc",
     "ParametersConfig",
     "PipelineConfig",
     "Section",
-    "StepAheadFeedback",
     "TensorConfig",
-    "VerifyConfig",
     "options",
 ]

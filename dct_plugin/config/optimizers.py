@@ -57,14 +57,10 @@ def family_of(names: Iterable[str], *, momentum: float = 0.0) -> OptimizerFamily
     return OptimizerFamily.MOMENTUM if found is OptimizerFamily.SGD and momentum else found
 
 
-def known_names() -> tuple[str, ...]:
-    """Return the names of the optimizers whose family is known."""
-    return tuple(name for names in _NAMES.values() for name in names)
-
-
 def unknown_step(name: str) -> ConfigError:
     """Return the error for step-ahead with an optimizer whose step is not known."""
+    known = ", ".join(each for names in _NAMES.values() for each in names)
     return ConfigError(
         f"dct.data_parallel.feedback = 'step_ahead': the step of {name} is not known; known are "
-        f"{', '.join(known_names())}; give it a method step_unit(group), or leave feedback out"
+        f"{known}; give it a method step_unit(group), or leave feedback out"
     )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import torch.distributed as dist
 
 from ..errors import DesyncError
 from .lost_ranks import in_time
@@ -27,15 +29,6 @@ HINT = "dct-plugin is not installed or not active there (is TORCH_DEVICE_BACKEND
 Facts = Mapping[str, Any]
 
 
-class Store(Protocol):
-    """The part of a ``torch.distributed.Store`` that is used here."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
 class Agreement:
     """One rank's part in an agreement on one topic.
 
@@ -49,7 +42,7 @@ class Agreement:
 
     def __init__(
         self,
-        store: Store,
+        store: dist.Store,
         topic: str,
         *,
         rank: int,

@@ -29,7 +29,7 @@ _SILENT = "gave no sign of life since: dead, stopped or stuck; see their own out
 def register_process() -> None:
     """Tell the others which process this rank is; called again for every default process group."""
     with contextlib.suppress(Exception):  # a job without a store finds out later, or never
-        _store().set(_process_key(dist.get_rank()), processes.this())
+        default_store().set(_process_key(dist.get_rank()), processes.this())
     rejoin()
 
 
@@ -37,9 +37,8 @@ def rejoin() -> None:
     """Clear what an earlier failure left in the store; called when this rank is connected to others again."""
 
     def clear() -> None:
-        store = _store()
-        store.delete_key(_alive_key(dist.get_rank()))
-        store.delete_key(_LOST)
+        default_store().delete_key(_alive_key(dist.get_rank()))
+        default_store().delete_key(_LOST)
 
     in_time(clear, _REPORT)
 
@@ -108,7 +107,9 @@ def describe_failure(
 
 def found_lost() -> str:
     """Return what another rank has found out about lost ranks, as the end of a sentence; empty if nothing."""
-    lost = in_time(lambda: json.loads(_store().get(_LOST)) if _store().check([_LOST]) else [], _REPORT)
+    lost = in_time(
+        lambda: json.loads(default_store().get(_LOST)) if default_store().check([_LOST]) else [], _REPORT
+    )
     return f"; rank(s) {sorted(lost)} {_SILENT}" if lost else ""
 
 
@@ -130,7 +131,7 @@ def in_time(function: Callable[[], Any], seconds: float) -> Any:
 
 def _lost(ranks: Sequence[int], own: int, look: bool) -> list[int]:
     """Report this rank, and return the ranks that do not report; ``look`` for processes on this machine."""
-    store, heard = _store(), {own}
+    store, heard = default_store(), {own}
     store.set(_alive_key(own), "1")
     began = time.monotonic()
     while time.monotonic() < began + _REPORT:
@@ -159,5 +160,6 @@ def _process_key(rank: int) -> str:
     return f"dct_plugin/process/{rank}"
 
 
-def _store() -> Any:
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from .. import processes
 from ..errors import ConfigError, DesyncError
 from .agreement import HINT, TIME_LIMIT, ranks_in_words
+from .lost_ranks import default_store
 
 #: The option that says which ranks are a node, as errors name it.
 KEY = "dct.data_parallel.nodes"
@@ -56,7 +57,7 @@ def layout_of(nodes: Nodes | None, group: dist.ProcessGroup | None) -> list[list
 
 def publish_machine() -> None:
     """Tell the other ranks which machine this process runs on."""
-    _store().set(_key(dist.get_rank()), processes.machine())
+    default_store().set(_key(dist.get_rank()), processes.machine())
 
 
 def ranks_of_machines(
@@ -73,7 +74,7 @@ def ranks_of_machines(
         DesyncError: A rank did not report; names it.
     """
     publish_machine()
-    store, until = _store(), time.monotonic() + limit
+    store, until = default_store(), time.monotonic() + limit
     missing = list(ranks)
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         if time.monotonic() >= until:
@@ -129,7 +130,3 @@ def find_nodes(ranks: Sequence[int], machines: dict[str, list[int]], per_node: i
 
 def _key(rank: int) -> str:
     return f"dct_plugin/machine/{rank}"
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()

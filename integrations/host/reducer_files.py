@@ -42,7 +42,8 @@ def save(
         group: Over which gradients are reduced; None for all ranks.
         parts: The job has several such groups, for parts of the model, each with a folder of its own; all
             ranks of the job save and load together.
-        unit: Factor that the host had multiplied into the gradients, see :func:`dct_plugin.checkpoint.save`.
+        unit: Factor that the host had multiplied into the gradients, see
+            :func:`dct_plugin.checkpoint.content_of`.
         configuration: Fingerprint of the ``dct`` section.
         progress: Notes the steps that follow, in this folder.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import launch, logged, run
+from support.state_files import save_state
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,7 +110,7 @@ def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool)
         for step in range(3):
             group.all_reduce(list(gradients(rank, step).items()), scale=1 / world_size)
             group.end_step()
-        checkpoint.save(folder, group.state_dict(), rank=rank, world_size=world_size, identity="one")
+        save_state(folder, group.state_dict(), rank=rank, world_size=world_size, identity="one")
         dist.barrier()
     else:
         loaded = checkpoint.load(folder, rank=rank, world_size=world_size, sizes=SIZES, layout=layout)

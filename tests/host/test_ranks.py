@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import launch, run
+from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
@@ -133,7 +134,7 @@ def _reads(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
 
 def written(folder: Path, ranks: int) -> None:
     for rank in range(ranks):
-        checkpoint.save(folder, state_of(rank), rank=rank, world_size=ranks)
+        save_state(folder, state_of(rank), rank=rank, world_size=ranks)
 
 
 def test_a_rank_without_its_file_means_none_for_all(tmp_path: Path) -> None:

@@ -228,9 +228,8 @@ def states(generator: random.Random) -> Iterator[str]:
         streams[name] = stream.state_dict()
     warnings.filterwarnings("ignore", message="Detected pickle protocol")  # about odd versions of pickle
     with tempfile.TemporaryDirectory() as folder:
-        path = checkpoint.save(
-            folder, {"step": 7, "loss_scale": 1.0, "streams": streams}, rank=0, world_size=1
-        )
+        path, state = checkpoint.file_of(folder, 0), {"step": 7, "loss_scale": 1.0, "streams": streams}
+        checkpoint.write(path, checkpoint.content_of(state, rank=0, world_size=1, unit=1.0))
         whole, expected = path.read_bytes(), checkpoint._sums(checkpoint.read(path))
         while True:
             data = mutated(whole, generator)

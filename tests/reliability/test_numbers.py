@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run
+from support.state_files import save_state
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,7 +166,7 @@ def test_other_numbers_of_ranks_keep_what_is_owed(tmp_path: Path, path: tuple[in
     for number, ranks in enumerate(path[1:]):
         folder = tmp_path / str(number)
         for rank, state in enumerate(states):
-            checkpoint.save(folder, state, rank=rank, world_size=len(states))
+            save_state(folder, state, rank=rank, world_size=len(states))
         loaded = [checkpoint.load(folder, rank=rank, world_size=ranks) for rank in range(ranks)]
         states = [found.state for found in loaded if found is not None]
         assert len(states) == ranks

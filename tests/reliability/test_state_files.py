@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import launch, run
+from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError
@@ -33,7 +34,7 @@ def state(seed: int = 0, step: int = 7) -> dict[str, Any]:
 
 def written(folder: Path, ranks: int = 2, *, identity: str = "first", step: int = 7) -> Path:
     for rank in range(ranks):
-        checkpoint.save(folder, state(rank, step), rank=rank, world_size=ranks, identity=identity)
+        save_state(folder, state(rank, step), rank=rank, world_size=ranks, identity=identity)
     return checkpoint.file_of(folder, 1)
 
 
@@ -155,10 +156,10 @@ def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
 def test_streams_of_a_part_are_compared_with_their_part(tmp_path: Path) -> None:
     saved = state()
     saved["streams"] = {"a[0:600]": {**saved["streams"]["a"], "residual": torch.zeros(600)}}
-    checkpoint.save(tmp_path, saved, rank=0, world_size=1)
+    save_state(tmp_path, saved, rank=0, world_size=1)
     assert checkpoint.load(tmp_path, rank=0, world_size=1, sizes=SIZES) is not None
     saved["streams"] = {"a[0:600]": {**saved["streams"]["a[0:600]"], "residual": torch.zeros(599)}}
-    checkpoint.save(tmp_path, saved, rank=0, world_size=1)
+    save_state(tmp_path, saved, rank=0, world_size=1)
     assert "the residual of a[0:600] has shape (599,), the model has 600" in refused(tmp_path, 0, 1)
 
 

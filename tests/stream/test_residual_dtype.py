@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.errors import DCTError
@@ -123,7 +124,7 @@ def files(folder: Path, dtype: str, ranks: int = 2) -> list[Compressor]:
         for gradient in gradients(3, rank):
             stream.compress(gradient)
         state = {"step": 3, "loss_scale": 1.0, "streams": {"w": stream.state_dict()}}
-        checkpoint.save(folder, state, rank=rank, world_size=ranks)
+        save_state(folder, state, rank=rank, world_size=ranks)
         streams.append(stream)
     return streams
 

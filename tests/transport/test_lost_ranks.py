@@ -34,7 +34,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(lost_ranks, "time", clock)
-    monkeypatch.setattr(lost_ranks, "_store", lambda: clock.store)
+    monkeypatch.setattr(lost_ranks, "default_store", lambda: clock.store)
     return clock
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...codecs.payload import payload_bound
 from ...codecs.values import ValueDtype
 from ...config.methods import Method
 from ...stream import Encoded, wire_dtype
@@ -25,9 +24,6 @@ class Whole(PayloadCompressor[Method]):
 
     def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[float]:
         return [0.0] * len(flats)
-
-    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        return payload_bound(shape.numel(), None, self._value_type(dtype))
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         messages, encoded = self._write(parts)

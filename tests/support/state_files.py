@@ -1,0 +1,25 @@
+"""Files of residuals as the hosts write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dct_plugin import checkpoint
+
+
+def save_state(
+    folder: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    rank: int,
+    world_size: int,
+    unit: float = 1.0,
+    identity: str = "",
+) -> Path:
+    """Write a reducer's state of one rank; return the file."""
+    path = checkpoint.file_of(folder, rank)
+    content = checkpoint.content_of(state, rank=rank, world_size=world_size, unit=unit, identity=identity)
+    checkpoint.write(path, content)
+    return path
