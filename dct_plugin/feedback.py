@@ -155,12 +155,7 @@ class Residual(_Transaction[Tensor]):
     """
 
     def __init__(
-        self,
-        numel: int,
-        device: torch.device,
-        *,
-        transactional: bool = False,
-        memory: Tensor | None = None,
+        self, numel: int, device: torch.device, *, transactional: bool = False, memory: Tensor | None = None
     ) -> None:
         self.numel = numel
         self._committed = torch.zeros(numel, dtype=torch.float32, device=device) if memory is None else memory

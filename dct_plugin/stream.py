@@ -123,13 +123,7 @@ class Stream:
         kernels: Which kernels run; the defaults when None.
     """
 
-    def __init__(
-        self,
-        threshold: Threshold,
-        *,
-        name: str,
-        kernels: KernelConfig | None,
-    ) -> None:
+    def __init__(self, threshold: Threshold, *, name: str, kernels: KernelConfig | None) -> None:
         self.name = name
         self.threshold = threshold
         self._kernels = kernels

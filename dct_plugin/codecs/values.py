@@ -195,11 +195,7 @@ def _in_groups(x: Tensor, padding: float) -> Tensor:
     return padded.view(-1, VALUE_GROUP)
 
 
-_FLOATS = {
-    ValueDtype.FP32: torch.float32,
-    ValueDtype.BF16: torch.bfloat16,
-    ValueDtype.FP16: torch.float16,
-}
+_FLOATS = {ValueDtype.FP32: torch.float32, ValueDtype.BF16: torch.bfloat16, ValueDtype.FP16: torch.float16}
 _LOSSLESS = {dtype: member for member, dtype in _FLOATS.items()}
 #: Every value type's codec.
 VALUE_CODECS: Mapping[ValueDtype, _ValueCodec] = {

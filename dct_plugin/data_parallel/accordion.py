@@ -202,11 +202,7 @@ class Accordion(AddOn):
     exchanges = True
 
     def __init__(
-        self,
-        group: StreamGroup,
-        regimes: CriticalRegimes,
-        gentle: SparsitySchedule,
-        steady: SparsitySchedule,
+        self, group: StreamGroup, regimes: CriticalRegimes, gentle: SparsitySchedule, steady: SparsitySchedule
     ) -> None:
         self._group, self.regimes, self._gentle, self._steady = group, regimes, gentle, steady
 

@@ -241,11 +241,7 @@ class FixedSizeReductions:
         ]
 
     def _answer_again(
-        self,
-        pending: _PendingReduction,
-        result: _Result,
-        affected: set[int],
-        messages: Sequence[Tensor],
+        self, pending: _PendingReduction, result: _Result, affected: set[int], messages: Sequence[Tensor]
     ) -> list[Tensor]:
         """Exchange, with their sizes, the answers of owners that lacked a message, and those that did not
         fit; return the answers of all ranks, empty for the others.

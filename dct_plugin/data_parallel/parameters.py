@@ -102,9 +102,7 @@ class ParameterUpdates(StreamGroup):
             self.metrics.record(Record("parameter_full", size, size, numel))
 
     def update(
-        self,
-        entries: Sequence[tuple[str, Tensor, Sequence[Shard]]],
-        master_of: Callable[[str], Tensor],
+        self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], master_of: Callable[[str], Tensor]
     ) -> None:
         """Move working weights towards the masters; a collective.
 

@@ -190,10 +190,7 @@ class TableLimits(nn.Module):
     # -- measuring ---
 
     def measure(
-        self,
-        blocks: Sequence[Tensor],
-        tables: Sequence[Sequence[int]],
-        rows: Sequence[Sequence[int]],
+        self, blocks: Sequence[Tensor], tables: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
     ) -> None:
         """Find thresholds from the vectors of a training pass; the first one of a step counts.
 

@@ -49,11 +49,7 @@ class Choice:
 
 
 def choose(
-    parts: Sequence[Part],
-    *,
-    world_size: int,
-    compression: float = 1.0,
-    force: Strategy | None = None,
+    parts: Sequence[Part], *, world_size: int, compression: float = 1.0, force: Strategy | None = None
 ) -> list[Choice]:
     """Pick all-to-all or DES for every part by the floats a rank sends per global sample and direction.
 

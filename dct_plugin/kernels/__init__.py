@@ -63,11 +63,7 @@ _NEEDED = {
 
 
 def register_backend(
-    name: str,
-    factory: Callable[[], Backend],
-    device_types: tuple[str, ...] = (),
-    *,
-    self_check: bool = False,
+    name: str, factory: Callable[[], Backend], device_types: tuple[str, ...] = (), *, self_check: bool = False
 ) -> None:
     """Make a backend known; ``auto`` tries it first on ``device_types``.
 

@@ -55,10 +55,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "dct_mean_squares": [POINTER(_Encode), c_int32, c_void_p],
     "dct_embedding_encode": [POINTER(_Encode), c_int32, c_int32],
     "dct_embedding_decode": [POINTER(_Decode), c_int32, c_int32],
-    "dct_distinct_rows": [
-        *[c_void_p, c_uint64, c_uint64],
-        *[c_void_p] * 7,
-    ],
+    "dct_distinct_rows": [*[c_void_p, c_uint64, c_uint64], *[c_void_p] * 7],
     "dct_add_rows": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint64],
 }
 _OUT_OF_RANGE = -5

@@ -127,10 +127,7 @@ class Agreement:
                 break
             time.sleep(pause)
         fault = describe(heard, self.world_size, self.limit, self.hint)
-        verdict = {
-            "fault": fault,
-            "present": sum("absent" not in statement for statement in heard.values()),
-        }
+        verdict = {"fault": fault, "present": sum("absent" not in statement for statement in heard.values())}
         self._store.set(self._key("verdict"), json.dumps(verdict))
         return verdict
 

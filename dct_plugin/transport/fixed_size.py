@@ -37,10 +37,7 @@ class SlotTransfer:
     """
 
     def __init__(
-        self,
-        slots: tuple[Sequence[int], Sequence[int]],
-        device: torch.device,
-        shared: int | None = None,
+        self, slots: tuple[Sequence[int], Sequence[int]], device: torch.device, shared: int | None = None
     ) -> None:
         self._shared = shared
         self.sends, self.bounds = (

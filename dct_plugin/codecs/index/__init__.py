@@ -113,11 +113,7 @@ def check_positions(idx: Tensor, numel: int, encoding: int | None) -> None:
 
 
 def encode_indices(
-    idx: Tensor,
-    numel: int,
-    encoding: int | None = None,
-    *,
-    among: Collection[IndexEncoding] = tuple(CODECS),
+    idx: Tensor, numel: int, encoding: int | None = None, *, among: Collection[IndexEncoding] = tuple(CODECS)
 ) -> tuple[IndexEncoding, int, Tensor]:
     """Encode strictly ascending positions ``idx``, int64 [nnz], all below ``numel``.
 
