@@ -1,9 +1,10 @@
 """Processor time of a step under torch DDP, by thread: what a method costs where cores are busy anyway.
 
-Two ranks on this machine train the model of ``python -m benchmarks.links --workload ddp`` in turns of five
-steps. Unlike the time of a step, processor time hardly depends on what else the machine does. Linux only.
+Ranks on this machine train the model of ``python -m benchmarks.links --workload ddp`` in turns of five steps.
+Unlike the time of a step, processor time hardly depends on what else the machine does. Linux only.
 
     python benchmarks/ddp_cpu.py
+    python benchmarks/ddp_cpu.py --ranks 4 --nodes 2
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ def milliseconds() -> Counter[str]:
 def run(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{arguments.port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=arguments.ranks)
     width = width_of(arguments.parameters)
     shared, unused = (Trained(perceptron(w), batch(w), 25) for w in (width, 8))
     settings = ((0.99, "bf16"), (0.99, "int8"))
-    methods = {m.name: m for m in methods_of(shared, unused, settings) if m.name in METHODS}
-    found: dict[str, list[Counter[str]]] = {name: [] for name in METHODS}
+    per_node = arguments.ranks // (arguments.nodes or arguments.ranks)
+    made = methods_of(shared, unused, settings, per_node)
+    methods = {m.name: m for m in made if m.name.removesuffix(", nodes") in METHODS}
+    found: dict[str, list[Counter[str]]] = {name: [] for name in methods}
     for turn in range(arguments.turns + 2):
-        for name in METHODS:
+        for name in methods:
             with methods[name].around():
                 dist.barrier()
                 before = milliseconds()
@@ -78,9 +81,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parameters", type=float, default=10.65, help="millions")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nodes", type=int, help="also with nodes, so many")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--port", type=int, default=29671)
-    mp.spawn(run, args=(parser.parse_args(),), nprocs=2)
+    arguments = parser.parse_args()
+    mp.spawn(run, args=(arguments,), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

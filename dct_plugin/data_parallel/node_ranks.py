@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..feedback import unpacked
+from ..kernels import Backend
 from ..metrics import Metrics, Record
 from ..transport import Exchange
 from ..transport.nodes import Nodes
@@ -24,6 +25,8 @@ Entries = Sequence[tuple[str, Tensor]]
 Part = tuple[int, int]
 Wanted = Mapping[str, Sequence[Sequence[Part]]]
 
+#: Entries that are added up at once, which stay in a cache meanwhile.
+_BLOCK = 1 << 17
 #: Class in the metrics of what ranks of a node send each other.
 CLASS = "node"
 
@@ -39,6 +42,7 @@ class NodeRanks:
         device: Device of the tensors.
         min_numel: Tensors with fewer entries are small.
         metrics: Records bytes.
+        kernels: Kernels of the tensors.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class NodeRanks:
         device: torch.device,
         min_numel: int,
         metrics: Metrics | None,
+        kernels: Backend,
     ) -> None:
         self.exchange = Exchange(group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
@@ -55,14 +60,14 @@ class NodeRanks:
         self._memory: SharedMemory | None = None
         self.sizes: dict[str, int] = {}
         """Entries of the tensors that were asked about."""
-        self._min_numel, self._metrics = min_numel, metrics
+        self._min_numel, self._metrics, self._kernels = min_numel, metrics, kernels
         if metrics is not None:
             metrics.has_nodes = True
 
     def _shared_memory(self) -> SharedMemory | None:
         """Return memory that these ranks share, if they can; the first call is a collective."""
         if self._memory is None and self._may_share:
-            self._memory = open_shared_memory(self.exchange)
+            self._memory = open_shared_memory(self.exchange, self._kernels)
             self._may_share = self._memory is not None
         return self._memory
 
@@ -83,13 +88,16 @@ class NodeRanks:
         """Return this rank's part of a tensor."""
         return self.parts(name, numel)[self.position]
 
-    def means(self, entries: Entries, *, in_place: bool = False) -> list[tuple[str, Tensor]]:
+    def means(
+        self, entries: Entries, *, in_place: bool = False, clear: bool = False
+    ) -> list[tuple[str, Tensor]]:
         """Return this rank's part of the mean of each tensor over the node; a collective. Parts without
         entries are left out.
 
         Args:
             entries: ``(name, tensor)``, 1-D.
             in_place: The means replace what is in the tensors; else they get memory of their own.
+            clear: Leave zeros in the parts of the other ranks.
         """
         ordered = _by_size(entries)
         parts = [self.parts(name, tensor.numel()) for name, tensor in ordered]
@@ -98,17 +106,23 @@ class NodeRanks:
             for rank in range(self.size)
         ]
         own = views[self.position]
-        received = self.swap("node sum", views, [own] * self.size, entries)
+        received = self.swap("node sum", views, [own] * self.size, entries, clear=clear)
         del received[self.position]
         found = {}
         for index, ((name, _), mine) in enumerate(zip(ordered, own, strict=True)):
-            wide = max(mine.dtype, torch.float32, key=_size_of)
-            total = mine if in_place and mine.dtype == wide else mine.to(wide, copy=True)
-            for theirs in received:
-                total += theirs[index]
-            total.mul_(1.0 / self.size)
-            found[name] = mine.copy_(total) if in_place else total.to(mine.dtype)
+            found[name] = mine if in_place else torch.empty_like(mine)
+            _mean_into(found[name], [mine, *(theirs[index] for theirs in received)])
         return [(name, found[name]) for name, _ in entries if found[name].numel()]
+
+    def share(self, messages: Sequence[Tensor], fingerprint: int) -> list[list[Tensor]]:
+        """Return the messages that each rank of the node gives; a collective. All give as many."""
+        with self.failing_together():
+            sizes = torch.tensor([message.numel() for message in messages], dtype=torch.int64)
+            own = torch.cat([sizes.view(torch.uint8), *messages])
+        begin = 8 * len(messages)
+        with self._recorded():
+            arrived = self.exchange.all_gather(own, fingerprint)
+        return [list(each[begin:].split(each[:begin].clone().view(torch.int64).tolist())) for each in arrived]
 
     def gather(
         self, operation: str, entries: Entries, wanted: Wanted | None = None, held: Wanted | None = None
@@ -148,16 +162,23 @@ class NodeRanks:
         outgoing: Sequence[Sequence[Tensor]],
         like: Sequence[Sequence[Tensor]],
         entries: Entries,
+        *,
+        clear: bool = False,
     ) -> list[list[Tensor]]:
         """Send ``outgoing[r]`` to rank ``r`` of the node; return what it sends, tensors like ``like[r]``.
 
-        Tensors are 1-D, the largest types first. Ranks compare ``operation``, names and sizes of ``entries``.
+        Tensors are 1-D, the largest types first; ``clear`` leaves zeros in those that are sent. Ranks compare
+        ``operation``, names and sizes of ``entries``.
         """
-        fingerprint = fingerprint_of(operation, tuple([(name, t.numel(), ()) for name, t in entries]))
+        fingerprint = fingerprint_in_node(operation, entries)
         with self._recorded():
             if (memory := self._shared_memory()) is not None:
-                return memory.swap(outgoing, like, fingerprint)
-            return self._swap_messages(outgoing, like, fingerprint)
+                return memory.swap(outgoing, like, fingerprint, clear=clear)
+            received = self._swap_messages(outgoing, like, fingerprint)
+        for views in [*outgoing[: self.position], *outgoing[self.position + 1 :]] if clear else ():
+            for tensor in views:
+                tensor.zero_()
+        return received
 
     def _swap_messages(
         self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
@@ -229,6 +250,26 @@ class NodeRanks:
 
 def _size_of(dtype: torch.dtype) -> int:
     return dtype.itemsize
+
+
+def fingerprint_in_node(operation: str, entries: Entries) -> int:
+    """Return a description of an operation on tensors, which ranks of a node compare."""
+    return fingerprint_of(operation, tuple([(name, tensor.numel(), ()) for name, tensor in entries]))
+
+
+def _mean_into(out: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the mean of tensors of one type, added up in fp32 at least; ``out`` may be the first of them."""
+    wide, factor = max(out.dtype, torch.float32, key=_size_of), 1.0 / len(tensors)
+    for start in range(0, out.numel(), _BLOCK):
+        target, first, *others = [each[start : start + _BLOCK] for each in (out, *tensors)]
+        total = target if out.dtype == wide else torch.empty_like(target, dtype=wide)
+        if total.data_ptr() != first.data_ptr():
+            total.copy_(first)
+        for theirs in others:
+            total += theirs
+        total *= factor
+        if total is not target:
+            target.copy_(total)
 
 
 def _by_size(entries: Entries) -> list[tuple[str, Tensor]]:

@@ -71,7 +71,7 @@ class ParameterUpdates(StreamGroup):
         super().__init__(settings, group, **options)
         self._between_nodes = None
         if self.nodes is not None and gathers:
-            node = NodeRanks(self.nodes, group, self.device, config.min_numel, self.metrics)
+            node = NodeRanks(self.nodes, group, self.device, config.min_numel, self.metrics, self.backend)
             self._between_nodes = UpdatesBetweenNodes(
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead
             )

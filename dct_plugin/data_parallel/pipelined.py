@@ -10,11 +10,13 @@ import itertools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
 from ..codecs.message import MessageWriter, read_messages
 from ..metrics import Record
+from .node_chunks import NodeChunks
 from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Phase
@@ -32,6 +34,7 @@ class PipelinedExchange:
         chunks: Parts of the plan.
         whole: Record of the exchange.
         remember: Told the phase, the chunk and the messages sent and received, after each exchange.
+        inside: What the ranks of a node do with the chunks, which are this rank's parts then.
     """
 
     def __init__(
@@ -41,12 +44,17 @@ class PipelinedExchange:
         chunks: Sequence[ReductionPlan],
         whole: Record,
         remember: Callable[[int, ReductionPlan, Sequence[Tensor], Sequence[Tensor]], None] | None = None,
+        inside: NodeChunks | None = None,
     ) -> None:
         self._group, self._phases, self._chunks, self._whole = group, phases, chunks, whole
         self._exchange = group.exchange
         self._remember = remember
-        self._ends = list(itertools.accumulate(len(chunk.tensors) for chunk in chunks))
+        self._inside = inside
+        sizes = [len(chunk.tensors) for chunk in chunks] if inside is None else inside.sizes
+        self._ends = list(itertools.accumulate(sizes))
         self._posted = 0
+        self._arrived: list[Tensor] = []
+        """Messages of the last phase, for the other ranks of the node."""
         self._writers: list[list[MessageWriter]] = []
         """Those of each chunk, in use until all messages have left."""
         self._under_way: deque[tuple[ReductionPlan, list[Tensor]]] = deque()
@@ -68,16 +76,20 @@ class PipelinedExchange:
             return
         phase = self._phases[0]
         with self._exchange.preparing(posts=self.unposted):
-            for chunk in self._chunks[self._posted : end]:
-                self._writers.append(self._group.take_writers())
-                writers = self._writers[-1][: 1 if phase.to_all else self._group.world_size]
-                written = phase.write(chunk, writers)
-                self._under_way.append((chunk, self._send(chunk, writers, written)))
-                self._posted += 1
+            for index in range(self._posted, end):
+                if self._inside is not None:
+                    self._inside.enter(index, self._whole)
+                with self._working():
+                    chunk = self._chunks[index]
+                    self._writers.append(self._group.take_writers())
+                    writers = self._writers[-1][: 1 if phase.to_all else self._group.world_size]
+                    written = phase.write(chunk, writers)
+                    self._under_way.append((chunk, self._send(chunk, writers, written)))
+                    self._posted += 1
 
     def collect(self) -> None:
         """Add up the oldest chunk that has been posted, in rank order."""
-        with self._exchange.collecting(posts=self.unposted):
+        with self._working(), self._exchange.collecting(posts=self.unposted):
             chunk, sent = self._under_way.popleft()
             self._add(0, chunk, self._receive(0, chunk, sent))
 
@@ -85,9 +97,15 @@ class PipelinedExchange:
         """Post the other chunks, and collect all of them; every tensor holds its sum then."""
         self.post(self._ends[-1])
         if len(self._phases) == 2:
-            self._answer()
+            with self._working():
+                self._answer()
         while self._under_way:
             self.collect()
+        if self._inside is not None:
+            shared = self._inside.share(self._arrived, self._whole)
+            with self._whole.timed("decode"):
+                for chunk, messages in shared:
+                    self._sum(len(self._phases) - 1, chunk, messages)
         for writers in self._writers:
             self._group.give_back(writers)
 
@@ -127,7 +145,16 @@ class PipelinedExchange:
             self._remember(phase, chunk, sent, received)
         return received
 
+    def _working(self) -> AbstractContextManager[None]:
+        """Surround work whose results the other ranks of the node wait for: they are told of an error."""
+        return nullcontext() if self._inside is None else self._inside.failing_together()
+
     def _add(self, phase: int, chunk: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        if self._inside is not None and phase == len(self._phases) - 1:
+            self._arrived += messages
         with self._whole.timed("decode"):
-            for destination in self._phases[phase].destinations(chunk):
-                destination.add_messages([messages[sender] for sender in destination.senders])
+            self._sum(phase, chunk, messages)
+
+    def _sum(self, phase: int, chunk: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        for destination in self._phases[phase].destinations(chunk):
+            destination.add_messages([messages[sender] for sender in destination.senders])

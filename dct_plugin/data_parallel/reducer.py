@@ -25,6 +25,7 @@ from .dense_sums import DenseSums
 from .direct import Direct
 from .fixed_size import FixedSizeReductions
 from .hierarchical import Hierarchical
+from .node_chunks import NodeChunks
 from .node_ranks import NodeRanks
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
@@ -183,8 +184,13 @@ class GradientReducer(StreamGroup):
     @property
     def in_parts(self) -> bool:
         """True if tensors can leave one after the other, since nothing takes all of them at once."""
-        at_once = self.fixed_size or self._dense.active or self.node is not None
+        at_once = self.fixed_size or self._dense.active
         return not (at_once or any(each.exchanges for each in self.add_ons))
+
+    @property
+    def in_chunks(self) -> bool:
+        """True if the ranks of a node sum tensors chunk by chunk, and give each other messages."""
+        return not (self.node is None or self.fixed_size or self._dense.active)
 
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
@@ -218,14 +224,22 @@ class GradientReducer(StreamGroup):
                 self.fixed_size,
             )
 
-    def pipelined(self, topology: Topology, plan: ReductionPlan, whole: Record) -> PipelinedExchange:
-        """Return an exchange of the plan in chunks."""
+    def pipelined(
+        self, topology: Topology, plan: ReductionPlan, whole: Record, inside: NodeChunks | None = None
+    ) -> PipelinedExchange:
+        """Return an exchange of the plan in chunks, or in those of the node."""
         with self.exchange.preparing():
-            chunks = plan.chunks(lambda tensor: self.sparsity(tensor.name).density)
+            chunks = (
+                plan.chunks(lambda tensor: self.sparsity(tensor.name).density)
+                if inside is None
+                else inside.own
+            )
         remember = None if self._fixed_size is None else self._fixed_size.remember
-        return PipelinedExchange(self, topology.phases, chunks, whole, remember)
+        return PipelinedExchange(self, topology.phases, chunks, whole, remember, inside)
 
-    def reduce(self, topology: Topology, plan: ReductionPlan, whole: Record) -> None:
+    def reduce(
+        self, topology: Topology, plan: ReductionPlan, whole: Record, inside: NodeChunks | None = None
+    ) -> None:
         """Reduce the tensors of a plan, or queue that."""
         fixed_size = self._fixed_size
         if fixed_size is not None:
@@ -235,7 +249,7 @@ class GradientReducer(StreamGroup):
         if fixed_size is not None and fixed_size.knows(topology.phases, plan):
             fixed_size.start(topology.phases, plan, whole)
         else:
-            self.pipelined(topology, plan, whole).finish()
+            self.pipelined(topology, plan, whole, inside).finish()
             self.after_reduce(plan)
 
     def reduce_dense(self, entries: Sequence[tuple[str, Tensor]], scale: float, whole: Record) -> bool:
@@ -333,12 +347,16 @@ def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, T
     one, and that of sums that owners get.
     """
     everywhere, scatter = _topology_of(group), Scatter(group)
-    small = TwoPhase(group) if isinstance(everywhere, Direct) and group.world_size > 2 else None
+    small: Topology | None = (
+        TwoPhase(group) if isinstance(everywhere, Direct) and group.world_size > 2 else None
+    )
     if group.nodes is None:
         return everywhere, small, scatter
     node = group.node = NodeRanks(
-        group.nodes, group.group, group.device, group.config.min_numel, group.metrics
+        group.nodes, group.group, group.device, group.config.min_numel, group.metrics, group.backend
     )
+    if small is not None:
+        small = Hierarchical(small, node, group)
     return Hierarchical(everywhere, node, group), small, Hierarchical(scatter, node, group)
 
 
@@ -385,6 +403,7 @@ class Reduction:
         self._parts = _by_topology(reducer, entries)
         self._plan: ReductionPlan | None = None
         self._exchange: PipelinedExchange | None = None
+        self._inside: NodeChunks | None = None
         self._observed = 0
 
     def advance(self, ready: int, idle: Callable[[], bool]) -> None:
@@ -403,8 +422,8 @@ class Reduction:
         with reducer.recording(self._whole):
             topology, first = self._parts[0]
             if self._exchange is None:
-                self._plan = reducer.plan(topology, first, self._scale)
-                self._exchange = reducer.pipelined(topology, self._plan, self._whole)
+                self._plan, self._inside = self._planned(topology, first)
+                self._exchange = reducer.pipelined(topology, self._plan, self._whole, self._inside)
             if len(first) < len(self._entries):
                 names = {name for name, _ in first}
                 available = sum(name in names for name, _ in self._entries[:ready])
@@ -430,6 +449,8 @@ class Reduction:
                 self._exchange.finish()
                 reducer.after_reduce(self._plan)
                 self._reduce(self._parts[1:])
+            elif reducer.in_chunks:
+                self._reduce(self._parts)
             else:
                 self._entries, _ = reducer.topology.enter(self._entries, None, whole)
                 self._parts = _by_topology(reducer, self._entries)
@@ -445,10 +466,24 @@ class Reduction:
     def _reduce(self, parts: Sequence[tuple[Topology, _Entries]]) -> None:
         reducer = self._reducer
         for topology, entries in parts:
-            reducer.reduce(topology, reducer.plan(topology, entries, self._scale), self._whole)
+            plan, inside = self._planned(topology, entries)
+            if inside is not None and not reducer.in_parts:
+                with reducer.exchange.preparing(posts=len(inside.sizes)):
+                    inside.enter(len(inside.sizes) - 1, self._whole)
+            reducer.reduce(topology, plan, self._whole, inside)
+
+    def _planned(self, topology: Topology, entries: _Entries) -> tuple[ReductionPlan, NodeChunks | None]:
+        """Return the plan of tensors, and what the ranks of the node do with their chunks."""
+        reducer = self._reducer
+        if not reducer.in_chunks:
+            return reducer.plan(topology, entries, self._scale), None
+        plan = reducer.plan(topology, topology.parts(entries), self._scale)
+        return plan, topology.in_node(entries, plan, reducer.observe)
 
     def _observe(self, ready: int) -> None:
         """Show gradients to the add-ons before they are thresholded, and cleared."""
+        if self._inside is not None:  # shows them
+            return
         if ready > self._observed or not self._entries:
             self._reducer.observe(self._entries[self._observed : ready])
             self._observed = ready

@@ -8,7 +8,7 @@ residuals are phases, too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ from ..codecs.message import MessageWriter
 from ..kernels import GRAD_DTYPES
 from ..metrics import Record
 from ..transport.fixed_size import SlotTransfer
+from .node_chunks import NodeChunks
 from .node_ranks import Entries
 from .plan import ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
@@ -141,6 +142,23 @@ class Topology(ABC):
         host names owners; a collective.
         """
         return entries, shards
+
+    def in_node(
+        self, entries: Entries, plan: ReductionPlan, observe: Callable[[Entries], None]
+    ) -> NodeChunks | None:
+        """Return what the ranks of a node do with the chunks of tensors; None if they enter all at once, or
+        there are no nodes.
+
+        Args:
+            entries: This rank's gradients.
+            plan: The plan of what takes part.
+            observe: Shown what takes part when it is there.
+        """
+        return None
+
+    def parts(self, entries: Entries) -> Entries:
+        """Return what takes part in the phases, for gradients whose chunks enter one by one."""
+        return entries
 
     def entered(self) -> AbstractContextManager[None]:
         """Surround the work on what entered: ranks that wait for the results are told of an error."""

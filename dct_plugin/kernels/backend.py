@@ -171,6 +171,11 @@ class Backend(ABC):
         check_difference(wanted, held, out)
         out.copy_(wanted.to(held.dtype)).sub_(held)
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy a vector to another one of its type and size, apart from it, and leave zeros in ``source``."""
+        target.copy_(source)
+        source.zero_()
+
     # -- positions alone ---
 
     def encode_indices(

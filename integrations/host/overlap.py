@@ -56,7 +56,8 @@ def overlap_of(
     if reducer.device.type != "cpu" or not wanted:
         return Overlap(reducer)
     peers = reducer.exchange.peers
-    if not (inline and one_core_each(peers.group)):
+    everyone = peers.group if reducer.nodes is None else reducer.group
+    if not (inline and one_core_each(everyone)):
         own = group_of_own(peers.group)
         if own is not None:
             peers.group = own
