@@ -399,15 +399,12 @@ class Metrics:
 
     def _bytes(self) -> dict[str, tuple[float, float]]:
         """Return dense and sent bytes so far, by class."""
-        none = _Sums()
-        parts = {
-            cls: (self._totals.get(cls, none), self._window.get(cls, none))
-            for cls in (*self._totals, *self._window)
-        }
-        return {
-            cls: (one.dense_bytes + other.dense_bytes, one.sent_bytes + other.sent_bytes)
-            for cls, (one, other) in parts.items()
-        }
+        found: dict[str, tuple[float, float]] = {}
+        for part in (self._totals, self._window):
+            for cls, sums in part.items():
+                dense, sent = found.get(cls, (0.0, 0.0))
+                found[cls] = dense + sums.dense_bytes, sent + sums.sent_bytes
+        return found
 
     def close(self) -> None:
         """Report the steps since the last report and close what is open; may be called again."""

@@ -19,7 +19,7 @@ class Whole(PayloadCompressor[Method]):
 
     # A message that holds a non-finite entry is shorter than others: ``exact`` stays False.
 
-    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+    def value_type(self, dtype: torch.dtype) -> ValueDtype:
         return wire_dtype(dtype, dense=True)
 
     def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[float]:

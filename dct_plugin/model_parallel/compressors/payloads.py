@@ -26,12 +26,13 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         super().__init__(config, site)
         threshold = Threshold.of_activations(site.name, site.rank)
         self._stream = Stream(threshold, name=site.name, kernels=site.kernels)
+        self.backend = self._stream.backend
 
     @abstractmethod
-    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+    def value_type(self, dtype: torch.dtype) -> ValueDtype:
         """Return the type of the values on the wire."""
 
-    def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
+    def entries(self, numel: int, value_dtype: ValueDtype) -> int:
         """Return the most entries of a message about ``numel``."""
         return numel
 
@@ -44,8 +45,8 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         return
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        code = self._value_type(dtype)
-        return payload_bound(shape.numel(), self._entries(shape.numel(), code), code)
+        code = self.value_type(dtype)
+        return payload_bound(shape.numel(), self.entries(shape.numel(), code), code)
 
     def _write(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Encoded]:
         """Write one payload for each tensor; their figures are read at once."""
@@ -54,8 +55,8 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         taus = self._taus(encoded, flats)
         buffers = []
         for part, flat, tau in zip(parts, flats, taus, strict=True):
-            code = self._value_type(part.dtype)
-            capacity = self._entries(flat.numel(), code)
+            code = self.value_type(part.dtype)
+            capacity = self.entries(flat.numel(), code)
             size = payload_bound(flat.numel(), capacity, code)
             buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
             start = first_position(self.site.step, flat.numel())
@@ -71,7 +72,7 @@ class PayloadCompressor(ActivationCompressor[Settings]):
     def _add(self, message: Tensor, out: Tensor) -> Tensor:
         """Add the payload with which a message begins to ``out``; return the payload."""
         payload = without_padding(message)
-        add_payload(self._stream.backend(out.device), payload, out)
+        add_payload(self.backend(out.device), payload, out)
         return payload
 
 

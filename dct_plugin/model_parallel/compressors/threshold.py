@@ -15,6 +15,7 @@ from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
 from ...stream import Encoded, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
 from .compressor import NUMBER_NBYTES, Site, Written
+from .gradients import GradientMessages
 from .payloads import PayloadCompressor, without_padding
 
 #: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
@@ -45,10 +46,10 @@ class Thresholded(PayloadCompressor[ThresholdMethod]):
     def density(self) -> float:
         return self.config.density
 
-    def _value_type(self, dtype: torch.dtype) -> ValueDtype:
+    def value_type(self, dtype: torch.dtype) -> ValueDtype:
         return wire_dtype(dtype, self.config.value_dtype)
 
-    def _entries(self, numel: int, value_dtype: ValueDtype) -> int:
+    def entries(self, numel: int, value_dtype: ValueDtype) -> int:
         """Return the most entries of a message about ``numel``: all, or as many as a message of fixed size
         has room for, headers included.
         """
@@ -65,36 +66,6 @@ class Thresholded(PayloadCompressor[ThresholdMethod]):
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
         return self._add(message, out)
-
-    def answer_nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
-        """Return the most bytes of an answer; with what an end ``kept``, the bytes of the answer to that."""
-        code = wire_dtype(dtype, self.site.answer.value_dtype)
-        if kept is not None:
-            return values_nbytes(kept, code)
-        entries = self._entries(shape.numel(), self._value_type(dtype))
-        return payload_bound(shape.numel(), entries, code, IndexEncoding.SHARED_MASK)
-
-    def encode_answer(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
-        """Write the gradient of what :meth:`decode` added, uint8; ``kept`` is what it returned."""
-        flat = as_flat(gradient)
-        code = wire_dtype(gradient.dtype, self.site.answer.value_dtype)
-        message, stats = encode_at(self._stream.backend(flat.device), flat, kept, code)
-        return message, Encoded([stats], flat.numel(), self.density)
-
-    def decode_answer(self, message: Tensor, kept: Tensor, out: Tensor) -> None:
-        """Add the gradient of what was encoded to ``out``; ``kept`` is that of :meth:`encode`.
-
-        Raises:
-            PayloadError: The message is malformed.
-        """
-        add_payload(self._stream.backend(out.device), without_padding(message), out, kept)
-
-    def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
-        """Return the gradient of a tensor that its own sender decoded, exactly; ``kept`` is that of
-        :meth:`encode`.
-        """
-        mask = self._stream.backend(gradient.device).decode_mask(kept, gradient.numel())
-        return gradient * mask.view(gradient.shape)
 
     def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
         return [self._tau(encoded, flats)] * len(flats)
@@ -133,3 +104,35 @@ class Thresholded(PayloadCompressor[ThresholdMethod]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.threshold.load_state_dict(state["threshold"])
+
+
+class Answers(GradientMessages):
+    """Gradients at the positions of the forward messages, which both ends have kept."""
+
+    size_is_known = True
+
+    def __init__(self, compressor: Thresholded) -> None:
+        self._compressor = compressor
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
+        compressor, code = self._compressor, self._code(dtype)
+        if kept is not None:
+            return values_nbytes(kept, code)
+        entries = compressor.entries(shape.numel(), compressor.value_type(dtype))
+        return payload_bound(shape.numel(), entries, code, IndexEncoding.SHARED_MASK)
+
+    def encode(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
+        flat = as_flat(gradient)
+        kernels = self._compressor.backend(flat.device)
+        message, stats = encode_at(kernels, flat, kept, self._code(gradient.dtype))
+        return message, Encoded([stats], flat.numel(), self._compressor.density)
+
+    def decode(self, message: Tensor, kept: Tensor, out: Tensor, peer: int = 0) -> None:
+        add_payload(self._compressor.backend(out.device), without_padding(message), out, kept)
+
+    def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
+        mask = self._compressor.backend(gradient.device).decode_mask(kept, gradient.numel())
+        return gradient * mask.view(gradient.shape)
+
+    def _code(self, dtype: torch.dtype) -> ValueDtype:
+        return wire_dtype(dtype, self._compressor.site.answer.value_dtype)
