@@ -58,15 +58,6 @@ class Section(BaseModel):
         """Return a validated section. Unlike the constructor, raise :class:`ConfigError` for errors."""
         return validated(cls, {**(values or {}), **keys}, cls.section_path)
 
-    @classmethod
-    def read(cls, section: Mapping[str, Any], source: str, *, where: str | None = None) -> Self:
-        """Validate the section that stands at ``source`` in the file ``where``.
-
-        Raises:
-            ConfigError: The section is wrong.
-        """
-        return validated(cls, section, source, where=where)
-
     def short(self) -> Any:
         """Return the shortest JSON value that stands for this section."""
         return self.model_dump(mode="json", exclude_defaults=True)

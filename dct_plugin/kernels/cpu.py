@@ -32,14 +32,13 @@ from .checks import (
     split_message,
 )
 from .embedding_cpu import CompiledEmbeddingKernels
-from .job import GRAD_DTYPES, Job, check_vector
+from .job import GRAD_CODES, GRAD_DTYPES, Job, check_vector
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
 #: Instruction sets that the library has branches for on this architecture, from the least to the most.
 ISA_NAMES = (
     ("portable", "neon") if platform.machine() in ("aarch64", "arm64") else ("portable", "avx2", "avx512")
 )
-_GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
 _MAX_THREADS = 64
 
 _ERRORS = {
@@ -166,7 +165,7 @@ class CpuBackend(Backend):
             job.capacity,
             job.start,
             float(job.applied_tau()),
-            _GRAD_CODE[job.grad.dtype],
+            GRAD_CODES[job.grad.dtype],
             job.value_dtype,
             -1 if job.encoding is None else job.encoding,
             job.dense,
@@ -219,7 +218,7 @@ class CpuBackend(Backend):
         status = self._library.dct_sum_messages(
             (_Message * len(messages))(*[_Message(m.data_ptr(), m.numel()) for m in messages]),
             len(messages),
-            (_Target * len(outs))(*[_Target(o.data_ptr(), o.numel(), _GRAD_CODE[o.dtype]) for o in outs]),
+            (_Target * len(outs))(*[_Target(o.data_ptr(), o.numel(), GRAD_CODES[o.dtype]) for o in outs]),
             len(outs),
             scale,
             self._zeros(max(apart)).data_ptr() if apart else None,
@@ -254,7 +253,7 @@ class CpuBackend(Backend):
             verify_checksum(mask.header, mask.data)
             write_payload(out, header)
         else:
-            flag, code, vt = c_int32(), _GRAD_CODE[source.dtype], header.value_dtype
+            flag, code, vt = c_int32(), GRAD_CODES[source.dtype], header.value_dtype
             arguments = (source.data_ptr(), code, byref(_Payload.of(mask)), vt, out.data_ptr(), byref(flag))
             _check(self._library.dct_encode_shared(*arguments))
             if flag.value:
@@ -270,7 +269,7 @@ class CpuBackend(Backend):
         tau = c_float()
         status = self._library.dct_sample_threshold(
             grad.data_ptr(),
-            _GRAD_CODE[grad.dtype],
+            GRAD_CODES[grad.dtype],
             _pointer(residual),
             grad.numel(),
             keep_fraction,
@@ -285,7 +284,7 @@ class CpuBackend(Backend):
         check_exact(grad, residual, k)
         _on_cpu(grad=grad, residual=residual)
         tau = c_float()
-        code, numel = _GRAD_CODE[grad.dtype], grad.numel()
+        code, numel = GRAD_CODES[grad.dtype], grad.numel()
         _check(
             self._library.dct_exact_threshold(grad.data_ptr(), code, _pointer(residual), numel, k, byref(tau))
         )

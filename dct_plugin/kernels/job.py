@@ -14,6 +14,8 @@ from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: The compiled kernels' numbers of these types.
+GRAD_CODES = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
 SMALLEST_TAU = float(torch.finfo(torch.float32).tiny)  # smallest positive normal fp32
 Tau: TypeAlias = float | Tensor
 """A threshold: on the host, or fp32 [] on the gradient's device."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,9 +77,16 @@ def rank_of(keep_fraction: float, count: int) -> int:
     return max(1, min(count, int(keep_fraction * count + 0.5)))
 
 
-def _kth_largest(magnitude: Tensor, k: int) -> float:
-    kth = torch.kthvalue(magnitude, magnitude.numel() - k + 1).values
-    return max(float(kth), SMALLEST_TAU)
+def _kth_largest(grad: Tensor, residual: Tensor | None, k_of: Callable[[int], int]) -> float:
+    """Return the ``k_of(number)``-th largest finite magnitude of ``grad + residual``."""
+    magnitude = (grad.to(torch.float32) if residual is None else residual + grad).abs()
+    finite = torch.isfinite(magnitude)
+    if not bool(finite.all()):
+        magnitude = magnitude[finite]
+    count = magnitude.numel()
+    if not count:
+        return SMALLEST_TAU
+    return max(float(torch.kthvalue(magnitude, count - k_of(count) + 1).values), SMALLEST_TAU)
 
 
 def has_overflow(x: Tensor) -> bool:
@@ -246,17 +254,11 @@ class ReferenceBackend(Backend):
             where = sample_positions(grad.numel(), num_samples, seed, grad.device)
             grad = grad[where]
             residual = None if residual is None else residual[where]
-        magnitude = _finite_magnitude(grad, residual)
-        if magnitude.numel() == 0:
-            return SMALLEST_TAU
-        return _kth_largest(magnitude, rank_of(keep_fraction, magnitude.numel()))
+        return _kth_largest(grad, residual, partial(rank_of, keep_fraction))
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
         check_exact(grad, residual, k)
-        magnitude = _finite_magnitude(grad, residual)
-        if magnitude.numel() == 0:
-            return SMALLEST_TAU
-        return _kth_largest(magnitude, min(k, magnitude.numel()))
+        return _kth_largest(grad, residual, partial(min, k))
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         check_pack(values, out, exponents)
@@ -290,13 +292,6 @@ class ReferenceBackend(Backend):
         whole = out.numel() // PACK_BLOCK * PACK_BLOCK
         out[:whole].view(-1, PACK_BLOCK).mul_(steps[: whole // PACK_BLOCK, None])
         out[whole:].mul_(steps[whole // PACK_BLOCK :])
-
-
-def _finite_magnitude(grad: Tensor, residual: Tensor | None) -> Tensor:
-    acc = grad.to(torch.float32) if residual is None else residual + grad
-    magnitude = acc.abs()
-    finite = torch.isfinite(magnitude)
-    return magnitude if bool(finite.all()) else magnitude[finite]
 
 
 def _keep_residual(residual: Tensor | None, residual_out: Tensor) -> None:

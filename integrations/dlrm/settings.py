@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from dct_plugin.config import Section
+from dct_plugin.config.validation_errors import validated
 from dct_plugin.errors import ConfigError
 
 #: Section of a configuration that says what is trained; the rest is DeepSpeed's.
@@ -84,7 +85,7 @@ def model_settings(config: Mapping[str, Any], source: str) -> ModelSettings:
     section = config.get(MODEL_SECTION, {})
     if not isinstance(section, Mapping):
         raise ConfigError(f"{source}: {MODEL_SECTION} must be a JSON object")
-    made = ModelSettings.read(section, MODEL_SECTION, where=source)
+    made = validated(ModelSettings, section, MODEL_SECTION, where=source)
     other = {name for names in WIDTHS.values() for name in names} - set(WIDTHS[made.model])
     if wrong := sorted(other & made.model_fields_set):
         raise ConfigError(

@@ -31,7 +31,7 @@ from ..checks import (
     open_pair,
     open_positions,
 )
-from ..job import GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
 try:
@@ -45,7 +45,6 @@ try:
         ROW,
         STATE,
         Batch,
-        grad_code,
         launch_seal,
         launch_write,
         launched_on,
@@ -153,7 +152,7 @@ class TritonBackend(Backend):
         with launched_on(where):
             state = torch.zeros(STATE, dtype=torch.int64, device=where)
             counts = torch.empty(1, 4, dtype=torch.int64, device=where)
-            nnz, code, value = mask.nnz, grad_code(source), int(header.value_dtype)
+            nnz, code, value = mask.nnz, GRAD_CODES[source.dtype], int(header.value_dtype)
             grad = readable(source)
             row = [0] * ROW
             row[device.GRAD_AT.value], row[device.OUT_AT.value] = grad.data_ptr(), out.data_ptr()

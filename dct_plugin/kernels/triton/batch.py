@@ -20,7 +20,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.splitmix import signed
 from ...codecs.stats import Stats
-from ..job import GRAD_DTYPES, SMALLEST_TAU, Job
+from ..job import GRAD_CODES, SMALLEST_TAU, Job
 from . import selection_kernels as device
 
 #: Tensors of a batch, and entries from which on it is launched: residuals lie beside what they become until
@@ -29,7 +29,6 @@ ROOM, MOST_ENTRIES = 256, 1 << 26
 
 _SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
 _DENSE = int(IndexEncoding.DENSE)
-_GRAD_CODE = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
 _ALIGNMENT = 16
 TILE, BLOCK, CHUNK = device.TILE.value, device.BLOCK.value, device.CHUNK.value
@@ -44,11 +43,6 @@ def programs(count: int, each: int) -> int:
 def readable(tensor: Tensor) -> Tensor:
     """Return a gradient as the kernels read it: bf16 as its bits."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def grad_code(tensor: Tensor) -> int:
-    """Return the kernels' number for a gradient's type."""
-    return _GRAD_CODE[tensor.dtype]
 
 
 ROW = device.ROW.value
@@ -77,7 +71,7 @@ class _Variant(NamedTuple):
         dense = job.dense and job.encoding in (None, IndexEncoding.DENSE)
         return cls(
             _DENSE if dense else _SELECTED,
-            grad_code(grad),
+            GRAD_CODES[grad.dtype],
             residual is not None,
             left is not None,
             left is not None and residual is not None and left.data_ptr() == residual.data_ptr(),
@@ -231,7 +225,7 @@ class Batch:
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         """See :meth:`.backend.Backend.difference`; before thresholds are found."""
         self._entries += held.numel()
-        constants = (("GRAD", grad_code(held)),)
+        constants = (("GRAD", GRAD_CODES[held.dtype]),)
         self._before.append(_Pass("difference", constants, (readable(held), wanted, out)))
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
@@ -319,7 +313,7 @@ class Batch:
         magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)
         grad, residual = samples[0].grad, samples[0].residual
         device.sample[(chunks,)](
-            table, magnitudes, len(samples), GRAD=grad_code(grad), HAS_RESIDUAL=residual is not None
+            table, magnitudes, len(samples), GRAD=GRAD_CODES[grad.dtype], HAS_RESIDUAL=residual is not None
         )
         most = max(each.samples for each in samples)
         lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))

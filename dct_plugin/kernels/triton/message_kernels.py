@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from .selection_kernels import (
-    _LOOK,
     BAD_CHECKSUM,
     BAD_COUNT,
     BAD_HEADER,
@@ -59,6 +58,7 @@ from .selection_kernels import (
     _pointer,
     _rounded,
     _row_of,
+    _value_nbytes,
 )
 
 #: Places in a row: where the payload's body begins in the buffer, its encoding, the type of the values, kept
@@ -90,14 +90,6 @@ def _error_of(row):
     wrong = tl.load(row + WRONG)
     damaged = (wrong != BAD_HEADER) & (((first | second) & 0xFFFFFFFF) != 0)
     return tl.where(damaged, BAD_CHECKSUM, wrong)
-
-
-@triton.jit
-def _value_nbytes(nnz, value):
-    """Return the bytes of a value section."""
-    width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
-    width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
-    return (nnz * width + 7) // 8 + tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
 
 
 @triton.jit
@@ -230,15 +222,11 @@ def _store_units(row, checks, scans, sums, places):
 def _doubtful(body, values_at, rank, nnz, VALUE: tl.constexpr):
     """Return what is wrong with values; 0: nothing."""
     kept = rank < nnz
-    if VALUE == FP32:
-        bad = (_load_bytes(body, values_at + rank * 4 + 2, kept, 2) & 0x7F80) == 0x7F80
-        return tl.where(bad, BAD_VALUE, 0)
-    if VALUE == BF16:
-        bad = (_load_bytes(body, values_at + rank * 2, kept, 2) & 0x7F80) == 0x7F80
-        return tl.where(bad, BAD_VALUE, 0)
-    if VALUE == FP16:
-        bad = (_load_bytes(body, values_at + rank * 2, kept, 2) & 0x7C00) == 0x7C00
-        return tl.where(bad, BAD_VALUE, 0)
+    if VALUE < INT8:  # the upper two bytes have the exponent
+        BYTES: tl.constexpr = 4 if VALUE == FP32 else 2
+        EXPONENT: tl.constexpr = 0x7C00 if VALUE == FP16 else 0x7F80
+        upper = _load_bytes(body, values_at + rank * BYTES + BYTES - 2, kept, 2)
+        return tl.where((upper & EXPONENT) == EXPONENT, BAD_VALUE, 0)
     groups = (nnz + GROUP - 1) // GROUP
     scales = _load_bytes(body, values_at + rank * 4, rank < groups, 4)
     if VALUE == INT8:
@@ -588,15 +576,7 @@ def fill_slot(places, offsets, slot, parts, room):
     ``places``, int64 [parts, PART]: address of a payload, its first unit of work, address of its figures.
     """
     unit = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, _LOOK)
-    part = tl.zeros((_LOOK,), tl.int32)
-    first = 0
-    while first < parts:
-        at = first + lanes
-        begins = tl.load(places + at * PART + 1, mask=at < parts, other=unit + 1)
-        part += (begins <= unit).to(tl.int32)
-        first += _LOOK
-    mine = tl.sum(part, 0) - 1
+    mine = _row_of(places, parts - 1, unit, 1, PART)
     source = tl.load(places + mine * PART).to(tl.pointer_type(tl.uint8))
     within = (unit - tl.load(places + mine * PART + 1)) * COPIED + tl.arange(0, COPIED)
     nbytes = tl.load(tl.load(places + mine * PART + 2).to(tl.pointer_type(tl.int64)))

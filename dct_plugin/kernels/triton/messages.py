@@ -17,8 +17,9 @@ from ...codecs.index import IndexEncoding, decode_indices
 from ...codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
 from ...errors import PayloadError
 from ..checks import naming_message, scales_first
+from ..job import GRAD_CODES
 from . import message_kernels as device
-from .batch import BLOCK, CHUNK, grad_code, launched_on, upload
+from .batch import BLOCK, CHUNK, launched_on, upload
 
 #: Why plain torch does what the kernels do not.
 RICE_ON_HOST = "Rice code is not written or read by the Triton kernels: plain torch does it, with copies"
@@ -177,5 +178,5 @@ def split_messages(
 
 def _targets(outs: Sequence[Tensor]) -> Tensor:
     """Return where payloads are added, int64 [outs, META]."""
-    rows = [[out.numel(), out.data_ptr(), grad_code(out)] for out in outs]
+    rows = [[out.numel(), out.data_ptr(), GRAD_CODES[out.dtype]] for out in outs]
     return upload(rows, outs[0].device)

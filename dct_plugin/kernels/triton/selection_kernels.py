@@ -77,14 +77,14 @@ _LOOK = tl.constexpr(256)
 
 
 @triton.jit
-def _row_of(rows, count, unit, WHAT: tl.constexpr):
-    """Return the row that a unit of work belongs to; ``count``: none."""
+def _row_of(rows, count, unit, WHAT: tl.constexpr, SIZE: tl.constexpr = ROW):
+    """Return the row (of SIZE numbers) that a unit of work belongs to; ``count``: none."""
     lanes = tl.arange(0, _LOOK)
     found = tl.zeros((_LOOK,), tl.int32)
     first = 0
     while first <= count:
         at = first + lanes
-        begins = tl.load(rows + at * ROW + WHAT, mask=at <= count, other=unit + 1)
+        begins = tl.load(rows + at * SIZE + WHAT, mask=at <= count, other=unit + 1)
         found += (begins <= unit).to(tl.int32)
         first += _LOOK
     return tl.sum(found, 0) - 1
@@ -262,6 +262,14 @@ def _levels_of(bits, VALUE: tl.constexpr):
     if VALUE == INT4:
         step = tl.math.div_rn(step, tl.full(step.shape, 7.0, tl.float32))
     return low, step
+
+
+@triton.jit
+def _value_nbytes(nnz, value):
+    """Return the bytes of a value section."""
+    width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
+    width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
+    return (nnz * width + 7) // 8 + tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
 
 
 @triton.jit
@@ -721,15 +729,7 @@ def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexp
         tl.store(out + word * 4 + i, ((content >> (8 * i)) & 0xFF).to(tl.uint8))
         tl.store(out + 32 + i, ((check1 >> (8 * i)) & 0xFF).to(tl.uint8))
         tl.store(out + 36 + i, ((check2 >> (8 * i)) & 0xFF).to(tl.uint8))
-    nbytes = HEADER + index_nbytes
-    if VALUE == FP32:
-        nbytes += nnz * 4
-    elif VALUE < INT8:
-        nbytes += nnz * 2
-    else:
-        WIDTH: tl.constexpr = 8 if VALUE == INT8 else (4 if VALUE == INT4 else 2)
-        nbytes += (nnz + GROUP - 1) // GROUP * 4 + (nnz * WIDTH + 7) // 8
-    tl.store(counts, nbytes)
+    tl.store(counts, index_nbytes + HEADER + _value_nbytes(nnz, nnz * 0 + VALUE))
     tl.store(counts + 1, nnz)
     if ENTRIES != SHARED:
         above = tl.where(flagged, 0, above)
