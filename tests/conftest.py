@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import interpreter
+from support import interpreter, processes
 
 # Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
 # imported, here and in the processes that tests start.
@@ -47,8 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (order.get(item.path, len(order)), item.path not in slow))
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    collected = yield
     interpreter.spare()
+    if not session.config.option.collectonly and any(i.get_closest_marker("slow") for i in session.items):
+        processes.start_server()
+    return collected
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports once for all processes: the modules named in DCT_TEST_PRELOAD."""
+"""What the fork server of the tests imports once for all processes, beside the tests themselves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
 from support import interpreter
 
-PREFIXES = ("dct_plugin", "torch.distributed.")
 #: Frameworks, and the modules that a first training step with them imports.
 FRAMEWORKS = {
     "torch": ("torch._dynamo",),
-    "hypothesis": (),
     "deepspeed": ("deepspeed.pipe", "deepspeed.moe.layer", "deepspeed.runtime.zero.muon.muon_optimizer"),
     "megatron": (
         "megatron.core.models.gpt",
@@ -29,22 +28,18 @@ FRAMEWORKS = {
 }
 
 
-def preload(names: list[str]) -> None:
-    """Import the modules, and those that frameworks among them import late."""
-    import pytest  # noqa: F401
-    import torch.distributed
-    import torch.multiprocessing
-
+def preload() -> None:
+    """Import what the frameworks that are imported import late."""
     torch.set_num_threads(1)
-    if "deepspeed" in names:
+    if "deepspeed" in sys.modules:
         os.environ["DS_ACCELERATOR"] = "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in names:
-            for module in (name, *FRAMEWORKS.get(name, ())):
+        for name in sys.modules.keys() & FRAMEWORKS.keys():
+            for module in FRAMEWORKS[name]:
                 importlib.import_module(module)
     interpreter.spare()
-    if "deepspeed" in names:
+    if "deepspeed" in sys.modules:
         _load_deepspeed_op()
     # DeepSpeed collects garbage by the dozen: that passes over what is imported here.
     gc.collect()
@@ -59,7 +54,3 @@ def _load_deepspeed_op() -> None:
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with contextlib.suppress(Exception):
         ShareMemCommBuilder().load(verbose=False)
-
-
-if "DCT_TEST_PRELOAD" in os.environ:
-    preload(os.environ.pop("DCT_TEST_PRELOAD").split())

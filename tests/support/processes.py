@@ -1,24 +1,27 @@
 """Real processes for the distributed tests: gloo over loopback; results and failures come back to pytest.
 
-Every test gets new processes. They are forked from a server that has imported torch and the frameworks that
-the collected tests import, so that a process starts in a few milliseconds.
+Every test gets new processes. They are forked from a server, itself a fork of pytest when it has collected the
+tests: torch, the frameworks and the tests are imported, a process starts in a few milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
+import stat
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,28 +36,49 @@ TIMEOUT = timedelta(seconds=60)
 PATIENCE = 240.0
 
 
+def start_server() -> None:
+    """Fork the server of this process, which has imported the tests, before a test has changed anything in it."""
+    if not torch.cuda.is_available():
+        resource_tracker.ensure_running()
+        with mock.patch.object(util, "spawnv_passfds", _fork_server):
+            forkserver.set_forkserver_preload([])
+            forkserver.ensure_running()
+
+
+def _fork_server(_path: Any, arguments: list[str], descriptors: list[int]) -> int:
+    """Stand in for a new interpreter with these arguments, the last of which is the server's program."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _forget_pytest(descriptors)
+        preload.preload()
+        exec(arguments[-1])
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _forget_pytest(kept: list[int]) -> None:
+    """Close the connections of pytest to others, and write to the standard files themselves."""
+    faulthandler.disable()
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            mode = os.fstat(descriptor).st_mode
+            if descriptor > 2 and descriptor not in kept and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+                os.close(descriptor)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+
 @cache
 def _context() -> Any:
-    """The multiprocessing context of the fork server, which is started here.
+    """The multiprocessing context of the fork server.
 
     With a GPU processes are spawned: CUDA does not work in children of a process that asked for devices.
     """
-    if torch.cuda.is_available():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["support.preload"])
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "DCT_TEST_PRELOAD")}
-    names = [n for n in sys.modules if n.startswith(preload.PREFIXES) or n in preload.FRAMEWORKS]
-    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), DCT_TEST_PRELOAD=" ".join(names))
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
+    return mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
 
 def _run_rank(
@@ -135,7 +159,7 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, **option
     return [value for _, value in outcomes]
 
 
-@contextmanager
+@contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     """What the plugin logs in this process meanwhile, message by message."""
     lines: list[str] = []
