@@ -14,30 +14,43 @@ from pathlib import Path
 import torch
 from support import interpreter
 
-#: Frameworks, and the modules that a first training step with them imports.
-FRAMEWORKS = {
+#: Packages, and the modules that a first training step with them imports, also those of the plugin.
+LATE = {
     "torch": ("torch._dynamo",),
-    "deepspeed": ("deepspeed.pipe", "deepspeed.moe.layer", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    "dct_plugin": ("dct_plugin.kernels.cpu", "dct_plugin.integrations.ddp", "dct_plugin.integrations.host.streams"),
+    "triton": ("triton.experimental.gluon", "triton.language.extra.libdevice"),
+    "deepspeed": (
+        "deepspeed.pipe",
+        "deepspeed.moe.layer",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "dct_plugin.integrations.deepspeed.attach",
+    ),
     "megatron": (
-        "megatron.core.models.gpt",
+        "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
         "megatron.core.dist_checkpointing",
+        *(
+            f"dct_plugin.integrations.megatron.{name}"
+            for name in ("hooks", "parameters", "pipeline", "step_ahead", "tensor")
+        ),
     ),
     "transformers": ("accelerate",),
 }
 
 
 def preload() -> None:
-    """Import what the frameworks that are imported import late."""
+    """Import what the packages that are imported need later."""
     torch.set_num_threads(1)
     if "deepspeed" in sys.modules:
         os.environ["DS_ACCELERATOR"] = "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in sys.modules.keys() & FRAMEWORKS.keys():
-            for module in FRAMEWORKS[name]:
-                importlib.import_module(module)
+        for name in sys.modules.keys() & LATE.keys():
+            for module in LATE[name]:
+                with contextlib.suppress(ImportError):  # of other releases
+                    importlib.import_module(module)
     interpreter.spare()
     if "deepspeed" in sys.modules:
         _load_deepspeed_op()

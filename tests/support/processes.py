@@ -21,7 +21,6 @@ from functools import cache
 from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,14 +34,19 @@ TIMEOUT = timedelta(seconds=60)
 #: Seconds that a test's processes may take by default.
 PATIENCE = 240.0
 
+_spawn = util.spawnv_passfds
+
 
 def start_server() -> None:
     """Fork the server of this process, which has imported the tests, before a test has changed anything in it."""
     if not torch.cuda.is_available():
         resource_tracker.ensure_running()
-        with mock.patch.object(util, "spawnv_passfds", _fork_server):
-            forkserver.set_forkserver_preload([])
+        forkserver.set_forkserver_preload([])
+        util.spawnv_passfds = _fork_server
+        try:
             forkserver.ensure_running()
+        finally:
+            util.spawnv_passfds = _spawn
 
 
 def _fork_server(_path: Any, arguments: list[str], descriptors: list[int]) -> int:
@@ -51,6 +55,8 @@ def _fork_server(_path: Any, arguments: list[str], descriptors: list[int]) -> in
     if pid:
         return pid
     try:
+        util.spawnv_passfds = _spawn
+        forkserver._forkserver.__init__()  # its lock is held
         _forget_pytest(descriptors)
         preload.preload()
         exec(arguments[-1])
