@@ -12,12 +12,17 @@ import warnings
 from pathlib import Path
 
 import torch
+
 from support import interpreter
 
 #: Packages, and the modules that a first training step with them imports, also those of the plugin.
 LATE = {
     "torch": ("torch._dynamo",),
-    "dct_plugin": ("dct_plugin.kernels.cpu", "dct_plugin.integrations.ddp", "dct_plugin.integrations.host.streams"),
+    "dct_plugin": (
+        "dct_plugin.kernels.cpu",
+        "dct_plugin.integrations.ddp",
+        "dct_plugin.integrations.host.streams",
+    ),
     "triton": ("triton.experimental.gluon", "triton.language.extra.libdevice"),
     "deepspeed": (
         "deepspeed.pipe",

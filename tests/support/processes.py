@@ -1,7 +1,7 @@
 """Real processes for the distributed tests: gloo over loopback; results and failures come back to pytest.
 
-Every test gets new processes. They are forked from a server, itself a fork of pytest when it has collected the
-tests: torch, the frameworks and the tests are imported, a process starts in a few milliseconds.
+Every test gets new processes. They are forked from a server, itself a fork of pytest when it has collected
+the tests: torch, the frameworks and the tests are imported, a process starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _spawn = util.spawnv_passfds
 
 
 def start_server() -> None:
-    """Fork the server of this process, which has imported the tests, before a test has changed anything in it."""
+    """Fork the server of this process, which has imported the tests and has not run one."""
     if not torch.cuda.is_available():
         resource_tracker.ensure_running()
         forkserver.set_forkserver_preload([])
