@@ -12,6 +12,8 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 # Two local ranks share the machine's cores; DeepSpeed looks for an accelerator unless told not to.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Tests start a hundred interpreters: none is to compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Not needed where there is no C++ compiler: DeepSpeed then works without it.
 BUILD_OP := DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)'

@@ -53,7 +53,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     collected = yield
     interpreter.spare()
     if not session.config.option.collectonly and any(i.get_closest_marker("slow") for i in session.items):
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
         processes.start_server()
+        capture.suspend_global_capture()
     return collected
 
 

@@ -35,7 +35,6 @@ import one_process
 import torch
 import torch.distributed as dist
 from adam import SYMBOLS, held_out_loss, model_of, text_of
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn import functional
 
@@ -212,6 +211,8 @@ class Recommender:
 
     @torch.no_grad()
     def score(self, model: torch.nn.Module) -> float:
+        from sklearn.metrics import roc_auc_score
+
         dense, ids, label = map(torch.from_numpy, self._clicks.test)
         return float(roc_auc_score(label, model(dense, ids)))
 

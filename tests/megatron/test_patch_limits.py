@@ -84,17 +84,18 @@ def seconds(text: str) -> float:
 @pytest.mark.parametrize("name", GROWING)
 def test_time_grows_as_the_script_does(name: str) -> None:
     text = GROWING[name]
-    count = 400
-    while len(text(count)) < 20_000:
+    count = 200
+    while len(text(count)) < 10_000:
         count *= 2
-    # 4 where time is linear, 16 where it is quadratic. Others work on this machine, too: the best of some.
+    # 4 where time is linear, 16 where it is quadratic, 6.4 where a quadratic part takes a fifth of the
+    # time of the shorter one. Others work on this machine, too: the best of some.
     ratios = []
     for _ in range(6):
         short = min(seconds(text(count)) for _ in range(2))
         ratios.append(seconds(text(4 * count)) / short)
         if ratios[-1] < 6:
             break
-    assert min(ratios) < 8, ratios
+    assert min(ratios) < 6.4, ratios
 
 
 NESTED: dict[str, tuple[str, str]] = {
@@ -112,11 +113,13 @@ NESTED: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", NESTED)
 def test_time_grows_with_depth_not_with_its_power(name: str) -> None:
     opening, closing = NESTED[name]
-    short, long = (
-        min(seconds(("echo " + opening * d + closing * d + "\n") * 100 + LAUNCH) for _ in range(3))
-        for d in (3, 12)
-    )
-    assert long < 50 * short  # what is read twice at each level would take 2**9 times as long
+
+    def taken(depth: int) -> float:
+        return seconds(("echo " + opening * depth + closing * depth + "\n") * 100 + LAUNCH)
+
+    short = min(taken(3) for _ in range(3))
+    # What is read twice at each level would take 2**9 times as long.
+    assert any(taken(12) < 50 * short for _ in range(3))
 
 
 @pytest.mark.parametrize("name", NESTED)

@@ -65,10 +65,12 @@ def preload() -> None:
 
 
 def _load_deepspeed_op() -> None:
-    """The operator that DeepSpeed compiles on first use, where there is a compiler."""
+    """Load the operator that DeepSpeed compiles on first use, and look for those that could be compiled."""
+    import deepspeed
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
     if shutil.which("ninja") is None:
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with contextlib.suppress(Exception):
         ShareMemCommBuilder().load(verbose=False)
+        deepspeed.ops.__compatible_ops__  # noqa: B018 - asks the compiler when it is first read

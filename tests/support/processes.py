@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
@@ -75,6 +76,7 @@ def _forget_pytest(kept: list[int]) -> None:
             if descriptor > 2 and descriptor not in kept and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
                 os.close(descriptor)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    warnings.simplefilter("ignore", ResourceWarning)  # as in a new interpreter
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 
 

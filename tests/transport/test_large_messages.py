@@ -20,7 +20,7 @@ from dct_plugin.transport import tcp_connect
 
 pytestmark = pytest.mark.slow
 
-RANKS, STEPS = 4, 3
+RANKS, STEPS = 4, 2
 #: Bytes that a socket holds until they are sent: a small part of a message.
 BUFFER = 1 << 17
 
