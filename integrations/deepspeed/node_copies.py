@@ -30,6 +30,7 @@ from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import KEY, Nodes
 
+from ..host.gathered_slice import GatheredSlice
 from ..host.patches import Function, Patches
 from .part import EngineContext, EnginePart
 from .path import GradientPath
@@ -40,12 +41,8 @@ _KEY = "zero_optimization.zero_hpz_partition_size"
 _GATHERED = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", "")
 
 
-class HeldSlice:
-    """This rank's slice of the copy of a parameter in its node.
-
-    It has the attributes of a parameter that :class:`~dct_plugin.data_parallel.step_ahead.StepAhead` needs:
-    the shape is the whole parameter's, and :attr:`data` is the slice. Setting :attr:`data` changes what
-    DeepSpeed gathers.
+class HeldSlice(GatheredSlice):
+    """This rank's slice of the copy of a parameter in its node; the shape is the whole parameter's.
 
     Args:
         name: Name of the parameter's stream.
@@ -55,6 +52,7 @@ class HeldSlice:
     """
 
     def __init__(self, name: str, parameter: Any, layout: Sequence[Sequence[int]], position: int) -> None:
+        super().__init__(parameter.ds_shape)
         self.name, self.parameter = name, parameter
         self._each = parameter.partition_numel()
         size = self._each * len(layout)
@@ -65,21 +63,11 @@ class HeldSlice:
         """The parts of the slice that each node's ranks own."""
         self.copy: Tensor | None = None
         """The slice as all nodes have it, with padding."""
-        self._shown: Tensor | None = None
-        self._padded: Tensor | None = None
 
     def _owned(self, node: int, ranks: Sequence[int]) -> Shard | None:
         first, last = self.bounds
         start, stop = (max(first, min(last, bound * self._each)) for bound in (ranks[0], ranks[-1] + 1))
         return Shard(node, start - first, stop - first) if start < stop else None
-
-    @property
-    def shape(self) -> torch.Size:
-        shape: torch.Size = self.parameter.ds_shape
-        return shape
-
-    def numel(self) -> int:
-        return int(self.parameter.ds_numel)
 
     @property
     def device(self) -> torch.device:
@@ -94,38 +82,19 @@ class HeldSlice:
     def _version(self) -> int:
         return 0 if self.copy is None else int(self.copy._version)
 
-    def data_ptr(self) -> int:
-        return self.data.data_ptr()
+    @property
+    def held(self) -> Tensor:
+        assert self.copy is not None
+        return self.copy
 
     @property
     def weights(self) -> Tensor:
         """The slice as all nodes have it, 1-D, without padding."""
-        assert self.copy is not None
-        return self.copy[: self.bounds[1] - self.bounds[0]]
+        return self.held[: self.bounds[1] - self.bounds[0]]
 
-    @property
-    def data(self) -> Tensor:
-        return self.weights if self._shown is None else self._shown
-
-    @data.setter
-    def data(self, slice_: Tensor) -> None:
-        assert self.copy is not None
-        if slice_.data_ptr() == self.copy.data_ptr():
-            self._shown = None
-            self.show(self.copy)
-        elif slice_.numel() == self.copy.numel():
-            self._shown = slice_
-            self.show(slice_)
-        else:
-            self._shown = slice_
-            if self._padded is None:
-                self._padded = torch.zeros_like(self.copy)
-            self._padded[: slice_.numel()].copy_(slice_)
-            self.show(self._padded)
-
-    def show(self, secondary: Tensor | None) -> None:
+    def show(self, memory: Tensor | None) -> None:
         """Let DeepSpeed gather from a slice, or, without one, from the owners' partitions."""
-        self.parameter.ds_secondary_tensor = secondary
+        self.parameter.ds_secondary_tensor = memory
 
 
 class NodeCopies(WeightUpdates):

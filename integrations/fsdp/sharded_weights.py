@@ -10,36 +10,25 @@ from torch import Tensor
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 
+from ..host.gathered_slice import GatheredSlice
 from .parameter_groups import ShardedParameter
 
 
-class GatheredShard:
+class GatheredShard(GatheredSlice):
     """This rank's shard of a parameter as FSDP gathers it before a pass.
 
-    It has what :class:`~dct_plugin.data_parallel.step_ahead.StepAhead` needs of a parameter. To set
-    :attr:`data` changes which memory FSDP gathers from. The parameter itself, which the optimizer steps and
-    ``state_dict`` saves, is the weight at all times.
+    The parameter itself, which the optimizer steps and ``state_dict`` saves, is the weight at all times.
     """
 
     def __init__(self, parameter: ShardedParameter) -> None:
+        super().__init__(parameter.shape)
         self.parameter = parameter
-        self._padded: Tensor | None = None
-        """Memory for a displaced shard with padding behind it."""
         self._weights: Tensor | None = None
         """The weights' own memory while another one is gathered."""
-        self._displaced: Tensor | None = None
-        """The shard that is gathered in place of the weights."""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.parameter.shape
-
-    def numel(self) -> int:
-        return self.shape.numel()
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.parameter.fsdp._sharded_param_data.device
+        device: torch.device = self.held.device
         return device
 
     @property
@@ -50,31 +39,19 @@ class GatheredShard:
     def _version(self) -> int:
         return int(self.parameter.sharded._local_tensor._version)
 
-    def data_ptr(self) -> int:
-        return self.data.data_ptr()
+    @property
+    def held(self) -> Tensor:
+        memory: Tensor = self.parameter.fsdp._sharded_param_data
+        return memory if self._weights is None else self._weights
 
     @property
-    def data(self) -> Tensor:
-        if self._displaced is not None:
-            return self._displaced
-        flat: Tensor = self.parameter.fsdp._sharded_param_data
-        return flat[: self.numel()].view(self.shape)
+    def weights(self) -> Tensor:
+        return self.held[: self.numel()].view(self.shape)
 
-    @data.setter
-    def data(self, shard: Tensor) -> None:
-        fsdp, group = self.parameter.fsdp, self.parameter.group
-        if self._weights is None:
-            self._weights = fsdp._sharded_param_data
-        self._displaced = shard
-        if shard.data_ptr() == self._weights.data_ptr():
-            fsdp._sharded_param_data, self._weights, self._displaced = self._weights, None, None
-        elif self.parameter.padded_numel == self.numel():
-            fsdp._sharded_param_data = shard.view(-1)
-        else:
-            if self._padded is None:
-                self._padded = torch.zeros_like(self._weights)
-            self._padded[: self.numel()].copy_(shard.reshape(-1))
-            fsdp._sharded_param_data = self._padded
+    def show(self, memory: Tensor) -> None:
+        fsdp, group, weights = self.parameter.fsdp, self.parameter.group, self.held
+        fsdp._sharded_param_data = memory
+        self._weights = None if memory is weights else weights
         # What was gathered before is of other weights. FSDP itself frees it in a backward pass.
         if group.is_unsharded and torch._C._current_graph_task_id() < 0:
             group.reshard()
