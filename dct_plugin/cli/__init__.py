@@ -46,100 +46,92 @@ class LazyCommand(NamedTuple):
     extra: str | None = None
 
 
+COMMANDS: list[LazyCommand] = []
+
+_DEMO = ("deepspeed", "sklearn", "matplotlib")
+_Load = Callable[[], Any]
+
+
+def _command(help: str, needs: tuple[str, ...] = (), extra: str | None = None) -> Callable[[_Load], _Load]:
+    """Register a command that the decorated function imports, by the name of the function."""
+
+    def register(load: _Load) -> _Load:
+        name = load.__name__.strip("_").replace("_", "-")
+        COMMANDS.append(LazyCommand(name, help, load, needs, extra))
+        return load
+
+    return register
+
+
+@_command("Check what is installed, which kernels run, and how the plugin is activated.")
 def _doctor() -> Any:
     from .doctor import doctor
 
     return doctor
 
 
+@_command(
+    "Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.", ("torch",)
+)
 def _universal() -> Any:
     from .universal import universal
 
     return universal
 
 
-def _patch_launch() -> Any:
-    from ..integrations.megatron.patch.command import app
-
-    return app
-
-
-def _demo() -> Any:
-    from ..integrations.dlrm.commands.demo import demo
-
-    return demo
-
-
-def _dlrm() -> Any:
-    from ..integrations.dlrm.commands.dlrm import dlrm
-
-    return dlrm
-
-
+@_command("Run a job for some dense steps, and say which settings pay on its link.", ("torch",))
 def _advise() -> Any:
     from .advise import advise
 
     return advise
 
 
+@_command(
+    "Make an HTML page of metrics files, or of the JSON of dct demo and dct dlrm.",
+    ("matplotlib", "jinja2"),
+    "report",
+)
 def _report() -> Any:
     from .report import report
 
     return report
 
 
+@_command("Show the metrics of a job in the terminal while it runs.")
 def _watch() -> Any:
     from .watch import watch
 
     return watch
 
 
-_PLOTS = ("sklearn", "matplotlib")
-COMMANDS = [
-    LazyCommand(
-        "doctor", "Check what is installed, which kernels run, and how the plugin is activated.", _doctor
-    ),
-    LazyCommand(
-        "universal",
-        "Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.",
-        _universal,
-        needs=("torch",),
-    ),
-    LazyCommand(
-        "advise",
-        "Run a job for some dense steps, and say which settings pay on its link.",
-        _advise,
-        needs=("torch",),
-    ),
-    LazyCommand(
-        "report",
-        "Make an HTML page of metrics files, or of the JSON of dct demo and dct dlrm.",
-        _report,
-        needs=("matplotlib", "jinja2"),
-        extra="report",
-    ),
-    LazyCommand("watch", "Show the metrics of a job in the terminal while it runs.", _watch),
-    LazyCommand(
-        "patch-launch",
-        "Have a Megatron launch script start its training with the plugin, or take that back.",
-        _patch_launch,
-        needs=("tree_sitter", "tree_sitter_bash"),
-    ),
-    LazyCommand(
-        "demo",
-        "Train a recommender on real data on two local ranks, dense and with DCT, and compare.",
-        _demo,
-        needs=("deepspeed", *_PLOTS),
-        extra="demo",
-    ),
-    LazyCommand(
-        "dlrm",
-        "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
-        _dlrm,
-        needs=("deepspeed", *_PLOTS),
-        extra="demo",
-    ),
-]
+@_command(
+    "Have a Megatron launch script start its training with the plugin, or take that back.",
+    ("tree_sitter", "tree_sitter_bash"),
+)
+def _patch_launch() -> Any:
+    from ..integrations.megatron.patch.command import app
+
+    return app
+
+
+@_command(
+    "Train a recommender on real data on two local ranks, dense and with DCT, and compare.", _DEMO, "demo"
+)
+def _demo() -> Any:
+    from ..integrations.dlrm.commands.demo import demo
+
+    return demo
+
+
+@_command(
+    "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
+    _DEMO,
+    "demo",
+)
+def _dlrm() -> Any:
+    from ..integrations.dlrm.commands.dlrm import dlrm
+
+    return dlrm
 
 
 def _missing(entry: LazyCommand, modules: list[str]) -> typer.Exit:
