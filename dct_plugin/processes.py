@@ -1,11 +1,13 @@
-"""Names of processes, for peers and for locks, by which another process sees whether they still run. Imports
-the standard library only.
+"""Names of processes, for peers and for locks, by which another process sees whether they still run; the end
+of jobs. Imports the standard library only.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 
 
@@ -51,3 +53,16 @@ def _begin(process: int | str, *, stopped: bool = False) -> str:
     except OSError:
         return ""
     return "" if state in "ZX" or (state in "tT" and not stopped) else fields[18]
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End a job that leads a process group, and the whole group; by force if it does not end in time."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(job.pid, number)
+            job.wait(timeout=60)  # torchrun gives its ranks 30 seconds
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    job.wait()

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .. import processes
 from ..config import DataParallelConfig
 from ..config.automatic import Setting, judged, safe_sparsity
 from ..config.known_losses import Training, known_losses
@@ -159,7 +159,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
                 time.sleep(0.2)
             is_over = job.poll() is not None
         finally:
-            _stop(job)
+            processes.end(job)
         if path.exists():
             return Figures.read(path)
         own = _LAUNCHER.split(log.read_text(encoding="utf-8", errors="replace"), maxsplit=1)[0]
@@ -171,19 +171,6 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
             "of DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron on at least two ranks"
         )
         raise DCTError(f"the job {what}; the end of its output:\n{last}")
-
-
-def _stop(job: subprocess.Popen[bytes]) -> None:
-    """End the job and all of its processes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(job.pid, number)
-            job.wait(timeout=40)  # torchrun gives its ranks 30 seconds
-        except ProcessLookupError:
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    job.wait()
 
 
 def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dct_plugin import processes
 from dct_plugin.errors import DCTError
 from dct_plugin.interfaces import interface_bytes
 from dct_plugin.links.team import tail
@@ -104,7 +105,7 @@ class Runner:
                     env={**os.environ, **self.environment},
                     start_new_session=True,
                 )
-            stack.enter_context(_ending(process))
+            stack.callback(processes.end, process)
             stack.enter_context(_signals_raised(signal.SIGTERM, signal.SIGHUP))
             for event in self._new_events(process, poll_seconds):
                 if event["event"] != "slow_start":
@@ -170,21 +171,6 @@ def enough_gpus(ranks: int) -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-
-
-@contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Afterwards, end the launcher, which ends the ranks; by force if it does not do so in time."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout=60)  # torchrun itself gives the ranks 30 seconds
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 @contextlib.contextmanager
