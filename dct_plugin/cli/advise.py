@@ -27,6 +27,7 @@ from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
 from ..links.rates import bits_per_second, check_rates, rate_name
+from ..links.team import tail
 from ..metrics import format_bytes
 
 #: Lines of a failed job's output that are shown.
@@ -163,14 +164,13 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         if path.exists():
             return Figures.read(path)
         own = _LAUNCHER.split(log.read_text(encoding="utf-8", errors="replace"), maxsplit=1)[0]
-        last = "\n".join(own.splitlines()[-_LINES:])
         what = (
             f"was not measured within {limit:g} s (--limit)"
             if not is_over
             else f"ended with status {job.returncode} before it was measured, which takes 15 optimizer steps "
             "of DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron on at least two ranks"
         )
-        raise DCTError(f"the job {what}; the end of its output:\n{last}")
+        raise DCTError(f"the job {what}; the end of its output:\n{tail(own, _LINES)}")
 
 
 def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:

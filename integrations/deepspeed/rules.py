@@ -153,8 +153,11 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
                 yield f"dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
         elif settings.parameters is not None:
             yield from _against_updates(job)
-    if config.model_parallel.expert_gradients and job.experts and (reason := _against_experts(settings)):
-        yield f"dct.model_parallel.expert_gradients = true: {reason}; set it to false"
+    if config.model_parallel.expert_gradients and job.experts and settings.feedback.looks_ahead:
+        yield (
+            "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights of all "
+            "ranks alike, and experts differ; set it to false"
+        )
 
 
 def _of_momentum(config: DCTConfig) -> Iterator[str]:
@@ -188,12 +191,6 @@ def _against_updates(job: Job) -> Iterator[str]:
             "dct.data_parallel.parameters: stages of the pipeline have weights in common (TiedLayerSpec), "
             "which their optimizers cut in different places: the copies would drift apart. Leave it out"
         )
-
-
-def _against_experts(settings: DataParallelConfig) -> str:
-    if settings.feedback.looks_ahead:
-        return "feedback = 'step_ahead' displaces the weights of all ranks alike, and experts differ"
-    return ""
 
 
 def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, str]]:
