@@ -155,8 +155,8 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
             yield from _against_updates(job)
     if config.model_parallel.expert_gradients and job.experts and settings.feedback.looks_ahead:
         yield (
-            "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights of all "
-            "ranks alike, and experts differ; set it to false"
+            "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights of "
+            "all ranks alike, and experts differ; set it to false"
         )
 
 
