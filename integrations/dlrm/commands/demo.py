@@ -51,8 +51,7 @@ LEARNING_RATES = {"adagrad": 0.02, "adam": 1e-3, "adamw": 1e-3, "sgd": 0.1}
 
 #: Optimizers of which DeepSpeed would take its fused form, which it compiles first; the rest come from torch.
 _DEEPSPEED_OWN = {"adam", "adamw"}
-_WITH_MOMENTUM = {"adam", "adamw", "nadam"}
-#: Of ``dct.data_parallel``, with optimizers that have momentum, where the configuration does not choose.
+#: Of ``dct.data_parallel``, with optimizers that lose by delay, where the configuration does not choose.
 AHEAD = {"feedback": "step_ahead", "warmup_steps": 10, "sparsity_warmup_steps": 20}
 
 
@@ -278,12 +277,6 @@ class _Demo:
         }
 
 
-def _remembers(optimizer: dict[str, Any]) -> bool:
-    """Return whether the optimizer has momentum, with which late gradients cost quality (docs/quality.md)."""
-    kind = str(optimizer.get("type")).lower()
-    return kind in _WITH_MOMENTUM or bool(optimizer.get("params", {}).get("momentum"))
-
-
 def deepspeed_config(preset: Preset, given: Options) -> dict[str, Any]:
     """Return the DeepSpeed JSON of the DCT run: the file, or the preset, with the options that were given.
 
@@ -292,6 +285,7 @@ def deepspeed_config(preset: Preset, given: Options) -> dict[str, Any]:
     """
     from dct_plugin.config import DCTConfig
     from dct_plugin.config.dct import read_json
+    from dct_plugin.config.optimizers import family_of
 
     file = given.config
     content: dict[str, Any] = {} if file is None else read_json(file)
@@ -326,7 +320,8 @@ def deepspeed_config(preset: Preset, given: Options) -> dict[str, Any]:
     content[MODEL_SECTION] = copy.deepcopy(MODEL)
 
     dct = DCTConfig.parse(content.get("dct", {})).updated({"enabled": True})
-    if _remembers(section) and "data_parallel" not in content.get("dct", {}):
+    family = family_of([kind], momentum=parameters.get("momentum", 0.0))
+    if family.loses_by_delay and "data_parallel" not in content.get("dct", {}):
         dct = dct.updated({"data_parallel": AHEAD})
     if given.sparsity is not None:
         dct = dct.updated({"data_parallel": {"sparsity": given.sparsity}})
