@@ -124,9 +124,7 @@ def _demo() -> Any:
 
 
 @_command(
-    "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.",
-    _DEMO,
-    "demo",
+    "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.", _DEMO, "demo"
 )
 def _dlrm() -> Any:
     from ..integrations.dlrm.commands.dlrm import dlrm

@@ -60,8 +60,7 @@ def doctor(
         typer.Option(help="Megatron-LM checkout to look at instead of the installed megatron-core."),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(help="Configuration whose Megatron hooks are listed: active, or why not."),
+        Path | None, typer.Option(help="Configuration whose Megatron hooks are listed: active, or why not.")
     ] = None,
 ) -> None:
     """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""

@@ -30,10 +30,7 @@ def _dlrm(figures: Mapping[str, Any]) -> Part:
 
 
 #: A key that only the JSON of one command has -> makes its part of the page.
-_PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {
-    "reduction_payload": _demo,
-    "outcomes": _dlrm,
-}
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {"reduction_payload": _demo, "outcomes": _dlrm}
 
 
 def report(

@@ -65,11 +65,7 @@ def make_engine(
 
 
 def _sharded_model(
-    settings: ModelSettings,
-    sections: DCTConfig,
-    clicks: ClickDataset,
-    seed: int,
-    metrics: Metrics,
+    settings: ModelSettings, sections: DCTConfig, clicks: ClickDataset, seed: int, metrics: Metrics
 ) -> tuple[nn.Module, list[Choice], list[str]]:
     """A model with tables behind an all-to-all or in shards."""
 

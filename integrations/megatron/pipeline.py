@@ -275,11 +275,7 @@ class _Handle:
     """
 
     def __init__(
-        self,
-        hook: PipelineHook,
-        request: Any,
-        finish: Callable[[], None] | None,
-        messages: dict[str, Tensor],
+        self, hook: PipelineHook, request: Any, finish: Callable[[], None] | None, messages: dict[str, Tensor]
     ) -> None:
         self._hook = hook
         self._request: Any = request

@@ -67,12 +67,7 @@ class Reductions:
         optimizers: The optimizers of these models.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        models: Models,
-        optimizers: step_ahead.Optimizers,
-    ) -> None:
+    def __init__(self, session: Session, models: Models, optimizers: step_ahead.Optimizers) -> None:
         self.session, self.models = session, models
         self._optimizers = optimizers
         # By the groups themselves: the id of one that was destroyed may be given to another.

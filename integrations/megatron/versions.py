@@ -42,7 +42,7 @@ _FUNCTIONS: dict[tuple[str, str], dict[str, str]] = {
         "_p2p_ops": _OPS,
     },
     ("hook pipeline", "pipeline_parallel.schedules"): {
-        "forward_step": "forward_step_func data_iterator model",
+        "forward_step": "forward_step_func data_iterator model"
     },
     ("hook tensor", "tensor_parallel.mappings"): {
         "_ReduceFromModelParallelRegion.forward": "ctx input_ group",
@@ -60,7 +60,7 @@ _FUNCTIONS: dict[tuple[str, str], dict[str, str]] = {
         "_ParamAndGradBucketGroup.start_param_sync": "self force_sync",
     },
     ("hook data_parallel", "distributed.distributed_data_parallel"): {
-        "DistributedDataParallel.__init__": "self config ddp_config module",
+        "DistributedDataParallel.__init__": "self config ddp_config module"
     },
     ("hook data_parallel", "optimizer.distrib_optimizer"): {
         "DistributedOptimizer.__init__": "self optimizer config",

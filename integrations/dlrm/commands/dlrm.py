@@ -45,8 +45,7 @@ class _Options:
         bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
     ] = False
     data: Annotated[
-        Path | None,
-        typer.Option(help="File to train on; without it Diabetes 130-US, which ships with this."),
+        Path | None, typer.Option(help="File to train on; without it Diabetes 130-US, which ships with this.")
     ] = None
     format: Annotated[
         str | None,

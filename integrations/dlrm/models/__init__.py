@@ -9,15 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.embedding import (
-    Choice,
-    ColumnShards,
-    Embeddings,
-    FieldShards,
-    LocalEmbeddings,
-    Part,
-    choose,
-)
+from dct_plugin.embedding import Choice, ColumnShards, Embeddings, FieldShards, LocalEmbeddings, Part, choose
 from dct_plugin.metrics import Metrics
 
 from ..settings import WIDTHS

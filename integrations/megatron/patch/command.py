@@ -61,9 +61,7 @@ _Output = Annotated[
 _Check = Annotated[
     bool,
     typer.Option(
-        "--check",
-        help="Write nothing; exit with 1 if there is something to change.",
-        rich_help_panel=_WHERE,
+        "--check", help="Write nothing; exit with 1 if there is something to change.", rich_help_panel=_WHERE
     ),
 ]
 
