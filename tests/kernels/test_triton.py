@@ -577,4 +577,4 @@ def test_kernels_compile_for_a_gpu() -> None:
         env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 11
+    assert len(done.stdout.splitlines()) == 17

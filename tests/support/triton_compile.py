@@ -48,7 +48,19 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             "HAS_RESIDUAL": False,
             "ENTRIES": -1,
             "ACCUMULATED": True,
-            "VALUE": _INT4,
+            "VALUE": value,
+            "HAS_LEFT": True,
+        }
+        for value in range(6)
+    ]
+    + [
+        {
+            **dict.fromkeys(("words", "positions", "kept_counts", "sums")),
+            "GRAD": _BF16,
+            "HAS_RESIDUAL": True,
+            "ENTRIES": 0,
+            "ACCUMULATED": False,
+            "VALUE": _BF16,
             "HAS_LEFT": True,
         }
     ],

@@ -178,8 +178,10 @@ def _as_position(low):
 def _places(positions, rank, kept, ALL: tl.constexpr):
     """Return the positions of the entries of the ranks given, int64; if ALL are kept, the ranks."""
     if ALL:
-        return rank
-    return _as_position(tl.load(positions + rank, mask=kept, other=0))
+        at = rank
+    else:  # what follows a return is compiled, too
+        at = _as_position(tl.load(positions + rank, mask=kept, other=0))
+    return at
 
 
 @triton.jit
@@ -527,10 +529,15 @@ def plan(table, state, sums, FORCED: tl.constexpr, SKIPS: tl.constexpr):
 
 
 @triton.jit
-def _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, nnz):
-    """Write a part of the index section: of a chunk of entries, of words and of blocks."""
+def _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz):
+    """Write a part of a job's index section: of a chunk of entries, of words and of blocks."""
     lanes = tl.arange(0, CHUNK)
-    body = out + HEADER
+    body = _bytes_of(job, OUT_AT) + HEADER
+    numel = tl.load(job + NUMEL)
+    first_block = tl.load(job + BLOCKS)
+    words += first_block * (BLOCK // 32)
+    kept_counts += first_block
+    sums += tl.load(job + ENTRY_CHUNKS)
     rank = chunk * CHUNK + lanes
     kept = rank < nnz
     encoding = tl.load(state + ENCODING)
@@ -620,14 +627,16 @@ def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
     """Write a chunk of codes of 8, 4 or 2 bits; return what they add to both checksums."""
     kept = rank < nnz
     code = tl.where(kept, code, 0)
-    if VALUE == INT8:
-        return _put(body, values_at + rank, code, kept, 1)
-    WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-    PER_BYTE: tl.constexpr = 8 // WIDTH
-    together = tl.reshape(code, (CHUNK // PER_BYTE, PER_BYTE))
-    byte = tl.sum(together << (tl.arange(0, PER_BYTE) * WIDTH)[None, :], axis=1)
-    place = chunk * (CHUNK // PER_BYTE) + tl.arange(0, CHUNK // PER_BYTE)
-    return _put(body, values_at + place, byte, place * PER_BYTE < nnz, 1)
+    if VALUE == INT8:  # returned at the end: all returns of a function have one type
+        checks = _put(body, values_at + rank, code, kept, 1)
+    else:
+        WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
+        PER_BYTE: tl.constexpr = 8 // WIDTH
+        together = tl.reshape(code, (CHUNK // PER_BYTE, PER_BYTE))
+        byte = tl.sum(together << (tl.arange(0, PER_BYTE) * WIDTH)[None, :], axis=1)
+        place = chunk * (CHUNK // PER_BYTE) + tl.arange(0, CHUNK // PER_BYTE)
+        checks = _put(body, values_at + place, byte, place * PER_BYTE < nnz, 1)
+    return checks
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -644,9 +653,7 @@ def write(
     number, job, chunk = _job_of(table, count, CHUNKS)
     state += number * STATE
     if tl.load(state + FLAG) == 0:
-        out = _bytes_of(job, OUT_AT)
         left = _floats_of(job, LEFT_AT, False)
-        numel = tl.load(job + NUMEL)
         if ENTRIES != DENSE:
             positions += tl.load(job + ROOM)
         nnz = tl.load(job + COUNT)
@@ -654,11 +661,7 @@ def write(
         if ENTRIES == -1:
             nnz = tl.load(state + NNZ)
             values_at = tl.load(state + INDEX_NBYTES)
-            first_block = tl.load(job + BLOCKS)
-            words += first_block * (BLOCK // 32)
-            kept_counts += first_block
-            sums += tl.load(job + ENTRY_CHUNKS)
-            _write_index(out, words, positions, kept_counts, state, sums, chunk, numel, nnz)
+            _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
@@ -672,7 +675,7 @@ def write(
                 acc += tl.load(_floats_of(job, RESIDUAL_AT, False) + at, mask=kept, other=0.0)
         # Only the residual can have made this infinite; the largest number is sent then, the excess is lost.
         acc = _clamp(acc, FLOAT32_MAX)
-        body = out + HEADER
+        body = _bytes_of(job, OUT_AT) + HEADER
         if VALUE < INT8:
             bits, decoded = _to_float_bits(acc, VALUE)
             WIDTH: tl.constexpr = 4 if VALUE == FP32 else 2
