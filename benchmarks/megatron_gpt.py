@@ -35,6 +35,7 @@ from support import megatron_cpu
 TARGET = "benchmarks.megatron_gpt:Megatron"
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH = 4, 256, 4, 512, 64, 8
+LEARNING_RATE = 1e-3
 #: Variant -> pipeline stages, micro-batches, ``dct`` section.
 VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "PP 2": (
@@ -108,7 +109,7 @@ def training(
     model = _model(config, distributed_optimizer=distributed_optimizer)
     settings = OptimizerConfig(
         optimizer="adam",
-        lr=1e-3,
+        lr=LEARNING_RATE,
         weight_decay=0.0,
         params_dtype=torch.float32,
         use_distributed_optimizer=distributed_optimizer,

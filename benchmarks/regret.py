@@ -3,10 +3,12 @@
 Every rank gets a network namespace of its own (Linux, root or user namespaces). On each link the automatic
 mode decides, keeps its decision, and then all methods take turns. Figures of a cell (job, ranks, link) are
 kept in a file; a cell that it has is not measured again. With ``--drop`` one job sees three links in turn.
+With ``--rules`` what the mode does not try takes turns instead: overlap and topology.
 
     python benchmarks/regret.py
     python benchmarks/regret.py --workload megatron --ranks 2 --rates 1gbit
     python benchmarks/regret.py --drop --metrics drop.jsonl && dct report drop.jsonl
+    python benchmarks/regret.py --rules --rates 10gbit 1gbit
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import megatron_gpt
+import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.automatic import AutomaticSparsity, Pace
+from dct_plugin.data_parallel.reducer import GradientReducer
 from dct_plugin.integrations.ddp import DCTState
+from dct_plugin.integrations.ddp import state as ddp_state
 from dct_plugin.integrations.dlrm import on_links
 from dct_plugin.integrations.dlrm.commands.dlrm import configuration
+from dct_plugin.integrations.host import overlap
 from dct_plugin.links.interleave import interleaved, warmed
 from dct_plugin.links.method import Method
 from dct_plugin.links.namespaces import Links
@@ -42,9 +48,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links import ddp, zero
 from benchmarks.links.perceptron import batch, perceptron, width_of
 
-AUTOMATIC = "automatic"
+AUTOMATIC, RULES = "automatic", "by the rules"
 BEGAN = time.monotonic()
-SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
+SECTION: dict[str, Any] = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 #: Steps in which the automatic mode decides.
 DECIDES = 130
 FIXED = [(0.9, "bf16"), (0.97, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4")]
@@ -61,6 +67,7 @@ DROP = [("10gbit", 150), ("100mbit", 150), ("10gbit", 200)]
 
 
 def _prepare(options: Mapping[str, Any]) -> None:
+    SECTION["data_parallel"]["quality"] = options["quality"]
     if options["keeps"]:
         AutomaticSparsity.pace = Pace(window=10**9)  # other methods' turns are no part of its steps
 
@@ -84,6 +91,44 @@ class DDP(ddp.DDP):
             return [automatic]
         fixed = ddp.methods_of(shared, one_bucket, FIXED)
         return [*(each for each in fixed if each.name not in APART), automatic]
+
+
+def _threaded(reducer: GradientReducer, **_: Any) -> overlap.Overlap:
+    reducer.exchange.peers.group = overlap.group_of_own(reducer.exchange.peers.group)
+    return overlap.ThreadOverlap(reducer, "dct gradients")
+
+
+class Rules(ddp.DDP):
+    """torch DDP at 0.99 in bf16: overlap and topology by their rules, and each of the others."""
+
+    OVERLAPS: ClassVar[dict[str, Callable[..., overlap.Overlap]]] = {
+        "overlap in a thread": _threaded,
+        "overlap within the pass": lambda reducer, **_: overlap.InlineOverlap(reducer),
+        "no overlap": lambda reducer, **_: overlap.Overlap(reducer),
+    }
+    EXCHANGES = ("direct", "two_phase")
+
+    def open(self, variant: str) -> list[Method]:
+        shared = ddp.Trained(perceptron(self._width), batch(self._width), 25)
+        others = [
+            *((name, made, "auto") for name, made in self.OVERLAPS.items()),
+            *((name, overlap.overlap_of, name) for name in self.EXCHANGES if dist.get_world_size() > 2),
+        ]
+        return [self._method(shared, *each) for each in [(RULES, overlap.overlap_of, "auto"), *others]]
+
+    def _method(
+        self, shared: ddp.Trained, name: str, made: Callable[..., overlap.Overlap], exchange: str
+    ) -> Method:
+        section = {"sparsity": 0.99, "feedback": "local", "exchange": exchange}
+        state = DCTState(DCTConfig.parse({"data_parallel": section}))
+
+        @contextmanager
+        def through() -> Iterator[None]:
+            ddp_state.overlap_of = made  # read when the first step begins
+            with shared.through(state):
+                yield
+
+        return Method(name, shared.step, [state.metrics], around=through, warmup=10)
 
 
 class Zero(zero.Zero):
@@ -131,7 +176,11 @@ class Recommender(on_links.Trainings):
 
 
 class Megatron(megatron_gpt.Megatron):
-    """Megatron's data parallelism: every method has a model and hooks of its own, which take turns."""
+    """Megatron's data parallelism: every method has a model and hooks of its own, which take turns.
+
+    Weights stay as they are. As this GPT learns, its steps take up to a tenth less processor time, and the
+    automatic mode has made more of them than the others.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__({"dct": False})
@@ -139,6 +188,7 @@ class Megatron(megatron_gpt.Megatron):
 
     def open(self, variant: str) -> list[Method]:
         optimizer = "optimizer" in variant
+        megatron_gpt.LEARNING_RATE = 0.0
         (dense,) = super().open("DP 2, distributed optimizer" if optimizer else "DP 2")
         dense.name = "fp32"
         return [dense, *(self._hooked(name, section, optimizer) for name, section in SECTIONS.items())]
@@ -215,10 +265,11 @@ def _lines(path: Path) -> list[str]:
 
 def regret(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """Return a row for every workload, number of ranks and link, and print each when it is there."""
+    suffix = "" if arguments.quality == "bytes" else f", {arguments.quality}"
     kept = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     rows = {row.where: row for row in (Row(**json.loads(line)) for line in kept)}
     cells: dict[str, tuple[int, str, str, str]] = {
-        f"{variant}, {ranks} ranks, {rate_name(rate)}": (ranks, name, variant, rate)
+        f"{variant}, {ranks} ranks, {rate_name(rate)}{suffix}": (ranks, name, variant, rate)
         for ranks in arguments.ranks
         for name in arguments.workload
         for variant in WORKLOADS[name][1]
@@ -246,6 +297,7 @@ def _measured(
 ) -> Iterator[Row]:
     target = WORKLOADS[name][0]
     options = {"parameters": arguments.parameters, "keeps": True, "metrics": None, "ranks": ranks}
+    options["quality"] = arguments.quality
     with (
         Links(ranks, NETWORKS) as links,
         Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
@@ -253,16 +305,42 @@ def _measured(
         for where, (_, _, variant, rate) in cells.items():
             links.limit(None if rate == "unlimited" else rate)
             methods = team.open(variant)
+            if arguments.quality == "exact":
+                methods = {name: methods[name] for name in ("fp32", AUTOMATIC)}
             warmed(team.block, methods)
             figures = interleaved(team.block, list(methods), arguments.seconds)
             team.close()
             yield Row(where, {each.name: each.median for each in figures})
 
 
+def rules(arguments: argparse.Namespace, folder: Path) -> None:
+    """Print the milliseconds of a step with each overlap and topology, and their ratio to the rules'."""
+    options = {"parameters": arguments.parameters}
+    for ranks in arguments.ranks:
+        with (
+            Links(ranks, NETWORKS) as links,
+            Team("regret:Rules", ranks, links, options=options, folder=folder, name=f"rules-{ranks}") as team,
+        ):
+            methods = team.open("torch DDP")
+            warmed(team.block, methods)
+            print(f"| torch DDP, {ranks} ranks | {' | '.join(methods)} |")
+            print("|---" + "|--:" * len(methods) + "|")
+            for rate in arguments.rates:
+                links.limit(None if rate == "unlimited" else rate)
+                ms = {
+                    each.name: each.median
+                    for each in interleaved(team.block, list(methods), arguments.seconds)
+                }
+                cells = [f"{each:.1f} ({each / ms[RULES]:.2f})" for each in ms.values()]
+                print(f"| {rate_name(rate)} | {' | '.join(cells)} |", flush=True)
+            team.close()
+
+
 def drop(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the steps of one job while the link between its ranks changes."""
     metrics = None if arguments.metrics is None else str(arguments.metrics.resolve())
     options = {"parameters": arguments.parameters, "per_node": 1, "keeps": False, "metrics": metrics}
+    options["quality"] = "bytes"
     with (
         Links(2, NETWORKS) as links,
         Team("regret:DDP", 2, links, options=options, folder=folder, name="drop") as team,
@@ -287,7 +365,11 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["unlimited", "10gbit", "1gbit", "100mbit"])
     parser.add_argument("--parameters", type=float, default=4.0, help="millions")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
+    parser.add_argument(
+        "--quality", default="bytes", choices=["exact", "bytes"], help="exact: beside fp32 alone"
+    )
     parser.add_argument("--drop", action="store_true", help="one job, whose link changes")
+    parser.add_argument("--rules", action="store_true", help="overlap and topology in place of the mode")
     parser.add_argument("--out", type=Path, default=Path("out/regret.jsonl"), help="figures of the cells")
     parser.add_argument("--metrics", type=Path, help="with --drop: metrics file, for dct report")
     arguments = parser.parse_args()
@@ -296,6 +378,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.drop:
             return drop(arguments, Path(folder))
+        if arguments.rules:
+            return rules(arguments, Path(folder))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         rows = regret(arguments, Path(folder))
         print(*_decisions(Path(folder)), sep="\n", file=sys.stderr)

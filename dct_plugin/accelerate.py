@@ -46,4 +46,11 @@ def attach(
 
 
 def _log(accelerator: Any, events: list[Event]) -> None:
-    accelerator.log({name: value for name, value, _ in events}, step=events[0][2])
+    figures, step = {name: value for name, value, _ in events}, events[0][2]
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            # W&B ignores what comes for an earlier step than the last one: the script's figures, if it counts
+            # from 0. So these join the script's next ones.
+            tracker.log({**figures, "dct/step": step}, commit=False)
+        else:
+            tracker.log(figures, step=step)

@@ -155,11 +155,16 @@ def _load(entry: LazyCommand) -> Any:
     return typer.main.get_command(command)
 
 
-def _register(entry: LazyCommand) -> None:
-    # Every argument, --help too, is left to the command itself.
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+class _Forward(typer.core.TyperCommand):
+    """Leaves every argument, also ``--`` and ``--help``, to the command that is imported."""
 
-    @app.command(entry.name, help=entry.help, add_help_option=False, context_settings=settings)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return args
+
+
+def _register(entry: LazyCommand) -> None:
+    @app.command(entry.name, cls=_Forward, help=entry.help)
     def forward(context: typer.Context) -> None:
         _load(entry).main(args=context.args, prog_name=f"dct {entry.name}")
 

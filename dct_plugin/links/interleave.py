@@ -77,8 +77,9 @@ def interleaved(take: Take, methods: Sequence[str], seconds: float) -> list[Figu
         seconds: No round begins after so long; at least three rounds are made.
     """
     end = time.monotonic() + seconds
-    # One step each, which also meets what a new rate of the link leaves behind, says how long turns are.
-    first = {name: take(name, 1) for name in methods}
+    # The first steps meet what a new rate of the link leaves behind. The second ones say how long turns are.
+    for _ in range(2):
+        first = {name: take(name, 1) for name in methods}
     turns = {
         name: max(1, min(TURN_STEPS, math.floor(1e3 * TURN_SECONDS / block.ms)))
         for name, block in first.items()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dct_plugin import cli
 from dct_plugin.cli.advise import Figures, _measured, _pasted, launch_line
 from dct_plugin.config.automatic import Setting
 from dct_plugin.config.known_losses import Training
@@ -78,6 +79,13 @@ def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> Non
     assert json.loads(_pasted(section, line)) == {"dct": {"data_parallel": section}}
     through = [*line, "-m", "dct_plugin.megatron", str(megatron)]
     assert launch_line(through) == through
+
+
+@pytest.mark.slow
+def test_a_launch_line_needs_no_option_before_it() -> None:
+    result = CliRunner().invoke(cli.app, ["advise", "--", "no-such-program", "--nproc-per-node", "2"])
+    assert isinstance(result.exception, ConfigError)
+    assert "no-such-program: cannot be started" in str(result.exception)
 
 
 @pytest.mark.slow
