@@ -46,12 +46,16 @@ def for_compressors(settings: DataParallelConfig, count: int) -> DataParallelCon
     return _changed(settings, sparsity=sparsity, value_dtype=values)
 
 
+#: In place of a value type: every entry in the gradient's own type, in a lossless code.
+LOSSLESS = "lossless"
+
+
 class Setting(NamedTuple):
     """A sparsity and the type of its values, as the automatic mode chooses them."""
 
     sparsity: float = 0.0
     value_dtype: str | None = None
-    """Type of the values; None: the dense exchange of the framework."""
+    """Type of the values, or :data:`LOSSLESS`; None: the dense exchange of the framework."""
 
     @property
     def is_dense(self) -> bool:
@@ -62,7 +66,14 @@ class Setting(NamedTuple):
         """Order from gentle to strong: by sparsity, then by bits left out."""
         return self.sparsity, -_VALUES.get(self.value_dtype or "", 32)
 
+    @property
+    def is_exact(self) -> bool:
+        """True if gradients are summed as the framework would, thresholded and rounded nowhere."""
+        return self.value_dtype in (None, LOSSLESS)
+
     def __str__(self) -> str:
+        if self.value_dtype == LOSSLESS:
+            return "dense, lossless code"
         return "dense" if self.is_dense else f"sparsity {self.sparsity:g}, {self.value_dtype} values"
 
 
@@ -71,16 +82,19 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
 
     Args:
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
-        all_types: Whether types of fewer bits may be chosen, too.
+        all_types: Whether types of fewer bits and the lossless code may be chosen, too.
     """
+    lossless = [Setting(0.0, LOSSLESS)] if all_types else []
     if config.quality == "exact":
-        return [Setting()]
+        return [Setting(), *lossless]
     most_bits = {"int2": 2, **_VALUES}.get(config.value_dtype, 32)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
     if not (values and all_types):
         values = [config.value_dtype]
     sparsities = [each for each in _SPARSITIES if each < config.sparsity]
-    sparsities += [config.sparsity] if config.sparsity else []
+    if not config.sparsity:
+        return [Setting(), *lossless, Setting(0.0, values[0])]
+    sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
 
 
@@ -172,6 +186,9 @@ def judged(
         training, steps, obstacle: See :func:`chosen`.
         untold: What to do so that the plugin knows the optimizer, in words.
     """
+    if written.quality == "exact":
+        feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
+        return Judgement(_changed(written, feedback=feedback, sparsity=0.0), "", False)
     settings, line, is_second_best = chosen(written, training, steps=steps, obstacle=obstacle)
     if settings.quality == "safe":
         most = safe_sparsity(settings, training)

@@ -143,9 +143,10 @@ class DataParallelConfig(Section):
     """
     quality: Literal["exact", "safe", "bytes"] | None = None
     """Choose by measurement, at the start and whenever steps or the link change, with `sparsity` as the
-    highest sparsity and `value_dtype` as the widest type of values: only the dense exchange (exact),
-    sparsities that lost nothing measurable with this optimizer and number of ranks (safe), or all of them
-    (bytes). null takes the settings as they are. `"sparsity": "auto"` stands for 0.99 and `safe`.
+    highest sparsity and `value_dtype` as the widest type of values: the dense exchange, plain or in a
+    lossless code (exact), sparsities that lost nothing measurable with this optimizer and number of ranks
+    (safe), or all of them (bytes). null takes the settings as they are. `"sparsity": "auto"` stands for 0.99
+    and `safe`.
 
     Where the link is not known or changes ([how it decides](automatic.md)).
     """
@@ -254,6 +255,8 @@ class DataParallelConfig(Section):
     @property
     def summary(self) -> str:
         """The share of entries sent, and the feedback for the others, in words."""
+        if self.quality == "exact":
+            return "quality exact, nothing left out"
         if self.quality is not None:
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"

@@ -49,6 +49,11 @@ class AddOn:
         """True if gradients of this step are to be summed densely, as the host would."""
         return False
 
+    @property
+    def lossless(self) -> bool:
+        """True if dense sums of this step are to cross in a lossless code."""
+        return False
+
     def sparsity(self, name: str) -> Sparsity | None:
         """Return the sparsity of a tensor in this step; None leaves it to the configuration."""
         return None

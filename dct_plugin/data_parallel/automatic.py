@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..config.automatic import Setting, settings_within
+from ..config.automatic import LOSSLESS, Setting, settings_within
 from ..host_traffic import own_traffic
-from ..metrics import format_bytes
+from ..metrics import Metrics, format_bytes
 from ..stream import Compressor
+from . import lossless
 from .add_on import AddOn, ReducerContext
 from .stream_group import Sparsity, StreamGroup
 
@@ -143,7 +144,7 @@ class CostModel(NamedTuple):
         ring = 2.0 * (self.ranks - 1) / self.ranks
         if setting.is_dense:
             return ring * (4 * self.large + self.small)
-        crossing = self.ranks - 1 if self.direct else ring
+        crossing = self.ranks - 1 if self._is_direct(setting) else ring
         return crossing * self.codings[setting].nbytes * self.large + ring * self.small
 
     def predict(self, setting: Setting) -> Prediction:
@@ -152,14 +153,18 @@ class CostModel(NamedTuple):
             exchange = self._exchange(setting) if self.dense is None else self.dense
             return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
         coding = self.codings[setting]
-        answers = 0.0 if self.direct else 1.0 / self.ranks
-        per_entry = coding.encode * (1.0 + answers) + coding.decode * (self.ranks if self.direct else 2.0)
+        direct = self._is_direct(setting)
+        answers = 0.0 if direct else 1.0 / self.ranks
+        per_entry = coding.encode * (1.0 + answers) + coding.decode * (self.ranks if direct else 2.0)
         exchange = self._exchange(setting)
         return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
 
+    def _is_direct(self, setting: Setting) -> bool:
+        return self.direct and not setting.is_exact
+
     def _exchange(self, setting: Setting) -> float:
         """Return the seconds of an exchange by its rounds and bytes."""
-        rounds = 1.0 if setting.is_dense or self.direct else 2.0
+        rounds = 1.0 if setting.is_dense or self._is_direct(setting) else 2.0
         return rounds * self.link.latency + self.nbytes(setting) / (self.ranks - 1) * self.link.byte
 
 
@@ -224,7 +229,11 @@ class AutomaticSparsity(AddOn):
 
     @property
     def dense(self) -> bool:
-        return self.current.is_dense
+        return self.current.is_exact
+
+    @property
+    def lossless(self) -> bool:
+        return self.current.value_dtype == LOSSLESS
 
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self._sizes.update((name, tensor.numel()) for name, tensor in entries)
@@ -277,16 +286,16 @@ class AutomaticSparsity(AddOn):
                 yield max(1, group.schedule.warmup_steps - group.step)
                 yield from self._change_to(self.current)
             return
-        began, waited, hidden = group.reduce_seconds, group.exchange.waited_ms, self._hidden_seconds()
+        began, waited, hidden = group.reduce_seconds, group.exchange.waited_ms, _hidden_seconds(group.metrics)
         steps = pace.settle + pace.trial
         if not is_known:
             steps = max(group.schedule.warmup_steps - group.step, pace.settle + pace.measured)
         yield steps
         reduction = (group.reduce_seconds - began) / steps
-        exposed = 1.0 - (self._hidden_seconds() - hidden) / steps / reduction if reduction else 1.0
+        exposed = 1.0 - (_hidden_seconds(group.metrics) - hidden) / steps / reduction if reduction else 1.0
         # With any setting a rank waits for slower ones.
         waited = 1e-3 * (group.exchange.waited_ms - waited) / steps
-        measured = max(reduction - waited, 0.0) if self.dense else None
+        measured = max(reduction - waited, 0.0) if self.current.is_dense else None
         now, link, why = self._median(), self._probe(), "measured"
         while True:
             model = self._model(now, measured, exposed, link)
@@ -323,12 +332,12 @@ class AutomaticSparsity(AddOn):
     def _change_to(self, setting: Setting) -> Iterator[int]:
         """Take a setting: the dense one after a step that sends all residuals, others after the start."""
         schedule, step = self._group.schedule, self._group.step
-        if setting.is_dense and self._holds_residuals:
+        if setting.is_exact and self._holds_residuals:
             self._use(self._flush)
             yield 1
             self._holds_residuals = False
         self._use(setting)
-        if not setting.is_dense and schedule.starting(step):
+        if not setting.is_exact and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
     def _watch(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
@@ -351,8 +360,8 @@ class AutomaticSparsity(AddOn):
 
     def _use(self, setting: Setting) -> None:
         self.current, group = setting, self._group
-        self._holds_residuals |= not setting.is_dense
-        if setting.value_dtype is not None and setting.value_dtype != group.settings.value_dtype:
+        self._holds_residuals |= not setting.is_exact
+        if setting.value_dtype not in (None, LOSSLESS, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
     # -- measurements, the same on all ranks ---
@@ -367,14 +376,6 @@ class AutomaticSparsity(AddOn):
         agreed = torch.tensor(figures, dtype=torch.float64, device=self._group.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group.group)
         return agreed.tolist()
-
-    def _hidden_seconds(self) -> float:
-        """Return the seconds so far that reductions passed beside the backward pass."""
-        metrics = self._group.metrics
-        if metrics is None:
-            return 0.0
-        summary = metrics.summary()
-        return 1e-3 * summary.hidden_ms * summary.steps
 
     def _probe(self) -> Link:
         """Time small and large messages in the job's own exchange; a collective."""
@@ -454,9 +455,19 @@ class AutomaticSparsity(AddOn):
         )
 
 
+def _hidden_seconds(metrics: Metrics | None) -> float:
+    """Return the seconds so far that reductions passed beside the backward pass."""
+    if metrics is None:
+        return 0.0
+    summary = metrics.summary()
+    return 1e-3 * summary.hidden_ms * summary.steps
+
+
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
     """Time the coding and decoding of random entries, the least of some repetitions."""
     data = torch.randn(_ENTRIES, device=group.device)
+    if setting.is_exact:
+        return _time_lossless(data * torch.rand(_ENTRIES))  # exponents as varied as a gradient's
     stream = Compressor(
         group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
     )
@@ -469,4 +480,15 @@ def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
         found.append((encoded - began, time.perf_counter() - encoded, writer.message.numel()))
+    return Coding(*(min(figures) / _ENTRIES for figures in zip(*found, strict=True)))
+
+
+def _time_lossless(data: Tensor) -> Coding:
+    found = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        message = lossless.encode(data)
+        encoded = time.perf_counter()
+        lossless.decode(message, data)
+        found.append((encoded - began, time.perf_counter() - encoded, message.numel()))
     return Coding(*(min(figures) / _ENTRIES for figures in zip(*found, strict=True)))

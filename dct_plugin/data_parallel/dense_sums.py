@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..codecs.copies import to_host
 from ..feedback import unpacked
+from ..host_traffic import bytes_sent
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
+from . import lossless
 from .add_on import AddOn
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import StreamGroup
@@ -85,9 +87,13 @@ class DenseSums:
         """Sum tensors of one type."""
         group, same = self._group, [each.tensor for each in planned]
         flat = torch.cat(same)
-        with whole.timed("exchange"):
-            size = group.exchange.all_reduce(flat)
-        group.record(Record("gradient_warmup", size, size, flat.numel()), whole)
+        if any(each.lossless for each in self.add_ons):
+            size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
+            sent = lossless.all_reduce(group, flat, whole)
+        else:
+            with whole.timed("exchange"):
+                size = sent = group.exchange.all_reduce(flat)
+        group.record(Record("gradient_warmup", size, sent, flat.numel()), whole)
         if not group.nonfinite_reported:
             self._look_for_nonfinite(planned, flat)
         for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
