@@ -76,7 +76,9 @@ def _forget_pytest(kept: list[int]) -> None:
             if descriptor > 2 and descriptor not in kept and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
                 os.close(descriptor)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    warnings.simplefilter("ignore", ResourceWarning)  # as in a new interpreter
+    # As in a new interpreter.
+    logging.getLogger().handlers.clear()
+    warnings.simplefilter("ignore", ResourceWarning)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
 
 

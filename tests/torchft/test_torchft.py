@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.processes import run
+from support.processes import fork, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +22,7 @@ pytest.importorskip("torchft.coordination", reason="torchft is not installed")
 
 import torchft
 from support.torchft_replicas import LIMIT, in_threads, lighthouse, manager_of
-from support.torchft_worker import batch, model_of
+from support.torchft_worker import Job, batch, model_of, work
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import WorldSizeMode
 
@@ -35,7 +33,6 @@ pytestmark = pytest.mark.slow
 
 SPARSE = {"data_parallel": {"sparsity": 0.9, "feedback": "local", "min_numel": 512}}
 EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "feedback": "local", "min_numel": 16}}
-WORKER = Path(__file__).parent.parent / "support" / "torchft_worker.py"
 
 
 def group_of(section: dict[str, Any] | None, **options: Any) -> Any:
@@ -229,7 +226,7 @@ def residuals_of(pg: Any) -> torch.Tensor:
 
 def test_other_settings_are_refused() -> None:
     other = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.5}}
-    with lighthouse(2) as address:
+    with lighthouse(2, join_ms=3000) as address:
         *others, refused = in_threads(
             _refused, [("a", address, SPARSE), ("b", address, SPARSE), ("c", address, other)]
         )
@@ -289,8 +286,16 @@ def test_nccl_is_missing() -> None:
         ProcessGroupNCCL(SPARSE)
 
 
+def replica(job: dict[str, Any], log: Path) -> None:
+    """Be a replica whose errors go to a file."""
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(level=logging.WARNING)
+    work(Job(**job))
+
+
 class Replicas:
-    """Processes of torchft_worker.py, which can be killed."""
+    """Processes that are replicas and can be killed."""
 
     def __init__(self, folder: Path, address: str, **job: Any) -> None:
         self.folder, self.job = folder, {"lighthouse": address, "section": SPARSE, "seconds": 0.02, **job}
@@ -298,22 +303,25 @@ class Replicas:
 
     def start(self, name: str, **job: Any) -> None:
         job = {**self.job, "name": name, "out": str(self.folder / name), **job}
-        command = [sys.executable, str(WORKER), json.dumps(job)]
-        with open(self.folder / f"{name}.log", "ab") as log:
-            self.processes[name] = subprocess.Popen(
-                command, env={**os.environ, "RUST_LOG": "error"}, stderr=log
-            )
+        self.processes[name] = fork(replica, job, self.folder / f"{name}.log")
+
+    def wait(self, name: str, seconds: float = 60) -> int | None:
+        """Return the exit code of a process, which is forgotten; None if it does not end in time."""
+        process = self.processes.pop(name)
+        process.join(seconds)
+        return process.exitcode
 
     def results(self, patience: float = 120) -> list[dict[str, Any]]:
         until = time.monotonic() + patience
         for name, process in self.processes.items():
-            assert process.wait(until - time.monotonic()) == 0, name
+            process.join(until - time.monotonic())
+            assert process.exitcode == 0, name
         return [torch.load(self.folder / name) for name in self.processes]
 
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait()
+            process.join()
 
 
 def test_a_killed_replica_heals_and_another_joins(tmp_path: Path) -> None:
@@ -322,9 +330,9 @@ def test_a_killed_replica_heals_and_another_joins(tmp_path: Path) -> None:
         try:
             for name in "abc":
                 replicas.start(name, die_at=5 if name == "c" else -1)
-            assert replicas.processes["c"].wait(60) == -9
+            assert replicas.wait("c") == -9
             replicas.start("other", version="0.0.1")
-            assert replicas.processes.pop("other").wait(60) == 1
+            assert replicas.wait("other") == 1
             replicas.start("c")
             replicas.start("0")  # the first in the order of quorums
             found = replicas.results()
