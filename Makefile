@@ -52,7 +52,8 @@ $(TEST_READY): $(READY) locks/dev.lock
 demo: $(READY) ## Train a recommender on real data, dense and with DCT: table in the terminal, plot in out/
 	@$(BIN)/dct demo --out $(OUT)
 
-# A file of tests at a time per core: fixtures of a file start processes once. Most tests have two or four processes.
+# Files of tests side by side, one more than there are cores: fixtures of a file start processes once. Most tests
+# have two or four processes.
 IN_PARALLEL = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(TEST_READY) ## Run the whole test suite

@@ -19,23 +19,31 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-#: Files that take more than 30 CPU seconds, the longest first.
+#: Files that take more than 14 CPU seconds or a minute, the longest first.
 LONGEST = (
     "links/test_summary.py",
     "dlrm/test_demo.py",
+    "ddp/test_restarts.py",
     "megatron/test_megatron_hooks.py",
     "data_parallel/test_triton_reducer.py",
     "megatron/test_megatron_launch.py",
-    "megatron/test_patch_limits.py",
-    "deepspeed/test_deepspeed_hpz.py",
-    "deepspeed/test_deepspeed.py",
-    "dlrm/test_dlrm_command.py",
-    "deepspeed/test_deepspeed_pipeline.py",
-    "deepspeed/test_deepspeed_startup.py",
-    "megatron/test_megatron_step_ahead.py",
-    "megatron/test_megatron_activations.py",
     "kernels/test_triton.py",
+    "deepspeed/test_deepspeed.py",
+    "deepspeed/test_deepspeed_startup.py",
+    "deepspeed/test_deepspeed_hpz.py",
+    "dlrm/test_dlrm_command.py",
+    "megatron/test_megatron_step_ahead.py",
     "fsdp/test_fsdp.py",
+    "cli/test_advise.py",
+    "megatron/test_megatron_parameters.py",
+    "megatron/test_patch_limits.py",
+    "megatron/test_megatron_activations.py",
+    "deepspeed/test_deepspeed_pipeline.py",
+    "megatron/test_megatron_automatic.py",
+    "megatron/test_megatron_nodes.py",
+    "links/test_links.py",
+    "huggingface/test_huggingface.py",
+    "torchft/test_torchft.py",
 )
 
 
@@ -46,6 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         order = {here / name: number for number, name in enumerate(LONGEST)}
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (order.get(item.path, len(order)), item.path not in slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors, since tests also wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
