@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,7 @@ def advise(
     DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron.
     """
     rates = check_rates(link or [], option="--link")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
     figures = _measured(command, limit)
     models = {"here": figures.model} | {
         rate_name(rate): figures.model.at(bits_per_second(rate)) for rate in rates
