@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import interpreter, processes
+from support import interpreter
 
 # Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
 # imported, here and in the processes that tests start.
@@ -67,6 +67,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     collected = yield
     interpreter.spare()
     if not session.config.option.collectonly and any(i.get_closest_marker("slow") for i in session.items):
+        from support import processes  # it needs more than a machine that only tests its GPU may have
+
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         processes.start_server()
