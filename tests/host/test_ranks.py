@@ -39,6 +39,7 @@ def test_a_topic_can_be_agreed_on_again_and_in_groups() -> None:
 
 
 def _disagrees(rank: int, world_size: int, silent: bool) -> None:
+    dist.barrier()  # a process may take a second to start
     if not silent or rank != 1:
         startup.agree("test", {"a": rank == 1}, limit=1 if silent else 60, hint="it is tired")
 
