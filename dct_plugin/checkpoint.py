@@ -340,7 +340,7 @@ def _ahead_in_unit(ahead: State | None, ratio: float) -> State | None:
         for name, saved in ahead["moments"].items()
     }
     products = {name: (own * ratio, mixed * ratio) for name, (own, mixed) in ahead["products"].items()}
-    return {"moments": moments, "products": products}
+    return {**ahead, "moments": moments, "products": products}
 
 
 def _unmeasured(stream: State) -> State:

@@ -218,9 +218,9 @@ class Accordion(AddOn):
         """See :meth:`CriticalRegimes.follow`."""
         self.regimes.follow(*optimizers)
 
-    def sparsity(self, name: str) -> Sparsity | None:
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if not self.regimes.critical(name):
-            return None
+            return otherwise
         return Sparsity(self._gentle.density(self._group.step), "critical")
 
     def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:

@@ -54,9 +54,9 @@ class AddOn:
         """True if dense sums of this step are to cross in a lossless code."""
         return False
 
-    def sparsity(self, name: str) -> Sparsity | None:
-        """Return the sparsity of a tensor in this step; None leaves it to the configuration."""
-        return None
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
+        """Return the sparsity of a tensor in this step; ``otherwise`` is that without this add-on."""
+        return otherwise
 
     def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
         """Exchange what has to be known before the tensors of ``plan`` are sent; a collective."""

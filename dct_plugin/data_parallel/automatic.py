@@ -238,7 +238,7 @@ class AutomaticSparsity(AddOn):
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self._sizes.update((name, tensor.numel()) for name, tensor in entries)
 
-    def sparsity(self, name: str) -> Sparsity:
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if self.current.sparsity == 0.0:
             return Sparsity(1.0)
         return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))

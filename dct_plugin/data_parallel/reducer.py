@@ -194,8 +194,10 @@ class GradientReducer(StreamGroup):
 
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
-        found = (sparsity for each in self.add_ons if (sparsity := each.sparsity(name)) is not None)
-        return next(found, None) or super().sparsity(name)
+        sparsity = super().sparsity(name)
+        for add_on in reversed(self.add_ons):
+            sparsity = add_on.sparsity(name, sparsity)
+        return sparsity
 
     def plan(
         self,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..config.automatic import BY_COMPRESSORS
 from ..errors import ConfigError
 from ..feedback import ScratchBuffers, unpacked
 from .add_on import AddOn, ReducerContext
@@ -35,6 +36,8 @@ from .plan import ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
 from .second_moments import Moments, MomentsPart, SecondMoments
 from .step_units import StepUnit
+from .stream_group import Sparsity
+from .tensor_densities import TensorDensities
 
 #: How often at most an owner counts what it has not sent of updated weights. The ranks' mean asks for the
 #: number of ranks, but what single ranks are displaced by disturbs their gradients in second order: in
@@ -314,6 +317,21 @@ class StepAhead:
             both[shard.start : shard.stop].add_(part)
         return (residual, share) if both is None else (both, 1.0)
 
+    def residual_length(self, name: str) -> Tensor:
+        """Return the root mean square of a residual's share, in steps of the optimizer for a gradient of the
+        usual size: fp32 scalar; 0 where the optimizer has no second moment.
+        """
+        parameter, residual, moments = self._parameters[name], self._residual_of(name), self.moments.of(name)
+        unit = self._unit_of(parameter)
+        if residual is None or moments is None or unit is None or not unit.preconditioned:
+            return torch.zeros((), device=parameter.device)
+        first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
+        part, most = MomentsPart(moments, first), moments.limit(unit.decay)
+        steps = self._scratch.take("length", residual)
+        part.denominator(steps, decay=unit.decay, eps=unit.eps / self._gradient_unit())
+        torch.div(residual, steps, out=steps).clamp_(-most, most)
+        return steps.norm() * (self.coefficients.of(name) / residual.numel() ** 0.5)
+
     # -- gradients and steps ---
 
     def observe(self, name: str, gradient: Tensor) -> None:
@@ -379,6 +397,9 @@ class StepAheadAddOn(AddOn):
         self._group, self._config, self._topology = context.group, context.config, context.topology
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
+        self.densities = TensorDensities()
+        #: Up to here, one density for all tensors is what was measured; noise of more ranks costs more.
+        self._divides = context.group.world_size > BY_COMPRESSORS[0][0]
 
     @classmethod
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
@@ -448,23 +469,37 @@ class StepAheadAddOn(AddOn):
         if self._ahead is not None and plan.compared:
             group, coefficients = self._group, self._ahead.coefficients
             own = coefficients.samples(plan.compared, group.step, group.device)
-            mean = own.clone()
+            lengths = [self._ahead.residual_length(name) for name in plan.compared] if self._divides else []
+            mean = torch.cat([own, *(length.to(own).view(1) for length in lengths)])
             group.exchange.all_reduce(mean)
-            coefficients.measure(plan.compared, own, mean / group.world_size)
+            mean = mean / group.world_size
+            coefficients.measure(plan.compared, own, mean[: own.numel()])
+            if lengths:
+                numels = {tensor.name: tensor.tensor.numel() for tensor in plan.tensors}
+                self.densities.measure(
+                    plan.compared, [numels[name] for name in plan.compared], mean[own.numel() :].tolist()
+                )
+
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
+        return otherwise._replace(density=self.densities.density(name, otherwise.density))
 
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
             self._ahead.end_step(skipped=skipped)
+            self.densities.end_step(self._group.step, skipped=skipped)
 
     def rescale(self, factor: float) -> None:
         if self._ahead is not None:
             self._ahead.rescale(factor)
 
     def state_dict(self) -> dict[str, Any] | None:
-        return self._loaded if self._ahead is None else self._ahead.state_dict()
+        if self._ahead is None:
+            return self._loaded
+        return {**self._ahead.state_dict(), "densities": self.densities.state_dict()}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         self._loaded = state
+        self.densities.load_state_dict((state or {}).get("densities", {}))
         if self._ahead is not None:
             self._ahead.load_state_dict(state, step=step)
 
