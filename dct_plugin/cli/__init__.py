@@ -97,6 +97,13 @@ def _report() -> Any:
     return report
 
 
+@_command("Benchmarks that are run from a checkout: bench links, step times on links of limited rate.")
+def _bench() -> Any:
+    from .bench import app
+
+    return app
+
+
 @_command("Show the metrics of a job in the terminal while it runs.")
 def _watch() -> Any:
     from .watch import watch
