@@ -28,22 +28,24 @@ _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
 #: Most ranks for which step-ahead at 0.99 lost nothing that could be measured; with more it loses.
 _SAFE_RANKS = 4
 
-#: Most compressors for which a sparsity and a value type are the default with step-ahead. Loss grows with
-#: their number at one density, and fewer bits pay for a higher one (docs/quality.md#many-compressors).
-BY_COMPRESSORS = ((4, 0.99, "bf16"), (math.inf, 0.98, "int4"))
+#: Most compressors for which a sparsity, a value type and a density of owners' answers (a multiple of that of
+#: what they receive) are the default with step-ahead. Loss grows with the number of compressors at one
+#: density, and fewer bits pay for a higher one (docs/quality.md#many-compressors).
+BY_COMPRESSORS = ((4, 0.99, "bf16", 3.0), (math.inf, 0.96, "int4", 2.0))
 
 
 def for_compressors(settings: DataParallelConfig, count: int) -> DataParallelConfig:
-    """Return the settings with the sparsity and the value type for so many compressors.
+    """Return the settings with the sparsity, the value type and the answers for so many compressors.
 
-    Settings that name one of them stay as they are, and so do those without step-ahead.
+    Settings that name one of the first two stay as they are, and so do those without step-ahead.
     """
     written = settings.model_fields_set & {"sparsity", "value_dtype", "quality", "adaptive"}
-    _, sparsity, values = next(row for row in BY_COMPRESSORS if count <= row[0])
+    _, sparsity, values, answers = next(row for row in BY_COMPRESSORS if count <= row[0])
     suits = (sparsity, values) == (settings.sparsity, settings.value_dtype)
     if written or suits or not settings.feedback.looks_ahead:
         return settings
-    return _changed(settings, sparsity=sparsity, value_dtype=values)
+    expert = {"server_density": answers, **settings.expert.model_dump(exclude_unset=True)}
+    return _changed(settings, sparsity=sparsity, value_dtype=values, expert=expert)
 
 
 #: In place of a value type: every entry in the gradient's own type, in a lossless code.

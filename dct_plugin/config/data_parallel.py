@@ -136,7 +136,7 @@ class DataParallelConfig(Section):
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
     """Share of the gradient entries that are not sent in one step; 0 sends all. Where neither it nor
-    `value_dtype` is written, `step_ahead` between more than 4 ranks (or nodes) takes 0.98 in `int4`
+    `value_dtype` is written, `step_ahead` between more than 4 ranks (or nodes) takes 0.96 in `int4`
     ([measured](quality.md#many-compressors)).
 
     0.9 where quality matters most, 0.99 on slow links, 0 to measure the plugin's own cost.

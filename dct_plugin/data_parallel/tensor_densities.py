@@ -53,14 +53,14 @@ class TensorDensities:
 
     def _divide(self) -> None:
         known = {
-            name: (numel, length)
-            for name, (numel, length, count) in self._lengths.items()
-            if count >= LEAST
+            name: (numel, length) for name, (numel, length, count) in self._lengths.items() if count >= LEAST
         }
         if known:
             entries = sum(numel for numel, _ in known.values())
             mean = sum(numel * length for numel, length in known.values()) / entries
-            shares = {name: min(max(length / mean, SHARES[0]), SHARES[1]) for name, (_, length) in known.items()}
+            shares = {
+                name: min(max(length / mean, SHARES[0]), SHARES[1]) for name, (_, length) in known.items()
+            }
             left = sum(known[name][0] * share for name, share in shares.items()) / entries
             self._shares = {name: share / left for name, share in shares.items()}
 

@@ -51,8 +51,8 @@ def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> No
     ("written", "feedback", "count", "sparsity", "values"),
     [
         ({}, "step_ahead", 4, 0.99, "bf16"),
-        ({}, "step_ahead", 5, 0.98, "int4"),
-        ({"min_numel": 100}, "step_ahead", 64, 0.98, "int4"),
+        ({}, "step_ahead", 5, 0.96, "int4"),
+        ({"min_numel": 100}, "step_ahead", 64, 0.96, "int4"),
         ({"sparsity": 0.99}, "step_ahead", 8, 0.99, "bf16"),
         ({"value_dtype": "int8"}, "step_ahead", 8, 0.99, "int8"),
         ({"sparsity": "auto"}, "step_ahead", 8, 0.99, "bf16"),
@@ -74,7 +74,7 @@ def test_a_changed_section_still_follows_it() -> None:
         {"data_parallel": {"min_numel": 5}}
     )
     assert for_compressors(changed.data_parallel, 8) == _config(
-        feedback="step_ahead", min_numel=5, sparsity=0.98, value_dtype="int4"
+        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 2.0}
     )
     assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 

@@ -69,7 +69,7 @@ def test_threads_get_the_bits_of_processes(count: int, studies: None) -> None:
             assert torch.equal(weights, found[0][0]), name
 
 
-@pytest.mark.parametrize(("per_node", "sparsity"), [(1, 0.98), (2, 0.99)])
+@pytest.mark.parametrize(("per_node", "sparsity"), [(1, 0.96), (2, 0.99)])
 def test_nodes_are_the_compressors_whose_number_counts(per_node: int, sparsity: float, studies: None) -> None:
     import one_process
     from adam import model_of
