@@ -152,15 +152,17 @@ class Gpt:
 
     Args:
         text: File of the text, plain or gzip.
+        width: Of the model.
     """
 
     steps, clip = 1200, CLIP
 
-    def __init__(self, text: Path) -> None:
+    def __init__(self, text: Path, width: int = WIDTH) -> None:
         self._training, self._held_out = text_of(text)
+        self._width = width
 
     def model(self, seed: int) -> torch.nn.Module:
-        return model_of(seed, WIDTH, LAYERS, SEQUENCE, vectors=False)
+        return model_of(seed, self._width, LAYERS, SEQUENCE, vectors=False)
 
     @staticmethod
     def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -441,6 +443,7 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=["gpt", "dlrm"], default="gpt")
     parser.add_argument("--text", type=Path, help="of the GPT, plain or gzip")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the GPT")
     parser.add_argument("--compressors", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--per-node", type=int, default=1, help="ranks of a compressor")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["0.99"])
@@ -453,13 +456,14 @@ def main() -> None:
     if args.model == "gpt" and args.text is None:
         parser.error("--model gpt needs --text")
     torch.set_num_threads(1)
-    task: Task = Gpt(args.text) if args.model == "gpt" else Recommender()
+    task: Task = Gpt(args.text, args.width) if args.model == "gpt" else Recommender()
+    model_name = args.model + ("" if args.width == WIDTH else f", width {args.width}")
     steps = args.steps or task.steps
     for seed in args.seeds:
-        runs = [Run(args.model, "dense", 1, 1, seed, steps)]
+        runs = [Run(model_name, "dense", 1, 1, seed, steps)]
         for setting, compressors in itertools.product(args.settings, args.compressors):
             ranks = compressors * args.per_node
-            runs.append(Run(args.model, setting, ranks, args.per_node, seed, steps))
+            runs.append(Run(model_name, setting, ranks, args.per_node, seed, steps))
         for run in missing(runs, args.results):
             began, model = time.process_time(), task.model(seed)
             figures = one_process.run(run.ranks, partial(train, run=run, model=model, task=task))[0]
@@ -468,7 +472,7 @@ def main() -> None:
                 file.write(json.dumps(result) + "\n")
             print(json.dumps(result), flush=True)
     rows = rows_of(args.results)
-    print(table([row for row in rows if (row["model"], row["steps"]) == (args.model, steps)]))
+    print(table([row for row in rows if (row["model"], row["steps"]) == (model_name, steps)]))
 
 
 if __name__ == "__main__":

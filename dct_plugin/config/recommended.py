@@ -166,9 +166,10 @@ RECOMMENDATIONS = (
         _LONGER,
     ),
     Recommendation(
-        _ADAM, tuple(LINKS), (5, 8), (0,), {"sparsity": 0.98, "value_dtype": "int4"},
-        Measured("60.7x", _COMPRESSORS),
-        Measured("+0.0223 ± 0.0127 nats", _COMPRESSORS), None,
+        _ADAM, tuple(LINKS), (5, 8), (0,),
+        {"sparsity": 0.96, "value_dtype": "int4", "expert": {"server_density": 2.0}},
+        Measured("46.1x", _COMPRESSORS),
+        Measured("@Q@ nats", _COMPRESSORS), None,
         _LONGER,
     ),
     Recommendation(

@@ -18,7 +18,7 @@ from .plan import ReductionPlan
 
 
 class NodeChunks:
-    """What the ranks of a node do with the chunks of an all-reduce.
+    """Sums the chunks of an all-reduce over the ranks of a node, and shares their messages there.
 
     Args:
         node: The ranks of this rank's node.

@@ -40,8 +40,8 @@ class Recorder(AddOn):
     def compared(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name == "b"]
 
-    def sparsity(self, name: str) -> Sparsity | None:
-        return Sparsity(0.25) if name == "a" else None
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
+        return Sparsity(0.25) if name == "a" else otherwise
 
     def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
         self.calls.append(f"before {plan.operation} {plan.compared}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,9 @@ def test_other_settings_are_refused() -> None:
     check_same(others)
     assert isinstance(refused, ConfigError)
     assert "replica 'c'" in str(refused)
-    assert "dct.data_parallel.sparsity differs: 0.9 on ranks 0-1; 0.5 on rank 2" in str(refused)
+    # On a busy machine one replica comes after the quorum of two.
+    ranks = "(0.9 on ranks 0-1; 0.5 on rank 2|0.9 on rank 0; 0.5 on rank 1)"
+    assert re.search(f"dct.data_parallel.sparsity differs: {ranks}", str(refused))
 
 
 def test_steps_that_are_not_committed_leave_residuals_alone(tmp_path: Path) -> None:
