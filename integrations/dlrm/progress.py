@@ -53,7 +53,7 @@ class LaunchProgress:
         kind = event["event"]
         if kind == "slow_start":
             for advice in event["advice"]:
-                self._console.print(f"Still starting, {advice}", markup=False, highlight=False)
+                self._say(f"Still starting, {advice}")
         elif kind == "start":
             self._runs = event["runs"]
             self._bars.update(self._task, total=event["steps"])

@@ -49,7 +49,7 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     """All of them in one launch: three in JSON and a plot, and what the screen shows at 80 columns."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
-    command += ["--max-rows", "12000", "--epochs", "1", "--report", str(report)]
+    command += ["--max-rows", "9000", "--epochs", "1", "--report", str(report)]
     done = subprocess.run(
         command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=500, cwd=tmp_path
     )
@@ -87,7 +87,9 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     # De-duplication is exact, so only the order of sums differs from the dense run.
     assert abs(lossless["auc_difference"]["mean"]) < 1e-3
     assert "\u2026" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    # The notice of a slow start has a command to copy, in one line.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("Still starting")]
+    assert max(map(len, lines)) <= 80
 
 
 def test_paired_interval_is_students() -> None:

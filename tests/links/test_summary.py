@@ -29,7 +29,12 @@ def _benchmark() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "ranks", "options"),
-    [("ddp", 4, {}), ("deepspeed", 2, {}), ("dlrm", 2, {}), ("megatron", 2, {"batch": 2, "layers": 2})],
+    [
+        ("ddp", 4, {"parameters": 4}),
+        ("deepspeed", 2, {"parameters": 4}),
+        ("dlrm", 2, {}),
+        ("megatron", 2, {"batch": 2, "layers": 2}),
+    ],
 )
 def test_the_summary_is_what_crosses(host: str, ranks: int, options: dict[str, int], tmp_path: Path) -> None:
     """The other numbers of ranks are the benchmark's."""
