@@ -88,6 +88,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.98 int4": _section(0.98, value_dtype="int4"),
     "0.98/0.95 int4": _section(0.98, 0.95, value_dtype="int4"),
     "0.96/0.92 int4": _section(0.96, 0.92, value_dtype="int4"),
+    "0.96/0.93 int4": _section(0.96, 0.93, value_dtype="int4"),
     "0.97 int4": _section(0.97, value_dtype="int4"),
     "0.97 int4, weighted": _section(0.97, value_dtype="int4", weighted=0.5),
     "0.97/0.93 int4": _section(0.97, 0.93, value_dtype="int4"),

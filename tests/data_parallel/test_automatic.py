@@ -74,7 +74,7 @@ def test_a_changed_section_still_follows_it() -> None:
         {"data_parallel": {"min_numel": 5}}
     )
     assert for_compressors(changed.data_parallel, 8) == _config(
-        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 2.0}
+        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.75}
     )
     assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 
