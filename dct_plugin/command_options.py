@@ -1,10 +1,20 @@
-"""Commands whose options are one object."""
+"""Commands whose options are one object, or those of a command that they start."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
+
+import typer
+
+
+class Forward(typer.core.TyperCommand):
+    """Leaves every argument, also ``--`` and ``--help``, to another command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return args
 
 
 def takes_options(kind: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:

@@ -90,7 +90,6 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.96/0.92 int4": _section(0.96, 0.92, value_dtype="int4"),
     "0.96/0.93 int4": _section(0.96, 0.93, value_dtype="int4"),
     "0.97 int4": _section(0.97, value_dtype="int4"),
-    "0.97 int4, weighted": _section(0.97, value_dtype="int4", weighted=0.5),
     "0.97/0.93 int4": _section(0.97, 0.93, value_dtype="int4"),
     "0.97/0.93 int2": _section(0.97, 0.93, value_dtype="int2"),
     "0.95/0.90 int4": _section(0.95, 0.90, value_dtype="int4"),

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from .._version import __version__
+from ..command_options import Forward
 from ..console import print_error
 from ..errors import ConfigError, DCTError
 from . import config
@@ -97,7 +98,11 @@ def _report() -> Any:
     return report
 
 
-@_command("Benchmarks that are run from a checkout: bench links, step times on links of limited rate.")
+@_command(
+    "Benchmarks that are run from a checkout: bench links, step times on links of limited rate.",
+    _DEMO,
+    "demo",
+)
 def _bench() -> Any:
     from .bench import app
 
@@ -162,16 +167,8 @@ def _load(entry: LazyCommand) -> Any:
     return typer.main.get_command(command)
 
 
-class _Forward(typer.core.TyperCommand):
-    """Leaves every argument, also ``--`` and ``--help``, to the command that is imported."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return args
-
-
 def _register(entry: LazyCommand) -> None:
-    @app.command(entry.name, cls=_Forward, help=entry.help)
+    @app.command(entry.name, cls=Forward, help=entry.help)
     def forward(context: typer.Context) -> None:
         _load(entry).main(args=context.args, prog_name=f"dct {entry.name}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from ..command_options import Forward
 from ..errors import ConfigError
 
 app = typer.Typer(help="Benchmarks that are run from a checkout.", no_args_is_help=True)
@@ -20,11 +21,7 @@ def _group() -> None:
     """Keep the name of the only command on the command line."""
 
 
-@app.command(
-    "links",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("links", cls=Forward)
 def links(context: typer.Context) -> None:
     """Measure step times on links of limited rate, all methods of a workload in turns within one run.
 

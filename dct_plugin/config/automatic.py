@@ -31,7 +31,10 @@ _SAFE_RANKS = 4
 #: Most compressors for which a sparsity, a value type and a density of owners' answers (a multiple of that of
 #: what they receive) are the default with step-ahead. Loss grows with the number of compressors at one
 #: density, and fewer bits pay for a higher one (docs/quality.md#many-compressors).
-BY_COMPRESSORS = ((4, 0.99, "bf16", 3.0), (math.inf, 0.96, "int4", 1.75))
+BY_COMPRESSORS = (
+    (4, 0.99, "bf16", StepAheadFeedback.server_density),
+    (math.inf, 0.96, "int4", 1.75),
+)
 
 
 def for_compressors(settings: DataParallelConfig, count: int) -> DataParallelConfig:

@@ -59,8 +59,8 @@ class GradientReducer(StreamGroup):
         loss_scale: What the host multiplies into the gradients.
         options: ``metrics``, which records bytes, density and times; ``device`` of the gradients;
             ``kernels``, the defaults when None; ``step``, optimizer steps so far, for a reducer that is made
-            while the training runs; ``nodes`` whose ranks are
-            summed densely before (None: every rank sends messages).
+            while the training runs; ``nodes`` whose ranks are summed densely before (None: every rank sends
+            messages).
     """
 
     def __init__(

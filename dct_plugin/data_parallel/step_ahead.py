@@ -45,6 +45,17 @@ from .tensor_densities import TensorDensities
 MOST_TIMES = 8
 
 
+def _in_steps(
+    residual: Tensor, moments: Moments | MomentsPart, unit: StepUnit, gradient_unit: float, *, out: Tensor
+) -> Tensor:
+    """Set ``out`` (fp32) to the steps that a residual amounts to, where a gradient of the usual size makes
+    one: at most :meth:`Moments.limit`.
+    """
+    moments.denominator(out, decay=unit.decay, eps=unit.eps / gradient_unit)
+    most = moments.limit(unit.decay)
+    return torch.div(residual, out, out=out).clamp_(-most, most)
+
+
 def displaced(
     weight: Tensor,
     expected: tuple[Tensor | None, float],
@@ -82,9 +93,7 @@ def displaced(
         step.zero_()
     elif unit.preconditioned:
         assert moments is not None
-        moments.denominator(step, decay=unit.decay, eps=unit.eps / gradient_unit)
-        most = moments.limit(unit.decay)
-        torch.div(residual, step, out=step).clamp_(-most, most).mul_(-unit.lr * share)
+        _in_steps(residual, moments, unit, gradient_unit, out=step).mul_(-unit.lr * share)
     else:
         torch.mul(residual, -unit.lr * share * gradient_unit, out=step)
     if pending is not None:
@@ -326,10 +335,8 @@ class StepAhead:
         if residual is None or moments is None or unit is None or not unit.preconditioned:
             return torch.zeros((), device=parameter.device)
         first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
-        part, most = MomentsPart(moments, first), moments.limit(unit.decay)
-        steps = self._scratch.take("length", residual)
-        part.denominator(steps, decay=unit.decay, eps=unit.eps / self._gradient_unit())
-        torch.div(residual, steps, out=steps).clamp_(-most, most)
+        room = self._scratch.take("step", residual)
+        steps = _in_steps(residual, MomentsPart(moments, first), unit, self._gradient_unit(), out=room)
         return steps.norm() * (self.coefficients.of(name) / residual.numel() ** 0.5)
 
     # -- gradients and steps ---

@@ -3,8 +3,7 @@
 With one density for all tensors, the ranks' mean residual is several optimizer steps long in some tensors
 (drift, which all ranks share), and less than two in others (noise, which cancels out). So a tensor's density
 follows that length, which falls as the density rises; the number of entries of all tensors together stays.
-Measured:
-``docs/quality.md``, "By the number of compressors".
+What it gains was measured (``docs/quality.md``, "Many compressors").
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .residual_coefficients import MEMORY
+
 #: Optimizer steps between two changes, and measurements that the first one waits for.
 INTERVAL, LEAST = 100, 3
 #: Densities above it are the same in all tensors: start, dense steps.
 DENSEST = 0.2
-#: Weight of older measurements beside a new one; the least and the greatest share of a tensor.
-MEMORY, SHARES = 0.8, (0.25, 4.0)
+#: The least and the greatest density of a tensor, relative to the mean.
+SHARES = (0.25, 4.0)
 
 
 class TensorDensities:
@@ -26,7 +27,7 @@ class TensorDensities:
 
     def __init__(self) -> None:
         self._lengths: dict[str, tuple[int, float, int]] = {}
-        """By tensor: entries, length, measurements."""
+        """Each tensor's number of entries, mean length, and number of measurements."""
         self._measured: dict[str, tuple[int, float]] = {}
         """Lengths of this step, which may yet be taken back."""
         self._shares: dict[str, float] = {}
@@ -69,7 +70,7 @@ class TensorDensities:
         return {"lengths": dict(self._lengths), "shares": dict(self._shares)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; nothing starts afresh."""
+        """Restore :meth:`state_dict`; an empty state starts afresh."""
         self._measured.clear()
         self._lengths = {name: tuple(each) for name, each in state.get("lengths", {}).items()}
         self._shares = dict(state.get("shares", {}))

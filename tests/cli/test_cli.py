@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from dct_plugin import __version__, cli
 from dct_plugin.cli import doctor as doctor_module
 from dct_plugin.cli.doctor import Finding, _supported
+from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.host.versions import TESTED, how_tested
 
 runner = CliRunner()
@@ -244,3 +245,15 @@ def test_doctor_says_which_versions_were_tested() -> None:
         row = re.search(rf"^\| {name} \|.*$", page, re.M)
         assert row is not None, name
         assert all(version in row[0] for version in versions), name
+
+
+@pytest.mark.slow
+def test_bench_links_needs_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from dct_plugin.cli import bench
+
+    found = runner.invoke(bench.app, ["links", "--workload", "nope"])
+    assert found.exit_code == 2  # that of the benchmark itself
+    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    with pytest.raises(ConfigError, match=r"has no benchmarks, .* clone the repository"):
+        runner.invoke(bench.app, ["links"], catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports once for all processes, beside the tests themselves."""
+"""Imports in the fork server, once for all processes, what tests do not import but need."""
 
 from __future__ import annotations
 
