@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 
 WIDTH = 1600
@@ -43,7 +43,7 @@ def row(dtype: torch.dtype, momentum: bool, layers: int, repeats: int) -> list[s
     named = {str(i): weight for i, weight in enumerate(weights)}
     gradients = {name: torch.randn(weight.numel()).to(dtype) for name, weight in named.items()}
     residuals = {name: torch.randn(weight.numel()) for name, weight in named.items()}
-    ahead = StepAhead(named.items(), units_of(optimizer), residuals.get, world_size=2)
+    ahead = StepAhead(named.items(), units_of(optimizer), Unsent(residuals.get), world_size=2)
 
     def follow() -> None:
         for name, gradient in gradients.items():

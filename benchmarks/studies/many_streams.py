@@ -249,13 +249,13 @@ class Rank:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
-        self.reducer = GradientReducer(config, metrics=self.metrics, nodes=nodes)
+        self.reducer = GradientReducer(config, nodes, metrics=self.metrics)
         if self.reducer.node is not None:
             with one_process.apart():
                 _ = self.reducer.exchange.peers.group, self.reducer.node.exchange.peers.group
         self.updates = None
         if config.parameters is not None:
-            self.updates = ParameterUpdates(config, metrics=self.metrics, nodes=nodes)
+            self.updates = ParameterUpdates(config, nodes, metrics=self.metrics)
         self.shards = dict(self._shards())
         self.masters = self.named if self.updates is None else dict(self._masters())
         self.optimizer = task.optimizer(self.masters.values())

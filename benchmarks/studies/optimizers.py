@@ -25,7 +25,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
 from dct_plugin import Compressor
-from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.integrations.dlrm.data import epoch_batches, load
 from dct_plugin.integrations.dlrm.intervals import paired
@@ -86,7 +86,7 @@ def look_ahead(
         return None if kept is None else kept.current
 
     named = [(n, p) for n, p in model.named_parameters() if n in streams]
-    return StepAhead(named, units_of(optimizer), residual_of, world_size=workers)
+    return StepAhead(named, units_of(optimizer), Unsent(residual_of), world_size=workers)
 
 
 def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> None:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..feedback import unpacked
@@ -37,8 +36,7 @@ class NodeRanks:
     A large tensor has a part for each rank, a small one is the part of one of them.
 
     Args:
-        nodes: Nodes of the process group.
-        group: The host's process group.
+        nodes: Nodes of the host's process group.
         device: Device of the tensors.
         min_numel: Tensors with fewer entries are small.
         metrics: Records bytes.
@@ -48,13 +46,12 @@ class NodeRanks:
     def __init__(
         self,
         nodes: Nodes,
-        group: dist.ProcessGroup | None,
         device: torch.device,
         min_numel: int,
         metrics: Metrics | None,
         kernels: Backend,
     ) -> None:
-        self.exchange = Exchange(group, device, nodes.inside)
+        self.exchange = Exchange(nodes.group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
         self._on_host = self._may_share = device.type == "cpu"
         self._memory: SharedMemory | None = None

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
@@ -32,7 +31,7 @@ from .node_ranks import NodeRanks
 from .node_updates import UpdatesBetweenNodes
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
-from .stream_group import GroupOptions, StreamGroup, WrittenTensor
+from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
 from .topology import Destination, Phase
 
 if TYPE_CHECKING:
@@ -44,18 +43,18 @@ class ParameterUpdates(StreamGroup):
 
     Args:
         config: The ``data_parallel`` settings.
-        group: Process group over which the masters are sharded; None for the default one.
+        ranks: Process group over which the masters are sharded, None for the default one; or its nodes:
+            updates cross between them once, and are gathered inside.
         gathers: With nodes: False where a rank has weights that only the ranks with its position in other
             nodes have, and owners of shards are nodes: nothing is gathered inside.
         options: ``metrics``, which records bytes, density and times; ``device`` of the weights; ``kernels``,
-            the defaults when None; ``step``, optimizer steps so far; ``nodes`` of the group: updates cross
-            between them once, and are gathered inside.
+            the defaults when None; ``step``, optimizer steps so far.
     """
 
     def __init__(
         self,
         config: DataParallelConfig,
-        group: dist.ProcessGroup | None = None,
+        ranks: Ranks = None,
         *,
         gathers: bool = True,
         **options: Unpack[GroupOptions],
@@ -68,10 +67,10 @@ class ParameterUpdates(StreamGroup):
                 "feedback": NoFeedback(),
             }
         )
-        super().__init__(settings, group, **options)
+        super().__init__(settings, ranks, **options)
         self._between_nodes = None
         if self.nodes is not None and gathers:
-            node = NodeRanks(self.nodes, group, self.device, config.min_numel, self.metrics, self.backend)
+            node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics, self.backend)
             self._between_nodes = UpdatesBetweenNodes(
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead
             )

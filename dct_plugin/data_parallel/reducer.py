@@ -18,7 +18,6 @@ from ..config import DataParallelConfig
 from ..errors import ConfigError, DCTError
 from ..metrics import Record
 from ..stream import Compressor
-from ..transport.peers import Peers
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of
 from .dense_sums import DenseSums
@@ -30,7 +29,7 @@ from .node_ranks import NodeRanks
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .scatter import Scatter
-from .stream_group import GroupOptions, Sparsity, StreamGroup
+from .stream_group import GroupOptions, Ranks, Sparsity, StreamGroup
 from .topology import Topology
 from .two_phase import TwoPhase
 
@@ -53,27 +52,27 @@ class GradientReducer(StreamGroup):
 
     Args:
         config: The ``data_parallel`` settings.
-        group: Process group (gloo or nccl), None for the default one; or other kinds of peers.
+        ranks: Process group (gloo or nccl), None for the default one; or other kinds of peers; or nodes,
+            whose ranks are summed densely before.
         transactional: Take skipped steps back, for host frameworks under fp16 loss scaling; so it is with
             ``nonfinite_action: "skip"``.
         loss_scale: What the host multiplies into the gradients.
         options: ``metrics``, which records bytes, density and times; ``device`` of the gradients;
             ``kernels``, the defaults when None; ``step``, optimizer steps so far, for a reducer that is made
-            while the training runs; ``nodes`` whose ranks are summed densely before (None: every rank sends
-            messages).
+            while the training runs.
     """
 
     def __init__(
         self,
         config: DataParallelConfig,
-        group: dist.ProcessGroup | Peers | None = None,
+        ranks: Ranks = None,
         *,
         transactional: bool = False,
         loss_scale: float = 1.0,
         **options: Unpack[GroupOptions],
     ) -> None:
         transactional = transactional or config.nonfinite_action == "skip"
-        super().__init__(config, group, transactional=transactional, **options)
+        super().__init__(config, ranks, transactional=transactional, **options)
         self.config, self.loss_scale = self.settings, loss_scale
         self.deferred = False
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
@@ -355,7 +354,7 @@ def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, T
     if group.nodes is None:
         return everywhere, small, scatter
     node = group.node = NodeRanks(
-        group.nodes, group.group, group.device, group.config.min_numel, group.metrics, group.backend
+        group.nodes, group.device, group.config.min_numel, group.metrics, group.backend
     )
     if small is not None:
         small = Hierarchical(small, node, group)

@@ -19,7 +19,7 @@ ranks), so that their ratio has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,22 @@ def displaced(
     return out
 
 
+class Unsent(NamedTuple):
+    """What this rank has not sent of a stream. Answers are as of now, and read before the next one.
+
+    Attributes:
+        residual: Returns the residual of a stream (fp32 [numel]); None if it keeps none.
+        held_back: Yields, for a stream and its number of entries, the parts of the ranks' *sum* that this
+            rank has not sent to them, and their residuals (fp32).
+        pending: Returns the part of the stream's weights that this rank owns, and what it has not sent to
+            anyone of their updates (fp32, in their unit); None for nothing.
+    """
+
+    residual: Callable[[str], Tensor | None]
+    held_back: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: ()
+    pending: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None
+
+
 class StepAhead:
     """Runs a model's forward and backward passes at displaced weights; all else sees the weights themselves.
 
@@ -117,12 +133,7 @@ class StepAhead:
         parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
         unit_of: The optimizer's settings for a parameter, None if it does not have it; asked anew at every
             step, since schedulers change them.
-        residual_of: The residual of a stream as it is now (fp32 [numel]), None if it keeps none; read before
-            the next call.
-        held_back_of: For a stream and its number of entries: parts of the ranks' *sum* that this rank has
-            not sent to them, and their residuals (fp32), each read before the next.
-        pending_of: For a stream: the part of its weights that this rank owns, and what it has not sent to
-            anyone of their updates (fp32, in their unit, read before the next call); None for nothing.
+        unsent: What the weights are displaced by.
         world_size: Ranks whose gradients are averaged.
         coefficient: Factor of the displacement, in (0, 1]; None: measured.
         gradient_unit: Factor from a stream's gradients to the optimizer's.
@@ -141,9 +152,7 @@ class StepAhead:
         self,
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
-        residual_of: Callable[[str], Tensor | None],
-        held_back_of: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: (),
-        pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
+        unsent: Unsent,
         *,
         world_size: int,
         coefficient: float | None = None,
@@ -152,12 +161,11 @@ class StepAhead:
         self._parameters = dict(parameters)
         self._node: NodeRanks | None = None
         self._held: Mapping[str, Part] | None = None
-        self._unit_of, self._residual_of, self._gradient_unit = unit_of, residual_of, gradient_unit
-        self._held_back_of, self._pending_of = held_back_of, pending_of
+        self._unit_of, self._unsent, self._gradient_unit = unit_of, unsent, gradient_unit
         self._times = min(world_size, MOST_TIMES)
         self.moments = SecondMoments(self._parameters, lambda each: getattr(unit_of(each), "decay", None))
         self.coefficients = ResidualCoefficients(
-            self._parameters, residual_of, world_size=world_size, fixed=coefficient
+            self._parameters, unsent.residual, world_size=world_size, fixed=coefficient
         )
         self._buffers: dict[str, Tensor] = {}
         self._scratch = ScratchBuffers()
@@ -271,7 +279,7 @@ class StepAhead:
     def _compute(self) -> None:
         self._displaced.begin()
         node, computed = self._node if self._held is None else None, []
-        if node is not None and all(self._residual_of(name) is None for name in self._parameters):
+        if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
             return  # on all ranks of the node
         for name, parameter in self._parameters.items():
             unit, weight = self._unit_of(parameter), parameter.data
@@ -283,7 +291,7 @@ class StepAhead:
                     continue
                 part = slice(*node.part(name, weight.numel()))
                 first = part.start
-            expected, pending = self._expected(name, part.stop - part.start), self._pending_of(name)
+            expected, pending = self._expected(name, part.stop - part.start), self._unsent.pending(name)
             if expected[0] is None and pending is None and node is None:
                 continue
             buffer = self._buffers.get(name)
@@ -310,7 +318,7 @@ class StepAhead:
 
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float]:
         """Return what this rank has not sent of a parameter's gradients, and the share of it that counts."""
-        residual = self._residual_of(name)
+        residual = self._unsent.residual(name)
         if residual is not None and self._node is not None and self._held is not None:
             parameter, held = self._parameters[name], self._held[name]
             known = self._node.part(name, parameter.numel())
@@ -320,7 +328,7 @@ class StepAhead:
             return None, 0.0
         share = self.coefficients.of(name)
         both = None  # with what is held back
-        for shard, part in self._held_back_of(name, numel):
+        for shard, part in self._unsent.held_back(name, numel):
             if both is None:
                 both = torch.mul(residual, share, out=self._scratch.take("both", residual))
             both[shard.start : shard.stop].add_(part)
@@ -330,8 +338,8 @@ class StepAhead:
         """Return the root mean square of a residual's share, in steps of the optimizer for a gradient of the
         usual size: fp32 scalar; 0 where the optimizer has no second moment.
         """
-        parameter, residual, moments = self._parameters[name], self._residual_of(name), self.moments.of(name)
-        unit = self._unit_of(parameter)
+        parameter, residual = self._parameters[name], self._unsent.residual(name)
+        unit, moments = self._unit_of(parameter), self.moments.of(name)
         if residual is None or moments is None or unit is None or not unit.preconditioned:
             return torch.zeros((), device=parameter.device)
         first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
@@ -435,7 +443,7 @@ class StepAheadAddOn(AddOn):
             unit: Unit of a stream's gradients besides the loss scale, where that of the optimizer's is 1:
                 when the sum over the ranks becomes the gradient by a factor, one over that factor and over
                 the number of ranks.
-            pending_of: See :class:`StepAhead`; where updates of the weights are thresholded.
+            pending_of: See :attr:`Unsent.pending`; where updates of the weights are thresholded.
             held: See :meth:`StepAhead.share_with`; where a rank has slices of a node's weights.
 
         Returns:
@@ -445,9 +453,7 @@ class StepAheadAddOn(AddOn):
         self._ahead = StepAhead(
             parameters,
             unit_of,
-            self._residual_of,
-            self._held_back_of,
-            pending_of,
+            Unsent(self._residual_of, self._held_back_of, pending_of),
             world_size=group.world_size,
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from ..transport.peers import GroupPeers, Peers
 from .node_ranks import Entries, NodeRanks
 
 logger = logging.getLogger("dct_plugin")
+
+#: The ranks that exchange messages, as a host names them.
+Ranks: TypeAlias = dist.ProcessGroup | Peers | Nodes | None
 
 
 class WrittenTensor(NamedTuple):
@@ -68,7 +71,6 @@ class GroupOptions(TypedDict, total=False):
     device: torch.device | str
     kernels: KernelConfig | None
     step: int
-    nodes: Nodes | None
 
 
 class StreamGroup:
@@ -76,16 +78,17 @@ class StreamGroup:
 
     Args:
         settings: Settings of the streams.
-        group: Process group (gloo or nccl), None for the default one; or other kinds of peers.
+        ranks: Process group (gloo or nccl), None for the default one; or other kinds of peers; or nodes: only
+            ranks with the same position in their nodes exchange messages.
         metrics: Records bytes, density and times.
         device: Device of the tensors.
         kernels: Which kernels run; the defaults when None.
         transactional: Take skipped steps back.
         step: Optimizer steps so far.
-        nodes: Nodes of the process group: only ranks with the same position in their nodes exchange messages.
 
     Attributes:
         group, group_rank, group_size: The host's process group, this rank's position in it, and its ranks.
+        nodes: Its nodes; None where every rank exchanges messages.
         layout: Positions in the host's process group of each node's ranks; empty without nodes.
         rank, world_size: Position and number of the ranks that exchange messages: those of the group, or one
             of each node.
@@ -94,23 +97,24 @@ class StreamGroup:
     def __init__(
         self,
         settings: DataParallelConfig,
-        group: dist.ProcessGroup | Peers | None,
+        ranks: Ranks,
         *,
         metrics: Metrics | None = None,
         device: torch.device | str = "cpu",
         kernels: KernelConfig | None = None,
         transactional: bool = False,
         step: int = 0,
-        nodes: Nodes | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self.nodes = ranks if isinstance(ranks, Nodes) else None
+        group = ranks.group if isinstance(ranks, Nodes) else ranks
         peers = group if isinstance(group, Peers) else GroupPeers(group)
         self.group = None if isinstance(group, Peers) else group
-        self.nodes, self.layout = nodes, layout_of(nodes, self.group)
+        self.layout = layout_of(self.nodes)
         self.node: NodeRanks | None = None
         """The ranks of this rank's node, if gradients are summed there first."""
         self.group_rank, self.group_size = peers.rank, len(peers.ranks)
-        self.exchange = Exchange(group, self.device, None if nodes is None else nodes.across)
+        self.exchange = Exchange(group, self.device, None if self.nodes is None else self.nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
         self.settings = settings = for_compressors(settings, self.world_size)

@@ -27,10 +27,12 @@ class Nodes(NamedTuple):
     Attributes:
         ranks: Global ranks of each node.
         rank: The global rank of this process.
+        group: The process group, None for the default one.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
+    group: dist.ProcessGroup | None = None
 
     @property
     def inside(self) -> tuple[int, ...]:
@@ -47,11 +49,11 @@ class Nodes(NamedTuple):
         return f"{len(self.ranks)} nodes of {len(self.ranks[0])} ranks"
 
 
-def layout_of(nodes: Nodes | None, group: dist.ProcessGroup | None) -> list[list[int]]:
-    """Return the positions in a process group of each node's ranks; empty without nodes."""
+def layout_of(nodes: Nodes | None) -> list[list[int]]:
+    """Return the positions in the process group of each node's ranks; empty without nodes."""
     if nodes is None:
         return []
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(nodes.group or dist.group.WORLD)
     return [[ranks.index(rank) for rank in node] for node in nodes.ranks]
 
 
@@ -89,13 +91,19 @@ def ranks_of_machines(
     return machines
 
 
-def find_nodes(ranks: Sequence[int], machines: dict[str, list[int]], per_node: int | None) -> Nodes:
+def find_nodes(
+    ranks: Sequence[int],
+    machines: dict[str, list[int]],
+    per_node: int | None,
+    group: dist.ProcessGroup | None = None,
+) -> Nodes:
     """Return the nodes of a process group.
 
     Args:
         ranks: Global ranks of the group.
         machines: Ranks by machine.
         per_node: So many consecutive ranks are a node; None takes machines as nodes.
+        group: The group, None for the default one.
 
     Raises:
         ConfigError: Nodes would have different sizes, or one would lie on two machines; names ranks and
@@ -110,7 +118,7 @@ def find_nodes(ranks: Sequence[int], machines: dict[str, list[int]], per_node: i
                 f"many ranks on every node, or set {KEY} to a number that divides them, or to 1 for an "
                 "exchange without nodes"
             )
-        return Nodes(tuple(map(tuple, machines.values())), rank)
+        return Nodes(tuple(map(tuple, machines.values())), rank, group)
     if len(ranks) % per_node:
         divisors = ", ".join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)
         raise ConfigError(
@@ -125,7 +133,7 @@ def find_nodes(ranks: Sequence[int], machines: dict[str, list[int]], per_node: i
                 f"several machines ({where}); set it to a number that divides the ranks of every machine, or "
                 "to 'auto'"
             )
-    return Nodes(tuple(nodes), rank)
+    return Nodes(tuple(nodes), rank, group)
 
 
 def _key(rank: int) -> str:

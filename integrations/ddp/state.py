@@ -182,12 +182,11 @@ class DCTState:
         if self._reducer is None:
             self._reducer = GradientReducer(
                 self.config.data_parallel,
-                self.process_group,
+                _nodes_of(self) or self.process_group,
                 metrics=self.metrics,
                 device=device,
                 kernels=self.config.kernels,
                 transactional=self._scale.scaler is not None,
-                nodes=_nodes_of(self),
             )
             accordion = self._reducer.find(Accordion)
             if accordion is not None and self._optimizer is not None:
@@ -335,7 +334,7 @@ class DCTState:
             folder,
             group=self.process_group,
             sizes=self.parameters.sizes,
-            layout=layout_of(_nodes_of(self), self.process_group),
+            layout=layout_of(_nodes_of(self)),
             progress=self.steps.progress,
         )
         self.load_state_dict({"reducer": state})

@@ -69,13 +69,12 @@ class GradientPath(EnginePart, ABC):
         settings = context.config.data_parallel
         return self.reducer_class(
             settings,
-            group,
+            nodes_of(settings, group, unsupported=self.without_nodes) or group,
             metrics=context.metrics,
             device=self.engine.device,
             kernels=context.config.kernels,
             transactional=self.transactional,
             loss_scale=float(self.optimizer.loss_scale) if self.scaled else 1.0,
-            nodes=nodes_of(settings, group, unsupported=self.without_nodes),
         )
 
     @classmethod

@@ -88,11 +88,10 @@ def updates_of(context: EngineContext, nodes: Nodes | None, *, gathers: bool = T
     engine, config = context.engine, context.config
     return ParameterUpdates(
         config.data_parallel,
-        engine.seq_data_parallel_group,
+        nodes or engine.seq_data_parallel_group,
         metrics=context.metrics,
         device=engine.device,
         kernels=config.kernels,
-        nodes=nodes,
         gathers=gathers,
     )
 

@@ -43,7 +43,7 @@ def nodes_of(
             problem = f"nodes are not used with {unsupported}"
         else:
             try:
-                return _logged(find_nodes(ranks, machines, None))
+                return _logged(find_nodes(ranks, machines, None, group))
             except ConfigError as error:
                 problem = str(error)
         if dist.get_rank() == ranks[0]:
@@ -54,7 +54,7 @@ def nodes_of(
             f"rank {dist.get_rank()}: {KEY} = {config.nodes} does not work with {unsupported}; leave it out, "
             "or set it to 1"
         )
-    return _logged(find_nodes(ranks, machines, config.nodes))
+    return _logged(find_nodes(ranks, machines, config.nodes, group))
 
 
 def _logged(nodes: Nodes) -> Nodes:

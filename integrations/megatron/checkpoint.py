@@ -139,7 +139,7 @@ def _node_layout(session: Session) -> list[list[int]]:
     group = None
     if ps.model_parallel_is_initialized():
         group = ps.get_data_parallel_group(with_context_parallel=True)
-    return layout_of(nodes_of(session.config.data_parallel, group), group)
+    return layout_of(nodes_of(session.config.data_parallel, group))
 
 
 def _read(

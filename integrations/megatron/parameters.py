@@ -171,14 +171,14 @@ class ParameterHook(Hook):
             for pair in zip(model, shard, strict=True)
         ]
         self._settle()
+        ranks = optimizer.data_parallel_group
         updates = ParameterUpdates(
             self.session.config.data_parallel,
-            optimizer.data_parallel_group,
+            nodes_of(self.session.config.data_parallel, ranks) or ranks,
             metrics=self.session.metrics,
             device=buckets[0].param_data.device,
             kernels=self.session.config.kernels,
             step=self.session.step,
-            nodes=nodes_of(self.session.config.data_parallel, optimizer.data_parallel_group),
         )
         owner = _Owner(
             weakref.ref(optimizer),

@@ -143,13 +143,12 @@ class Reductions:
         name = f"{kind} {same}" if same else kind
         reducer = GradientReducer(
             self.session.config.data_parallel,
-            ranks,
+            nodes_of(self.session.config.data_parallel, ranks) or ranks,
             metrics=self.session.metrics,
             device=group.buckets[0].grad_data.device,
             kernels=self.session.config.kernels,
             transactional=self.models.any_fp16,
             step=self.session.step,
-            nodes=nodes_of(self.session.config.data_parallel, ranks),
         )
         if reducer.group_rank == 0:
             log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")

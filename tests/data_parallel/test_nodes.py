@@ -52,7 +52,7 @@ def reducer(per_node: int = 2, metrics: Metrics | None = None, **settings: Any) 
     config = DataParallelConfig.model_validate(
         {"value_dtype": "fp32", "expert": {"threshold": "exact"}} | settings
     )
-    return GradientReducer(config, nodes=nodes(per_node), metrics=metrics)
+    return GradientReducer(config, nodes(per_node), metrics=metrics)
 
 
 def _reduces(rank: int, world_size: int) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_sums_are_those_of_a_flat_exchange_and_bitwise_the_same_on_all_ranks() -
 
 def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool) -> dict[str, Any]:
     group = reducer(per_node, sparsity=0.9, exchange="two_phase")
-    layout = layout_of(group.nodes, None)
+    layout = layout_of(group.nodes)
     if save:
         for step in range(3):
             group.all_reduce(list(gradients(rank, step).items()), scale=1 / world_size)
@@ -172,7 +172,7 @@ def _displaces(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
     weights = {name: nn.Parameter(torch.randn(shape, generator=made)) for name, shape in shapes.items()}
     weights["half"].data = weights["half"].data.bfloat16()
     optimizer = torch.optim.Adam(weights.values(), lr=0.01)
-    reduction = GradientReducer(config, nodes=nodes() if in_nodes else None)
+    reduction = GradientReducer(config, nodes() if in_nodes else None)
     ahead = reduction.add_on(StepAheadAddOn).prepare(weights.items(), units_of(optimizer))
     for step in range(3):
         entries = []
@@ -332,12 +332,12 @@ def _chosen(rank: int, world_size: int, host: str) -> dict[str, str]:
         for value in ("auto", 1, 2, 3):
             config = DataParallelConfig.model_validate({"nodes": value})
             try:
-                found[str(value)] = str(layout_of(nodes_of(config, None), None))
+                found[str(value)] = str(layout_of(nodes_of(config, None)))
             except ConfigError as error:
                 found[str(value)] = str(error)
             dist.barrier()
         config = DataParallelConfig()
-        found["unsupported"] = str(layout_of(nodes_of(config, None, unsupported="a slot"), None))
+        found["unsupported"] = str(layout_of(nodes_of(config, None, unsupported="a slot")))
         found["log"] = " ".join(lines)
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 from dct_plugin.config import DataParallelConfig, MetricsConfig, ParametersConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
-from dct_plugin.data_parallel.step_ahead import MOST_TIMES, StepAhead
+from dct_plugin.data_parallel.step_ahead import MOST_TIMES, StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
@@ -144,8 +144,7 @@ def look_ahead(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     ahead = StepAhead(
         views.items(),
         lambda _: unit,
-        lambda _: None,
-        pending_of=updates.pending_of,
+        Unsent(lambda _: None, pending=updates.pending_of),
         world_size=world_size,
     )
 

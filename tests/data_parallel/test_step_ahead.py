@@ -20,7 +20,7 @@ from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
 from dct_plugin.data_parallel.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.second_moments import LIMIT, Moments
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, displaced
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, Unsent, displaced
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
 
@@ -312,7 +312,7 @@ def probe() -> Any:
     ahead = StepAhead(
         model.named_parameters(),
         units_of(optimizer),
-        lambda name: torch.ones(16) if name.endswith("weight") else None,
+        Unsent(lambda name: torch.ones(16) if name.endswith("weight") else None),
         world_size=2,
         coefficient=0.5,
     )

@@ -35,7 +35,7 @@ def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
         tcp_connect._exchange_invitations = _stop_after(tcp_connect._exchange_invitations, f"{path}.lost")
     config = DataParallelConfig(sparsity=0.9, warmup_steps=9 if phase == "warmup" else 0)
     nodes = Nodes(((0, 1), (2, 3)), rank) if phase == "nodes" else None
-    reducer = GradientReducer(config, nodes=nodes)
+    reducer = GradientReducer(config, nodes)
     try:
         for step in range(10):
             if rank == victim and step == 3 and phase != "connecting":
