@@ -10,30 +10,21 @@ decisions.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 from uuid import uuid4
 
 from rich.filesize import decimal
 
 from ._version import __version__
 from .config import MetricsConfig
-from .errors import ConfigError
-
-logger = logging.getLogger("dct_plugin")
-
-Event = tuple[str, float, int]  # name, value, step
-Sink = Callable[[list[Event]], object]
+from .metrics_sinks import Event, ReportSinks, Sink
 
 
 @dataclass(slots=True)
@@ -269,7 +260,6 @@ class Metrics:
         """Set when ranks of a node are summed first: what the plugin sends crosses between nodes then."""
         self.counts_host = False
         """Set when the collectives of the host framework are recorded."""
-        self._sinks: list[Sink] = list(sinks)
         self._window: dict[str, _Sums] = {}
         self._totals: dict[str, _Sums] = {}
         self._steps = 0
@@ -284,21 +274,14 @@ class Metrics:
         """Milliseconds of the first steps, until one has a thresholded message."""
         self._is_dense = True
         # Records may come from communication hooks that run on autograd's threads.
-        self._lock, self._file_lock = threading.Lock(), threading.Lock()
-        self._file: TextIO | None = None
-        self._writer: Any = None
-        path = self._own("path", config.path)
-        if path is not None:
-            self._file = _open(path, rank)
+        self._lock = threading.Lock()
+        self._sinks = ReportSinks(config, rank, sinks)
+        if self._sinks.has_file:
             self.event("start", format=FORMAT, version=__version__, run=_identity(config.path))
-        directory = self._own("tensorboard", config.tensorboard)
-        if directory is not None:
-            self._writer = _tensorboard_writer(directory, rank)
-            self._sinks.append(self._write_scalars)
 
     def add_sink(self, sink: Sink) -> None:
         """Report to one more monitor, e.g. one that exists only after the engine does."""
-        self._sinks.append(sink)
+        self._sinks.add(sink)
 
     def record(self, record: Record) -> None:
         """Add one message to the current step."""
@@ -410,23 +393,7 @@ class Metrics:
         """Report the steps since the last report and close what is open; may be called again."""
         if self._window_steps:
             self._report()
-        file, self._file = self._file, None
-        writer, self._writer = self._writer, None
-        self._sinks.clear()
-        for output in (file, writer):
-            if output is not None:
-                try:
-                    output.close()
-                except OSError as error:
-                    logger.warning("dct: metrics could not be written to the end: %s", error)
-
-    def _own(self, key: str, path: str | None) -> str | None:
-        """The path this rank writes to, if it does: rank 0 alone, or every rank if each has its own."""
-        if path is None:
-            return None
-        if "{rank}" in path:
-            return path.replace("{rank}", str(self.rank))
-        return path if self.rank == 0 else None
+        self._sinks.close()
 
     def _report(self) -> None:
         with self._lock:
@@ -438,7 +405,7 @@ class Metrics:
             self._durations = []
             dense = self._dense_durations
             dense_ms = round(statistics.median(dense), 4) if len(dense) >= 3 else None
-        if self._file is None and not self._sinks:
+        if not self._sinks.wanted:
             return
         rows = {cls: _row(sums, steps) for cls, sums in window.items()}
         for cls, row in rows.items() if self.has_nodes else ():
@@ -446,7 +413,7 @@ class Metrics:
             row["intra_node"] = round(window[cls].intra_node / steps, 1)
         head = {"step": step, "steps": steps, "step_ms": step_ms, "dense_step_ms": dense_ms}
         self._write([{**head, "class": cls, **row} for cls, row in rows.items()])
-        events = [
+        events: list[Event] = [
             (f"dct/{cls}/{name}", float(value), step)
             for cls, row in rows.items()
             if TENSOR not in cls
@@ -455,29 +422,12 @@ class Metrics:
         ]
         if events and step_ms is not None:
             events.append(("dct/step_ms", step_ms, step))
-        for sink in list(self._sinks) if events else ():
-            try:
-                sink(events)
-            except Exception as error:  # whatever a monitor raises, the training goes on without it
-                logger.warning("dct: a monitor failed and gets no more metrics: %r", error)
-                self._sinks.remove(sink)
+        if events:
+            self._sinks.report(events)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Write lines to this rank's file, if it has one."""
         tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}
-        with self._file_lock:
-            if self._file is None:
-                return
-            try:
-                self._file.writelines(json.dumps({**line, **tail}) + "\n" for line in lines)
-                self._file.flush()
-            except OSError as error:  # a full disk must not end the training
-                logger.warning("dct: metrics are no longer written to %s: %s", self._file.name, error)
-                self._file = None
-
-    def _write_scalars(self, events: list[Event]) -> None:
-        for event in events:
-            self._writer.add_scalar(*event)
+        self._sinks.write([{**line, **tail} for line in lines])
 
 
 def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
@@ -530,11 +480,6 @@ _CLASS_NAMES = {
 }
 
 
-def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:
-    head = f"invalid dct configuration on rank {rank} (1 fault):"
-    return ConfigError(f"{head}\n  dct.metrics.{key} = {json.dumps(value)}: {reason}")
-
-
 def _identity(path: str | None) -> str | None:
     """Return a word that only the files of this run have in common; None without torch's store."""
     try:
@@ -547,29 +492,6 @@ def _identity(path: str | None) -> str | None:
         return None
     number = _files[path] = _files.get(path, 0) + 1
     return store.compare_set(f"dct/metrics/{path}/{number}", "", uuid4().hex[:12]).decode()
-
-
-def _open(path: str, rank: int) -> TextIO:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        reason = f"must be a file that can be written ({error.strerror or error})"
-        raise _fault("path", path, reason, rank) from error
-
-
-def _tensorboard_writer(directory: str, rank: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        reason = "needs TensorBoard, which is not installed: pip install tensorboard"
-        raise _fault("tensorboard", directory, reason, rank) from error
-    try:
-        os.makedirs(directory, exist_ok=True)
-        return SummaryWriter(directory)
-    except OSError as error:
-        reason = f"must be a directory that can be written ({error.strerror or error})"
-        raise _fault("tensorboard", directory, reason, rank) from error
 
 
 def is_estimate(cls: str) -> bool:

@@ -1,0 +1,131 @@
+"""The places that reports of the metrics go to: the JSON lines file, TensorBoard, monitors of hosts.
+
+The training goes on without a place that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from .config import MetricsConfig
+from .errors import ConfigError
+
+logger = logging.getLogger("dct_plugin")
+
+Event = tuple[str, float, int]  # name, value, step
+Sink = Callable[[list[Event]], object]
+
+
+class ReportSinks:
+    """The places of one rank's reports.
+
+    Args:
+        config: The ``dct.metrics`` section.
+        rank: Rank 0 has all of them, another one only those whose path holds ``{rank}``.
+        sinks: Callables that take ``[(name, value, step), ...]``.
+
+    Raises:
+        ConfigError: The file or directory cannot be written, or TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, config: MetricsConfig, rank: int, sinks: Iterable[Sink]) -> None:
+        self._sinks: list[Sink] = list(sinks)
+        path, directory = (_own_path(each, rank) for each in (config.path, config.tensorboard))
+        self._file: TextIO | None = None if path is None else _open(path, rank)
+        self._lock = threading.Lock()
+        self._writer: Any = None
+        if directory is not None:
+            self._writer = _tensorboard_writer(directory, rank)
+            self._sinks.append(self._write_scalars)
+
+    @property
+    def has_file(self) -> bool:
+        """True if this rank writes lines."""
+        return self._file is not None
+
+    @property
+    def wanted(self) -> bool:
+        """True if there is any place left."""
+        return self.has_file or bool(self._sinks)
+
+    def add(self, sink: Sink) -> None:
+        """Report to one more monitor."""
+        self._sinks.append(sink)
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write lines to this rank's file, if it has one."""
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.writelines(json.dumps(line) + "\n" for line in lines)
+                self._file.flush()
+            except OSError as error:  # a full disk must not end the training
+                logger.warning("dct: metrics are no longer written to %s: %s", self._file.name, error)
+                self._file = None
+
+    def report(self, events: list[Event]) -> None:
+        """Hand figures to the monitors."""
+        for sink in list(self._sinks):
+            try:
+                sink(events)
+            except Exception as error:  # whatever a monitor raises, the training goes on without it
+                logger.warning("dct: a monitor failed and gets no more metrics: %r", error)
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        """Close what is open; may be called again."""
+        file, self._file = self._file, None
+        writer, self._writer = self._writer, None
+        self._sinks.clear()
+        for output in (file, writer):
+            if output is not None:
+                try:
+                    output.close()
+                except OSError as error:
+                    logger.warning("dct: metrics could not be written to the end: %s", error)
+
+    def _write_scalars(self, events: list[Event]) -> None:
+        for event in events:
+            self._writer.add_scalar(*event)
+
+
+def _own_path(path: str | None, rank: int) -> str | None:
+    """Return the path that a rank writes to; None if it does not."""
+    if path is not None and "{rank}" in path:
+        return path.replace("{rank}", str(rank))
+    return path if rank == 0 else None
+
+
+def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:
+    head = f"invalid dct configuration on rank {rank} (1 fault):"
+    return ConfigError(f"{head}\n  dct.metrics.{key} = {json.dumps(value)}: {reason}")
+
+
+def _open(path: str, rank: int) -> TextIO:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        reason = f"must be a file that can be written ({error.strerror or error})"
+        raise _fault("path", path, reason, rank) from error
+
+
+def _tensorboard_writer(directory: str, rank: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        reason = "needs TensorBoard, which is not installed: pip install tensorboard"
+        raise _fault("tensorboard", directory, reason, rank) from error
+    try:
+        os.makedirs(directory, exist_ok=True)
+        return SummaryWriter(directory)
+    except OSError as error:
+        reason = f"must be a directory that can be written ({error.strerror or error})"
+        raise _fault("tensorboard", directory, reason, rank) from error
