@@ -107,7 +107,7 @@ def displaced(
 
 
 class Unsent(NamedTuple):
-    """What this rank has not sent of a stream. Answers are as of now, and read before the next one.
+    """The parts of a stream that this rank has not sent. Answers are as of now, and read before the next one.
 
     Attributes:
         residual: Returns the residual of a stream (fp32 [numel]); None if it keeps none.
