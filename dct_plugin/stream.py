@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,19 +53,6 @@ logger = logging.getLogger("dct_plugin")
 _PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
-class Totals(NamedTuple):
-    """Figures of all payloads of a tensor together."""
-
-    nnz: int
-    """Entries sent."""
-    above: int
-    """Entries that reached the threshold, before any capacity limit."""
-    nonfinite: bool
-    """Whether a payload is flagged: the tensor held an entry that is not finite, or far too large."""
-    tau: float
-    """Threshold; 0 for what is sent dense."""
-
-
 @dataclass
 class Encoded:
     """The payloads of one tensor (or of its parts).
@@ -82,21 +69,17 @@ class Encoded:
     density: float = 1.0
     refreshes: int = 0
 
-    def totals(self) -> Totals:
+    def totals(self) -> Stats:
         """Sum the figures of all payloads. Figures on a device are copied to the host in one transfer."""
         if len(self.stats) == 1:  # most often, and every microsecond counts where cores are busy
-            _, nnz, above, nonfinite = self.stats[0].counts
-            return Totals(nnz, above, nonfinite, self.stats[0].tau)
+            return self.stats[0]
         parts = read_stats(self.stats)
-        return Totals(
-            sum(part.nnz for part in parts),
-            sum(part.above for part in parts),
-            any(part.nonfinite for part in parts),
-            max((part.tau for part in parts), default=0.0),
-        )
+        columns = zip((0, 0, 0, False), *(part.counts for part in parts), strict=True)
+        nbytes, nnz, above, flagged = map(sum, columns)
+        return Stats(nbytes, nnz, above, flagged > 0, tau=max((part.tau for part in parts), default=0.0))
 
     def record(
-        self, cls: str, *, dense_bytes: float, sent_bytes: float, totals: Totals | None = None
+        self, cls: str, *, dense_bytes: float, sent_bytes: float, totals: Stats | None = None
     ) -> Record:
         """The metrics' record of it; ``totals`` are its own, where the caller has asked for them."""
         totals = self.totals() if totals is None else totals
@@ -306,7 +289,7 @@ class Compressor(Stream):
             self.residual.end(step)
         return encoded
 
-    def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:
+    def observe(self, encoded: Encoded, totals: Stats | None = None) -> None:
         """Close the step: the threshold lives on, unless a part was non-finite.
 
         Args:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -46,47 +46,39 @@ class _RecordedGroup:
         self.world_size = dist.get_world_size(group)
         self.metrics = metrics
 
-    @own_traffic()
     def all_to_all(self, blocks: Sequence[Tensor], received: Sequence[Tensor], cls: str) -> None:
         """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
-        started = time.perf_counter()
-        sizes = [block.numel() for block in received]
-        output = blocks[0].new_empty(sum(sizes))
-        dist.all_to_all_single(
-            output,
-            torch.cat([block.reshape(-1) for block in blocks]),
-            sizes,
-            [block.numel() for block in blocks],
-            group=self.group,
-        )
-        for block, part in zip(received, output.split(sizes), strict=True):
-            block.copy_(part.view_as(block))
-        sent = sum(block.numel() for rank, block in enumerate(blocks) if rank != self.rank)
-        self._record(cls, sent, output, started)
+        leaving, arriving = ([block.numel() for block in each] for each in (blocks, received))
+        with self._recorded(cls, sum(leaving) - leaving[self.rank], blocks[0]):
+            output = blocks[0].new_empty(sum(arriving))
+            joined = torch.cat([block.reshape(-1) for block in blocks])
+            dist.all_to_all_single(output, joined, arriving, leaving, group=self.group)
+            for block, part in zip(received, output.split(arriving), strict=True):
+                block.copy_(part.view_as(block))
 
-    @own_traffic()
     def transpose(self, tensor: Tensor, cls: str) -> Tensor:
         """[N, ...], block r for rank r -> [N, ...], block r from rank r; recorded as ``cls``."""
-        started = time.perf_counter()
         received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
-        self._record(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor, started)
+        with self._recorded(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor):
+            dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
-    @own_traffic()
     def gather(self, tensor: Tensor, cls: str) -> Tensor:
         """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
-        started = time.perf_counter()
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        self._record(cls, tensor.numel() * (self.world_size - 1), tensor, started)
+        with self._recorded(cls, tensor.numel() * (self.world_size - 1), tensor):
+            dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.cat(parts)
 
-    def _record(self, cls: str, numel: int, like: Tensor, started: float) -> None:
+    @contextmanager
+    def _recorded(self, cls: str, numel: int, like: Tensor) -> Iterator[None]:
+        """Record so many entries, sent in the block."""
+        nbytes = numel * like.element_size()
+        record = Record(cls, dense_bytes=nbytes, sent_bytes=nbytes, numel=numel, nnz=numel)
+        with own_traffic(), record.timed("exchange"):
+            yield
         if self.metrics is not None:
-            nbytes, spent = numel * like.element_size(), 1e3 * (time.perf_counter() - started)
-            sent = {"dense_bytes": nbytes, "sent_bytes": nbytes, "numel": numel, "nnz": numel}
-            self.metrics.record(Record(cls, exchange_ms=spent, **sent))
+            self.metrics.record(record)
 
 
 # -- where embeddings come from ---
