@@ -13,6 +13,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
+from ..host.patches import Function, intercept_for_good
 from ..host.post_import import when_imported
 from .features import FEATURES, Feature
 from .section import SECTION, TOPIC, configuration_of, find_section, misplaced_section
@@ -70,30 +71,26 @@ def _with_subclasses(cls: type) -> list[type]:
     return found
 
 
-def _wrap_init(cls: Any) -> None:
-    original = cls.__dict__.get("__init__")
-    if original is None or getattr(original, _WRAPPED, False):
-        return
+def _wrap_init(cls: type) -> None:
+    if "__init__" in cls.__dict__:
+        intercept_for_good(cls, "__init__", _init)
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
-        state = self.__dict__  # not by attribute: torch modules take none before their own __init__
-        depth = state.get(_DEPTH, 0)
-        state[_DEPTH] = depth + 1
-        try:
-            original(self, *args, **keywords)
-        except Exception as error:
-            if explanation := _explanation(self):
-                raise explanation from error
-            raise
-        finally:
-            state[_DEPTH] = depth
-        if depth == 0:
-            del state[_DEPTH]
-            engine_ready(self)
 
-    setattr(__init__, _WRAPPED, True)
-    cls.__init__ = __init__
+def _init(original: Function, engine: Any, *args: Any, **keywords: Any) -> None:
+    state = engine.__dict__  # not by attribute: torch modules take none before their own __init__
+    depth = state.get(_DEPTH, 0)
+    state[_DEPTH] = depth + 1
+    try:
+        original(engine, *args, **keywords)
+    except Exception as error:
+        if explanation := _explanation(engine):
+            raise explanation from error
+        raise
+    finally:
+        state[_DEPTH] = depth
+    if depth == 0:
+        del state[_DEPTH]
+        engine_ready(engine)
 
 
 def _explanation(engine: Any) -> Exception | None:

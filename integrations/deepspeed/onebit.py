@@ -11,7 +11,6 @@ Deleting this file and its row in :mod:`.features` removes the feature.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import sys
@@ -29,7 +28,7 @@ from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.stream import Compressor
 
-from ..host.patches import Patches
+from ..host.patches import Function, Patches, intercept_for_good
 from .part import EngineContext
 from .rules import without_slot
 from .section import PATH_ATTRIBUTE, SECTION, backend_name, inner_optimizer
@@ -49,36 +48,26 @@ _STAND_IN = "deepspeed.runtime.comm.compressed", "CompressedBackend", "compresse
 #: The stream of 1-bit LAMB, which has all momenta in one tensor.
 _ALL = "momentum"
 
-_WRAPPED = "_dct_wrapped"
-
 
 def prepare(module: ModuleType) -> None:
     """Make the optimizer of one of the modules in :data:`OPTIMIZERS` accept the name."""
-    optimizer = getattr(module, OPTIMIZERS[module.__name__])
-    original = optimizer.__init__
-    if getattr(original, _WRAPPED, False):
+    intercept_for_good(getattr(module, OPTIMIZERS[module.__name__]), "__init__", _init)
+
+
+def _init(original: Function, *args: Any, **keywords: Any) -> None:
+    given = inspect.signature(original).bind(*args, **keywords)
+    if given.arguments.get("comm_backend_name") != BACKEND_NAME:
+        original(*args, **keywords)
         return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(*args: Any, **keywords: Any) -> None:
-        given = signature.bind(*args, **keywords)
-        ours = given.arguments.get("comm_backend_name") == BACKEND_NAME
-        if not ours:
-            original(*args, **keywords)
-            return
-        given.arguments["comm_backend_name"] = _STAND_IN[2]
-        with _standing_in():
-            original(*given.args, **given.kwargs)
-        made = given.arguments["self"]
-        made.comm_backend_name = BACKEND_NAME
-        setattr(made, PATH_ATTRIBUTE, MomentumPath)
-        # DeepSpeed gives the first step of a process to trying its backend out: no weight moves. After a
-        # checkpoint was loaded, the step after it is then taken with each rank's own gradient.
-        made.initialize = True
-
-    setattr(__init__, _WRAPPED, True)
-    optimizer.__init__ = __init__
+    given.arguments["comm_backend_name"] = _STAND_IN[2]
+    with _standing_in():
+        original(*given.args, **given.kwargs)
+    made = given.arguments["self"]
+    made.comm_backend_name = BACKEND_NAME
+    setattr(made, PATH_ATTRIBUTE, MomentumPath)
+    # DeepSpeed gives the first step of a process to trying its backend out: no weight moves. After a
+    # checkpoint was loaded, the step after it is then taken with each rank's own gradient.
+    made.initialize = True
 
 
 def explain(config: Any) -> VersionError | None:

@@ -9,7 +9,6 @@ process then only says that it compiles or waits. Imports the standard library o
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 
 from dct_plugin import processes
 
-from .patches import Patches
+from .patches import Function, Patches, intercept_for_good
 
 #: DeepSpeed's module with the class that starts compilations.
 BUILDER = "deepspeed.ops.op_builder.builder"
@@ -29,8 +28,6 @@ BUILDER = "deepspeed.ops.op_builder.builder"
 SAY_AFTER = 10.0
 #: Seconds without a change in the folder after which a compilation is taken for dead.
 _STALE = 300.0
-
-_WRAPPED = "_dct_wrapped"
 
 
 def locks_stay() -> bool:
@@ -69,17 +66,12 @@ def watch_builder(module: ModuleType) -> None:
     Args:
         module: :data:`BUILDER`.
     """
-    compile_operator = module.OpBuilder.jit_load
-    if getattr(compile_operator, _WRAPPED, False):
-        return
 
-    @functools.wraps(compile_operator)
-    def jit_load(*args: Any, **keywords: Any) -> Any:
+    def jit_load(original: Function, *args: Any, **keywords: Any) -> Any:
         with watched():
-            return compile_operator(*args, **keywords)
+            return original(*args, **keywords)
 
-    setattr(jit_load, _WRAPPED, True)
-    module.OpBuilder.jit_load = jit_load
+    intercept_for_good(module.OpBuilder, "jit_load", jit_load)
 
 
 @contextlib.contextmanager
