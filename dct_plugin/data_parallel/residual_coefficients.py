@@ -1,4 +1,4 @@
-"""Which share of its own residual a rank should expect to arrive.
+"""The share of its own residual that a rank should expect to arrive, measured for each tensor.
 
 It differs from tensor to tensor: the residuals of several ranks share their drift, while their noise cancels
 out. The best linear predictor of the ranks' mean residual from the own one, ``<own, mean> / <own, own>``, is

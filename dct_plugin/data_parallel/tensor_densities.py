@@ -1,4 +1,4 @@
-"""How many of the entries that are sent each tensor gets: more where what is not sent matters more.
+"""The density of each tensor: more entries are sent where what is not sent matters more.
 
 With one density for all tensors, the ranks' mean residual is several optimizer steps long in some tensors
 (drift, which all ranks share), and less than two in others (noise, which cancels out). So a tensor's density
