@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches, load
-from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding_format import FloatArray, Outgoing
 from dct_plugin.kernels.embedding_reference import half_steps
+from dct_plugin.recommender.data import ClickDataset, epoch_batches, load
+from dct_plugin.recommender.models import DLRM
 
 try:
     import zstandard

@@ -35,14 +35,14 @@ from dct_plugin.data_parallel.automatic import AutomaticSparsity, Pace
 from dct_plugin.data_parallel.reducer import GradientReducer
 from dct_plugin.integrations.ddp import DCTState
 from dct_plugin.integrations.ddp import state as ddp_state
-from dct_plugin.integrations.dlrm import on_links
-from dct_plugin.integrations.dlrm.commands.dlrm import configuration
 from dct_plugin.integrations.host import overlap
 from dct_plugin.links.interleave import interleaved, warmed
 from dct_plugin.links.method import Method
 from dct_plugin.links.namespaces import Links
 from dct_plugin.links.rates import rate_name
 from dct_plugin.links.team import NETWORKS, Team, TeamError
+from dct_plugin.recommender import on_links
+from dct_plugin.recommender.commands.dlrm import configuration
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links import ddp, zero

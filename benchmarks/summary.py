@@ -52,7 +52,7 @@ def cases(ranks: int) -> dict[str, Case]:
             },
         ),
         "dlrm": Case(
-            "dct_plugin.integrations.dlrm.on_links:Trainings",
+            "dct_plugin.recommender.on_links:Trainings",
             [{**hybrid, "format": "diabetes", "configs": configurations(ranks, [1024])}],
             {"batch 1024": ["dense", "lossless", "hybrid"]},
         ),

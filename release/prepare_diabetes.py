@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dct_plugin.integrations.dlrm.data.dataset import DataFormatError
+from dct_plugin.recommender.data.dataset import DataFormatError
 
 NUMERIC = (
     "time_in_hospital",

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 #: Files that take more than 14 CPU seconds or a minute, the longest first.
 LONGEST = (
     "links/test_summary.py",
-    "dlrm/test_demo.py",
+    "recommender/test_demo.py",
     "ddp/test_restarts.py",
     "megatron/test_megatron_hooks.py",
     "data_parallel/test_triton_reducer.py",
@@ -31,7 +31,7 @@ LONGEST = (
     "deepspeed/test_deepspeed.py",
     "deepspeed/test_deepspeed_startup.py",
     "deepspeed/test_deepspeed_hpz.py",
-    "dlrm/test_dlrm_command.py",
+    "recommender/test_dlrm_command.py",
     "megatron/test_megatron_step_ahead.py",
     "fsdp/test_fsdp.py",
     "cli/test_advise.py",

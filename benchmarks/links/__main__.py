@@ -105,8 +105,8 @@ def links(options: _Options) -> None:
     counts = list(dict.fromkeys(options.ranks or (QUICK_RANKS if quick else RANKS)))
     format = options.format
     if "dlrm" in names:
-        from dct_plugin.integrations.dlrm.commands.shared import chosen_format
-        from dct_plugin.integrations.dlrm.data import FORMATS
+        from dct_plugin.recommender.commands.shared import chosen_format
+        from dct_plugin.recommender.data import FORMATS
 
         format = chosen_format(format, options.data, FORMATS)
     if options.nodes is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dct_plugin.integrations.dlrm.commands.dlrm import configuration
+from dct_plugin.recommender.commands.dlrm import configuration
 
 #: Method -> ``dct`` section; of the last two, those of configs/hybrid_lossless.json and hybrid_dct.json.
 SECTIONS: dict[str, dict[str, Any] | None] = {

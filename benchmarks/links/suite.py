@@ -118,7 +118,7 @@ WORKLOADS: dict[str, Entry] = {
     ),
     "dlrm": Entry(
         "hybrid DLRM",
-        "dct_plugin.integrations.dlrm.on_links:Trainings",
+        "dct_plugin.recommender.on_links:Trainings",
         ("deepspeed", "sklearn"),
         lambda plan: [f"batch {size}" for size in plan.batch_sizes],
         _recommender,

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_quality import measure, serve
 
-from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.recommender.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.megatron_gpt import Job

@@ -338,7 +338,7 @@ def _missing(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[tuple
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: means, paired differences with their 95 % interval, and bytes."""
-    from dct_plugin.integrations.dlrm.intervals import paired
+    from dct_plugin.recommender.intervals import paired
 
     by_setting: dict[str, dict[int, dict[str, Any]]] = {}
     for row in results:

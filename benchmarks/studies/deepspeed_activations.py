@@ -246,7 +246,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def report(results: list[dict[str, Any]]) -> None:
     """A Markdown table for each part."""
-    from dct_plugin.integrations.dlrm.intervals import paired
+    from dct_plugin.recommender.intervals import paired
 
     for part in dict.fromkeys(result["part"] for result in results):
         runs: dict[str, list[dict[str, Any]]] = {}

@@ -44,11 +44,11 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
-from dct_plugin.integrations.dlrm.commands.demo import LEARNING_RATES, MODEL, OPTIMIZER, PRESETS
-from dct_plugin.integrations.dlrm.data import epoch_batches, load
-from dct_plugin.integrations.dlrm.intervals import paired
-from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.metrics import Metrics, Summary
+from dct_plugin.recommender.commands.demo import LEARNING_RATES, MODEL, OPTIMIZER, PRESETS
+from dct_plugin.recommender.data import epoch_batches, load
+from dct_plugin.recommender.intervals import paired
+from dct_plugin.recommender.models import DLRM
 from dct_plugin.transport.nodes import Nodes
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "many_streams.jsonl"

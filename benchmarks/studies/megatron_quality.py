@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from dct_plugin.integrations.dlrm.intervals import paired
+from dct_plugin.recommender.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support import megatron_cpu

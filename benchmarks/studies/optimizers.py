@@ -27,9 +27,9 @@ from torch import nn
 from dct_plugin import Compressor
 from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
-from dct_plugin.integrations.dlrm.data import epoch_batches, load
-from dct_plugin.integrations.dlrm.intervals import paired
-from dct_plugin.integrations.dlrm.models import DLRM
+from dct_plugin.recommender.data import epoch_batches, load
+from dct_plugin.recommender.intervals import paired
+from dct_plugin.recommender.models import DLRM
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.3),

@@ -130,7 +130,7 @@ def _patch_launch() -> Any:
     "Train a recommender on real data on two local ranks, dense and with DCT, and compare.", _DEMO, "demo"
 )
 def _demo() -> Any:
-    from ..integrations.dlrm.commands.demo import demo
+    from ..recommender.commands.demo import demo
 
     return demo
 
@@ -139,7 +139,7 @@ def _demo() -> Any:
     "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.", _DEMO, "demo"
 )
 def _dlrm() -> Any:
-    from ..integrations.dlrm.commands.dlrm import dlrm
+    from ..recommender.commands.dlrm import dlrm
 
     return dlrm
 

@@ -16,15 +16,15 @@ from ..report.reading import json_object, losses_of, read
 
 
 def _demo(figures: Mapping[str, Any]) -> Part:
-    from ..integrations.dlrm.comparison import Comparison
-    from ..integrations.dlrm.report import comparison_part
+    from ..recommender.comparison import Comparison
+    from ..recommender.report import comparison_part
 
     title = f"dct demo: {figures['data']['data']}"
     return comparison_part(Comparison.of_dict(figures), title=title, quick=figures["quick"])
 
 
 def _dlrm(figures: Mapping[str, Any]) -> Part:
-    from ..integrations.dlrm.report import outcomes_part
+    from ..recommender.report import outcomes_part
 
     return outcomes_part(figures)
 

@@ -1,1 +1,9 @@
-"""The recommender application: click data, models, one trainer, one report, and two commands."""
+"""What a DLRM under DeepSpeed needs: shards as experts, and an optimizer of their own for tables."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Method = Literal["sgd", "adam", "adagrad", "rowwise_adagrad"]
+#: What :class:`~dct_plugin.integrations.dlrm.optimizers.HybridOptimizer` does with a parameter group.
+METHODS: tuple[str, ...] = get_args(Method)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
 
-from .settings import METHODS
+from . import METHODS
 
 
 class HybridOptimizer(torch.optim.Optimizer):

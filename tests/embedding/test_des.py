@@ -21,9 +21,9 @@ from dct_plugin.embedding import (
     choose,
     place_tables,
 )
-from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables, TableExchange, build
-from dct_plugin.integrations.dlrm.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 from dct_plugin.metrics import Metrics, Record
+from dct_plugin.recommender.models import DLRM, EmbeddingTables, TableExchange, build
+from dct_plugin.recommender.models.parts import FM, CrossNetwork, DotLayer, FirstLayer, Wide, evaluate
 
 CARDINALITIES = (50, 3, 7, 120, 2, 31, 5, 9, 4)
 DENSE, DIM = 5, 6

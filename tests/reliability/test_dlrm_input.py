@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from dct_plugin.cli import app
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.dlrm import runner
-from dct_plugin.integrations.dlrm.commands.dlrm import configurations
-from dct_plugin.integrations.dlrm.data import (
+from dct_plugin.recommender import runner
+from dct_plugin.recommender.commands.dlrm import configurations
+from dct_plugin.recommender.data import (
     DIABETES_FILE,
     ClickDataset,
     DataFormatError,

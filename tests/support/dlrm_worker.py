@@ -17,9 +17,9 @@ from deepspeed import comm as dist
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.integrations.dlrm.data import ClickDataset, epoch_batches
-from dct_plugin.integrations.dlrm.models import build
-from dct_plugin.integrations.dlrm.trainer import Training
+from dct_plugin.recommender.data import ClickDataset, epoch_batches
+from dct_plugin.recommender.models import build
+from dct_plugin.recommender.trainer import Training
 
 CARDINALITIES = (40, 3, 9, 90, 2)
 # Long steps: weights and products of a DLRM start so small that it does nothing for a while.

@@ -16,8 +16,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import ShardedTables
 from dct_plugin.integrations.dlrm.experts import Experts
-from dct_plugin.integrations.dlrm.models import DLRM
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer, hybrid_groups
+from dct_plugin.recommender.models import DLRM
 
 CARDINALITIES = (3, 50, 40, 7, 21)
 DIM = 5  # odd, so that flat vectors end in padding

@@ -1,4 +1,4 @@
-"""``examples/recommender.py`` runs as docs/embeddings.md shows it, and one process loads what it exports."""
+"""``examples/sharded_tables.py`` runs as docs/embeddings.md shows it; one process loads what it exports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from support import ROOT
 from support.deepspeed_launch import torchrun
 
-SCRIPT = ROOT / "examples" / "recommender.py"
+SCRIPT = ROOT / "examples" / "sharded_tables.py"
 
 
 def test_the_page_shows_the_example() -> None:

@@ -16,10 +16,10 @@ from support import CONFIGS, SUPPORT
 from support.deepspeed_launch import environment, run_script
 
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.dlrm.commands.dlrm import configuration, configurations
-from dct_plugin.integrations.dlrm.figures import BASELINE, read_runs
-from dct_plugin.integrations.dlrm.intervals import paired
-from dct_plugin.integrations.dlrm.report import markdown, run_tables
+from dct_plugin.recommender.commands.dlrm import configuration, configurations
+from dct_plugin.recommender.figures import BASELINE, read_runs
+from dct_plugin.recommender.intervals import paired
+from dct_plugin.recommender.report import markdown, run_tables
 
 WORKER = SUPPORT / "dlrm_worker.py"
 READY = sorted(CONFIGS.glob("hybrid_*.json"))

@@ -11,13 +11,13 @@ from torch import nn
 
 from dct_plugin.config import DCTConfig, EmbeddingChannelConfig
 from dct_plugin.embedding import Choice, ShardedTables
+from dct_plugin.integrations.dlrm.experts import Experts
+from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer, hybrid_groups
 from dct_plugin.metrics import Metrics
 
 from .data import ClickDataset
-from .experts import Experts
 from .models import DLRM, TableExchange, build
 from .models.parts import seeded
-from .optimizers import HybridOptimizer, hybrid_groups
 from .settings import MODEL_SECTION, ModelSettings, model_settings
 
 #: ``dct.embedding`` of a run without a ``dct`` section: a plain all-to-all of every vector.

@@ -20,7 +20,7 @@ from .figures import Run
 #: Figures of a run that its JSON has as they are.
 _SIDE = ("name", "epochs", "wire_bytes", "step_ms", "seconds", "ranks_in_step")
 
-_ON_LINKS = "dct_plugin.integrations.dlrm.on_links:Trainings"
+_ON_LINKS = "dct_plugin.recommender.on_links:Trainings"
 
 #: Bytes on the wire per payload byte, and per step beside it, that the ranks themselves may account for.
 HEADERS, PER_STEP = 1.1, 4096

@@ -1,6 +1,6 @@
 """A recommender: embedding tables sharded over the ranks, MLPs in DistributedDataParallel, both compressed.
 
-    torchrun --nproc-per-node 2 examples/recommender.py --export recommender.pt
+    torchrun --nproc-per-node 2 examples/sharded_tables.py --export recommender.pt
 
 It trains on clicks that it makes up, and writes the model as one process can load it: whole tables and MLPs.
 """

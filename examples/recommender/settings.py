@@ -10,6 +10,7 @@ from pydantic import Field
 from dct_plugin.config import Section
 from dct_plugin.config.validation_errors import validated
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.dlrm import METHODS, Method
 
 #: Section of a configuration that says what is trained; the rest is DeepSpeed's.
 MODEL_SECTION = "dlrm"
@@ -18,10 +19,8 @@ Width = Annotated[int, Field(ge=1)]
 Model = Literal["dlrm", "deepfm", "widedeep", "dcn"]
 Exchange = Literal["all_to_all", "des", "auto"]
 Tables = Literal["sharded", "replicated"]
-Method = Literal["sgd", "adam", "adagrad", "rowwise_adagrad"]
 MODELS: tuple[str, ...] = get_args(Model)
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
-METHODS: tuple[str, ...] = get_args(Method)
 
 #: The settings of each model beside those of all.
 WIDTHS = {

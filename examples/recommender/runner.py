@@ -17,17 +17,16 @@ from typing import Any
 
 from dct_plugin import processes
 from dct_plugin.errors import DCTError
+from dct_plugin.integrations.host import build_lock
 from dct_plugin.interfaces import interface_bytes
 from dct_plugin.links.team import tail
-
-from ..host import build_lock
 
 Event = dict[str, Any]
 
 #: Seconds after which a start that waits for a lock says so; importing DeepSpeed takes about as long.
 SLOW_START_SECONDS = 10.0
 
-TRAINER = "dct_plugin.integrations.dlrm.trainer"
+TRAINER = "dct_plugin.recommender.trainer"
 
 _SUFFIX = ".deepspeed.json"
 

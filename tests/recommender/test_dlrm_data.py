@@ -15,7 +15,7 @@ from prepare_diabetes import main as prepare_main
 from prepare_diabetes import prepare
 from support import DATA
 
-from dct_plugin.integrations.dlrm.data import (
+from dct_plugin.recommender.data import (
     DIABETES_FILE,
     ClickDataset,
     DataFormatError,
@@ -24,7 +24,7 @@ from dct_plugin.integrations.dlrm.data import (
     load_criteo,
     load_diabetes,
 )
-from dct_plugin.integrations.dlrm.models import DLRM, EmbeddingTables
+from dct_plugin.recommender.models import DLRM, EmbeddingTables
 
 ARCHIVE = DATA / "diabetes130" / "diabetes130.zip"
 CRITEO = DATA / "criteo" / "train_40k.txt.gz"

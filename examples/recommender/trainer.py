@@ -1,6 +1,6 @@
 """Train recommenders under DeepSpeed: every configuration under every seed, in one launch.
 
-    torchrun --nproc-per-node 2 -m dct_plugin.integrations.dlrm.trainer dense.json dct.json --epochs 2
+    torchrun --nproc-per-node 2 -m dct_plugin.recommender.trainer dense.json dct.json --epochs 2
 
 A configuration is a DeepSpeed JSON, with a ``dlrm`` section that says what is trained (:mod:`.settings`) and,
 if anything is to be compressed, a ``dct`` section. Seed after seed is trained under all configurations, so

@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.dlrm import runner
-from dct_plugin.integrations.dlrm.commands.demo import PRESETS, Options, deepspeed_config
-from dct_plugin.integrations.dlrm.comparison import Comparison, Measured, Sent
-from dct_plugin.integrations.dlrm.figures import Run, read_runs
-from dct_plugin.integrations.dlrm.progress import LaunchProgress
-from dct_plugin.integrations.dlrm.report import (
+from dct_plugin.links.interleave import Figures
+from dct_plugin.recommender import runner
+from dct_plugin.recommender.commands.demo import PRESETS, Options, deepspeed_config
+from dct_plugin.recommender.comparison import Comparison, Measured, Sent
+from dct_plugin.recommender.figures import Run, read_runs
+from dct_plugin.recommender.progress import LaunchProgress
+from dct_plugin.recommender.report import (
     comparison_part,
     diverged,
     draw_training,
@@ -33,8 +34,7 @@ from dct_plugin.integrations.dlrm.report import (
     speed_table,
     verdict,
 )
-from dct_plugin.integrations.dlrm.runner import RunFailed, Runner
-from dct_plugin.links.interleave import Figures
+from dct_plugin.recommender.runner import RunFailed, Runner
 from dct_plugin.report.page import write_page
 from dct_plugin.report.reading import Row
 
@@ -422,7 +422,7 @@ def running_demo(folder: Path, event: str) -> tuple[subprocess.Popen[str], list[
         assert demo.poll() is None, demo.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    ranks = descendants_named("dlrm.trainer", psutil.Process(demo.pid))
+    ranks = descendants_named("recommender.trainer", psutil.Process(demo.pid))
     assert len(ranks) == 3
     return demo, ranks
 

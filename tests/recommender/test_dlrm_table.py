@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dct_plugin.integrations.dlrm.data import ClickDataset, Columns, DataFormatError, load
-from dct_plugin.integrations.dlrm.data.table import CONSTANT
+from dct_plugin.recommender.data import ClickDataset, Columns, DataFormatError, load
+from dct_plugin.recommender.data.table import CONSTANT
 
 pyarrow = pytest.importorskip("pyarrow")
 

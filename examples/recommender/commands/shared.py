@@ -12,9 +12,9 @@ import typer
 
 from dct_plugin.config.dct import SECTION
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
 from dct_plugin.output import write
 
-from ...host.deepspeed_keys import near_misses, unread
 from ..settings import MODEL_SECTION
 
 if TYPE_CHECKING:
