@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,24 +12,6 @@ from ..output import check_target
 from ..report.metrics_part import metrics_part
 from ..report.page import Part, write_page
 from ..report.reading import json_object, losses_of, read
-
-
-def _demo(figures: Mapping[str, Any]) -> Part:
-    from ..recommender.comparison import Comparison
-    from ..recommender.report import comparison_part
-
-    title = f"dct demo: {figures['data']['data']}"
-    return comparison_part(Comparison.of_dict(figures), title=title, quick=figures["quick"])
-
-
-def _dlrm(figures: Mapping[str, Any]) -> Part:
-    from ..recommender.report import outcomes_part
-
-    return outcomes_part(figures)
-
-
-#: A key that only the JSON of one command has -> makes its part of the page.
-_PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {"reduction_payload": _demo, "outcomes": _dlrm}
 
 
 def report(
@@ -71,7 +52,9 @@ def report(
 
 
 def _part(path: Path, figures: dict[str, Any]) -> Part:
-    make = next((make for key, make in _PARTS.items() if key in figures), None)
+    from ..recommender.report import PARTS
+
+    make = next((make for key, make in PARTS.items() if key in figures), None)
     if make is None:
         raise DCTError(
             f"{path}: is neither a metrics file nor the JSON of dct demo --json or dct dlrm --report"

@@ -296,6 +296,12 @@ def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) 
     return Part(title, verdict(comparison, quick=quick), sections, notes=broken)
 
 
+def demo_part(figures: Mapping[str, Any]) -> Part:
+    """Return the part of the page about the JSON of ``dct demo``."""
+    title = f"dct demo: {figures['data']['data']}"
+    return comparison_part(Comparison.of_dict(figures), title=title, quick=figures["quick"])
+
+
 def outcomes_part(figures: Mapping[str, Any]) -> Part:
     """Return the part of the page about a report of ``dct dlrm``."""
     outcomes: dict[str, dict[str, Any]] = figures["outcomes"]
@@ -320,6 +326,13 @@ def outcomes_part(figures: Mapping[str, Any]) -> Part:
     draw = partial(_draw_differences, points=points) if points else None
     section = Section(Table(title, header, rows), draw, 0.45 * len(points) + 1.2)
     return Part(f"dct dlrm: {figures['data']['data']}", said, [section])
+
+
+#: A key that only the JSON of one command has -> makes its part of the page of ``dct report``.
+PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {
+    "reduction_payload": demo_part,
+    "outcomes": outcomes_part,
+}
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
