@@ -1,23 +1,14 @@
-"""Output of the commands that measure: tables, files, and the versions behind the figures."""
+"""Output of the commands that measure: tables and files."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shlex
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
-
-from ._version import __version__
 
 if TYPE_CHECKING:
     import rich.table
@@ -90,28 +81,3 @@ def write(path: Path, content: dict[str, Any] | str) -> None:
     text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def command() -> str:
-    """Return the command line of this program."""
-    return shlex.join(["dct", *sys.argv[1:]])
-
-
-def provenance(started: float) -> dict[str, Any]:
-    """Return how, where and with what figures were made, from the monotonic time at which that began on."""
-    return {
-        "command": command(),
-        "date": str(date.today()),
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
-        "versions": _versions(),
-        "seconds": round(time.monotonic() - started, 1),
-    }
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", "deepspeed", "numpy", "scikit-learn")
-    return {
-        "dct-plugin": __version__,
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in packages},
-    }

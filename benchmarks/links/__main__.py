@@ -21,11 +21,12 @@ from typing import Annotated
 
 import typer
 
-from dct_plugin.command_options import takes_options
 from dct_plugin.console import print_error
 from dct_plugin.errors import DCTError
 from dct_plugin.links.rates import check_rates, rate_name
-from dct_plugin.output import provenance, write
+from dct_plugin.output import write
+from dct_plugin.recommender.commands.options import takes_options
+from dct_plugin.recommender.provenance import provenance
 
 from .suite import UNLIMITED, WORKLOADS, Cell, Plan, measure
 

@@ -13,7 +13,7 @@ from dct_plugin.links.interleave import Figures
 from dct_plugin.links.rates import rate_name
 from dct_plugin.metrics import format_bytes
 from dct_plugin.output import Table
-from dct_plugin.plots import draw_bars, png
+from dct_plugin.recommender.plots import draw_bars, png
 from dct_plugin.report.page import Part, Section
 
 from .suite import WORKLOADS, Cell

@@ -10,12 +10,12 @@ from typing import Any
 
 from dct_plugin.metrics import format_bytes
 from dct_plugin.output import Table, faster, fewer
-from dct_plugin.plots import Point, draw_bars, draw_differences, png
 from dct_plugin.report.page import Part, Section
 
 from .comparison import Comparison
 from .figures import LAYERS, Run
 from .intervals import Interval
+from .plots import Point, draw_bars, draw_differences, png
 
 #: A loss of AUC up to this is called none.
 MARGIN_AUC = 0.002

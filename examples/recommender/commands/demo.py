@@ -14,14 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
-from dct_plugin.command_options import takes_options
 from dct_plugin.errors import DCTError
 from dct_plugin.links.namespaces import LinksError
 from dct_plugin.links.rates import check_rates, rate_name
-from dct_plugin.output import check_target, provenance, write
+from dct_plugin.output import check_target, write
 
 from ..figures import BASELINE
+from ..provenance import provenance
 from ..settings import MODEL_SECTION
+from .options import takes_options
 from .shared import Job, chosen_format, complete, launch
 
 

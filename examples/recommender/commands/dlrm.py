@@ -15,12 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from dct_plugin.command_options import takes_options
 from dct_plugin.errors import ConfigError
-from dct_plugin.output import check_target, command, provenance, write
+from dct_plugin.output import check_target, write
 
 from ..figures import BASELINE
+from ..provenance import command, provenance
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
+from .options import takes_options
 from .shared import Job, chosen_format, complete, launch
 
 #: Epochs that suit a data set: more overfit.
