@@ -44,6 +44,11 @@ class Table(NamedTuple):
         return [f"{self.title}.", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
 
 
+def formatted(figure: float | None, form: str) -> str:
+    """Return a figure in a format of Python's; nothing for None."""
+    return "" if figure is None else format(figure, form)
+
+
 def fewer(times: float) -> str:
     """Return a ratio of bytes in words."""
     return f"{times:.3g}x fewer" if times >= 1 else f"{1 / times:.3g}x more"

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -95,9 +94,7 @@ def _plugin() -> Iterable[Finding]:
 
 
 def _python() -> Iterable[Finding]:
-    status: Literal["ok", "fail"] = "ok" if sys.version_info >= (3, 10) else "fail"
-    advice = "" if status == "ok" else "use Python 3.10 or newer"
-    yield Finding(status, "python", f"{platform.python_version()} on {platform.platform()}", advice)
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
 
 
 def _packages() -> Iterable[Finding]:
@@ -151,6 +148,7 @@ def _kernels() -> Iterable[Finding]:
     import torch
 
     from ..kernels import get_backend
+    from ..kernels.cpu import CpuBackend
 
     forced = os.environ.get("DCT_KERNELS")
     try:
@@ -159,11 +157,9 @@ def _kernels() -> Iterable[Finding]:
         advice = "unset DCT_KERNELS" if forced else "reinstall the plugin"
         yield Finding("fail", "kernels", str(error), advice)
         return
-    name = str(getattr(backend, "name", type(backend).__name__))
-    # Where the compiled library was found or built, as far as the backend says.
-    origin = next((str(value) for key in ("origin", "path") if (value := getattr(backend, key, None))), "")
-    detail = name + (f", {origin}" if origin else "") + (f" (DCT_KERNELS={forced})" if forced else "")
-    if name == "reference" and not forced:
+    compiled = f", {backend.path}" if isinstance(backend, CpuBackend) else ""
+    detail = backend.name + compiled + (f" (DCT_KERNELS={forced})" if forced else "")
+    if backend.name == "reference" and not forced:
         advice = "install a C compiler (gcc or clang): without compiled kernels DCT rarely pays on a CPU"
         yield Finding("warn", "kernels", detail, advice)
     else:

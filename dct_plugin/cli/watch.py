@@ -11,7 +11,7 @@ import typer
 
 from ..errors import DCTError
 from ..metrics import format_bytes
-from ..output import Table
+from ..output import Table, formatted
 from ..report.metrics_part import PART_NAMES, verdict
 from ..report.reading import MetricsReader
 from ..report.run import Run
@@ -89,10 +89,7 @@ def _shown(reader: MetricsReader) -> Group:
         [
             cls,
             *(format_bytes(last.mean(key, cls) or 0.0) for key in ("dense_bytes", "sent_bytes")),
-            *(
-                "" if (x := last.mean(key, cls)) is None else f"{x:.4g}"
-                for key in ("density", "density_target", "tau")
-            ),
+            *(formatted(last.mean(key, cls), ".4g") for key in ("density", "density_target", "tau")),
         ]
         for cls in run.classes
         if cls in last.rows

@@ -150,10 +150,9 @@ class _Shards(Embeddings):
 
     Args:
         group: The ranks, and the metrics.
+        cardinalities, dim: Rows of each field's table, and their width.
         fields, columns: Those that come out here.
-        tables: One per field of ``fields``, of the columns that come out here.
-        num_fields: Number of fields of the tables as a whole.
-        dim: Embedding width of the tables as a whole.
+        seed: Seed of the initial rows.
         average_gradients: Divide the gradients of what only this rank has by the number of ranks.
     """
 
@@ -162,19 +161,21 @@ class _Shards(Embeddings):
     def __init__(
         self,
         group: _RecordedGroup,
+        cardinalities: Sequence[int],
+        dim: int,
         fields: Sequence[int],
         columns: tuple[int, int],
-        tables: Sequence[Tensor],
         *,
-        num_fields: int,
-        dim: int,
+        seed: int,
         average_gradients: bool,
     ) -> None:
-        super().__init__(fields, num_fields, dim, columns)
+        super().__init__(fields, len(cardinalities), dim, columns)
         self._group = group
         self._scale = 1 / group.world_size if average_gradients else 1.0
-        width = columns[1] - columns[0]
-        self.weight = self.adopt(nn.Parameter(torch.cat(list(tables)) if tables else torch.empty(0, width)))
+        start, stop = columns
+        initial = enumerate(_initial_tables(cardinalities, dim, seed))
+        tables = [table[:, start:stop].clone() for field, table in initial if field in fields]
+        self.weight = self.adopt(nn.Parameter(torch.cat([torch.empty(0, stop - start), *tables])))
         sizes = [len(table) for table in tables]
         first = torch.tensor([0, *sizes])[: len(sizes)].cumsum(0)
         self.register_buffer("first_rows", first, persistent=False)
@@ -258,17 +259,8 @@ class FieldShards(_Shards):
         recorded = _RecordedGroup(group, metrics)
         described = [Table(rows, dim) for rows in cardinalities]
         placed = check_placement(placement, described, recorded.world_size)
-        fields = placed[recorded.rank]
-        tables = [table for f, table in enumerate(_initial_tables(cardinalities, dim, seed)) if f in fields]
-        super().__init__(
-            recorded,
-            fields,
-            (0, dim),
-            tables,
-            num_fields=len(cardinalities),
-            dim=dim,
-            average_gradients=average_gradients,
-        )
+        own = cardinalities, dim, placed[recorded.rank], (0, dim)
+        super().__init__(recorded, *own, seed=seed, average_gradients=average_gradients)
         self.placement = placed
 
     def _ids(self, categorical: Tensor) -> Tensor:
@@ -300,15 +292,8 @@ class ColumnShards(_Shards):
         recorded = _RecordedGroup(group, metrics)
         bounds = [dim * rank // recorded.world_size for rank in range(recorded.world_size + 1)]
         start, stop = bounds[recorded.rank : recorded.rank + 2]
-        super().__init__(
-            recorded,
-            range(len(cardinalities)),
-            (start, stop),
-            [table[:, start:stop].clone() for table in _initial_tables(cardinalities, dim, seed)],
-            num_fields=len(cardinalities),
-            dim=dim,
-            average_gradients=average_gradients,
-        )
+        own = cardinalities, dim, range(len(cardinalities)), (start, stop)
+        super().__init__(recorded, *own, seed=seed, average_gradients=average_gradients)
         self._widths = [stop - start for start, stop in itertools.pairwise(bounds)]
 
     def _ids(self, categorical: Tensor) -> Tensor:

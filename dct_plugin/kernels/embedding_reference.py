@@ -157,14 +157,8 @@ def _zigzag(q: IntArray) -> IntArray:
 
 def _best_rice(v: IntArray) -> tuple[int, int]:
     """Return the best parameter (the smallest of equals) and the bits, as if no quotient was escaped."""
-    best, least = 0, int(v.sum()) + len(v)
-    for k in range(1, MAX_RICE + 1):
-        bits = int((v >> k).sum()) + len(v) * (k + 1)
-        # Bits are convex in the parameter: halving saves less each time, and always costs one per value.
-        if bits >= least:
-            break
-        best, least = k, bits
-    return best, least
+    bits = [int((v >> k).sum()) + len(v) * (k + 1) for k in range(MAX_RICE + 1)]
+    return bits.index(min(bits)), min(bits)
 
 
 def _choose(z: IntArray, bit_cost: int) -> tuple[int, list[BitTokens]]:

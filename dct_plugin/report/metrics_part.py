@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import format_bytes
-from ..output import Table, faster, fewer
+from ..output import Table, faster, fewer, formatted
 from . import charts
 from .advice import advice
 from .page import Part, Section
@@ -113,7 +113,7 @@ def _over_steps(
     found = {name: [weighted(group, figure) for group in groups] for name, figure, _ in columns}
     form = {name: form for name, _, form in columns}
     rows = [
-        [str(step), *("" if (x := found[name][at]) is None else format(x, form[name]) for name in found)]
+        [str(step), *(formatted(figures[at], form[name]) for name, figures in found.items())]
         for at, step in enumerate(steps)
     ]
     if len(groups) < len(run.windows):
@@ -170,13 +170,7 @@ def _densities(run: Run) -> list[Section]:
 def _tensors(run: Run) -> Section:
     worst = run.tensors[:10]
     rows = [
-        [
-            each.name,
-            f"{each.density:.6g}",
-            f"{each.target:.6g}",
-            "" if each.tau is None else f"{each.tau:.6g}",
-        ]
-        for each in worst
+        [each.name, *(formatted(x, ".6g") for x in (each.density, each.target, each.tau))] for each in worst
     ]
 
     def draw(axis: Any) -> None:
@@ -228,7 +222,7 @@ def _losses(losses: _Losses, dense: _Losses) -> Section:
     ends = [steps[min(at + size, len(steps)) - 1] for at in range(0, len(steps), size)]
     series = {"training loss": _means(losses, ends)} | ({"dense run": _means(dense, ends)} if dense else {})
     rows = [
-        [str(end), *("" if x is None else f"{x:.6g}" for x in means)]
+        [str(end), *(formatted(x, ".6g") for x in means)]
         for end, *means in zip(ends, *series.values(), strict=True)
     ]
     header = ["to step", "loss", "dense run"][: 1 + len(series)]
@@ -246,19 +240,9 @@ def _means(losses: _Losses, ends: Sequence[int]) -> list[float | None]:
 
 
 def _decisions(run: Run) -> Section:
-    rows = [
-        [
-            str(each.step),
-            each.setting,
-            each.reason,
-            *("" if ms is None else f"{ms:.1f}" for ms in (each.predicted_ms, each.measured_ms)),
-        ]
-        for each in run.decisions
-    ]
-    return Section(
-        Table(
-            "Decisions of the automatic mode",
-            ["step", "setting", "reason", "predicted ms", "measured ms"],
-            rows,
-        )
-    )
+    rows = []
+    for each in run.decisions:
+        times = (formatted(ms, ".1f") for ms in (each.predicted_ms, each.measured_ms))
+        rows.append([str(each.step), each.setting, each.reason, *times])
+    header = ["step", "setting", "reason", "predicted ms", "measured ms"]
+    return Section(Table("Decisions of the automatic mode", header, rows))
