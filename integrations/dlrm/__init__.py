@@ -1,4 +1,4 @@
-"""What a DLRM under DeepSpeed needs: shards as experts, and an optimizer of their own for tables."""
+"""A DLRM under DeepSpeed: its shards are experts, and its tables have an optimizer of their own."""
 
 from __future__ import annotations
 
