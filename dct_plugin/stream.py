@@ -40,6 +40,8 @@ from .metrics import Record
 from .schedules import SparsitySchedule
 from .thresholds import Threshold, wanted
 
+logger = logging.getLogger("dct_plugin")
+
 #: Most entries of one message, as a multiple of the target density; what overflows stays in the residual.
 _CAPACITY = 2.0
 #: Room beside this capacity, so that tiny parts are not cut by counting noise.
@@ -47,9 +49,7 @@ _CAPACITY_SLACK = 64
 #: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
 #: spread.
 _START_STRIDE = 0x9E3779B1
-#: Of ``residual_dtype``, those that are packed.
-logger = logging.getLogger("dct_plugin")
-
+#: The packed types of ``residual_dtype``.
 _PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 

@@ -69,7 +69,15 @@ def builds_offline(sdist: Path, folder: Path) -> None:
     (source,) = folder.glob("dct_plugin-*")
     code = f"from setuptools import build_meta as b; b.build_wheel({str(folder)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, stdout=subprocess.DEVNULL)
-    for name in ("tests/conftest.py", "configs/README.md", "docs/architecture.md", "Makefile", "LICENSE"):
+    data = "dct_plugin/recommender/data/diabetes130.npz"
+    for name in (
+        "tests/conftest.py",
+        "configs/README.md",
+        "docs/architecture.md",
+        "Makefile",
+        "LICENSE",
+        data,
+    ):
         if not (source / name).exists():
             raise SystemExit(f"{sdist.name} lacks {name}")
 

@@ -42,8 +42,8 @@ def show(
     for option in options(section):
         changed = option.value != option.default
         what = Text.assemble(option.description, (f"\n{option.allowed}", "dim"))
-        value = Text(_json(option.value), style="bold" if changed else "")
-        table.add_row(Text(option.path), value, Text("" if not changed else _json(option.default)), what)
+        value = Text(json.dumps(option.value), style="bold" if changed else "")
+        table.add_row(Text(option.path), value, Text("" if not changed else json.dumps(option.default)), what)
     # Full option names matter more than the width of a terminal that is not there.
     console = Console()
     Console(width=None if console.is_terminal else max(console.width, 120)).print(table)
@@ -126,7 +126,3 @@ def suggest(
         typer.echo(json.dumps(section)[1:-1])
     for label, value in row.facts():
         typer.echo(f"{label + ':':<9} {value}")
-
-
-def _json(value: object) -> str:
-    return json.dumps(value)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from ..errors import PayloadError
+from .labelled import Labelled
 
 VALUE_GROUP = 256
 """Values that share scales, of 8, 4 and 2 bits alike."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class ValueDtype(IntEnum):
+class ValueDtype(Labelled):
     """Value type as written in the header."""
 
     FP32 = 0
@@ -31,22 +31,9 @@ class ValueDtype(IntEnum):
     INT2 = 5
 
     @property
-    def label(self) -> str:
-        return self.name.lower()
-
-    @property
     def bits(self) -> int:
         """Bits per value, without scales."""
         return VALUE_CODECS[self].bits
-
-    @classmethod
-    def parse(cls, value: int | str) -> ValueDtype:
-        """Return the member for a name (``"bf16"``) or a number; ``ValueError`` names the allowed ones."""
-        try:
-            return cls[value.upper()] if isinstance(value, str) else cls(value)
-        except (KeyError, ValueError):
-            allowed = ", ".join(m.label for m in cls)
-            raise ValueError(f"value dtype {value!r} is unknown; allowed: {allowed}") from None
 
     @classmethod
     def lossless(cls, dtype: torch.dtype) -> ValueDtype:

@@ -196,7 +196,9 @@ class RequestBuilder:
                     rows.append(ids + int(self.base[table]))
                     counts.append(len(ids))
                 else:
-                    bag, where = _distinct_bags(bag) if self.deduplicates else (bag, _all_of(bag))
+                    where = torch.arange(len(bag.lengths))
+                    if self.deduplicates:
+                        bag, where = _distinct_bags(bag)
                     kept.append(bag)
                     counts.append(len(bag.lengths))
                 where = where + (first + sum(counts[:-1]))
@@ -316,10 +318,6 @@ def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[Bags]:
         if int(lengths.sum()) != len(ids) or len(lengths) != len(bags[0].lengths):
             raise ValueError(f"table {table}: {len(ids)} ids do not fit the lengths of its bags")
     return bags
-
-
-def _all_of(bag: Bags) -> Tensor:
-    return torch.arange(len(bag.lengths))
 
 
 def _distinct_bags(bag: Bags) -> tuple[Bags, Tensor]:

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import NamedTuple
 
 from dct_plugin.errors import DCTError
@@ -86,9 +85,7 @@ class Links:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _build(self) -> None:

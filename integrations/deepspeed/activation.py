@@ -128,9 +128,9 @@ def _announce_absence() -> None:
     # A courtesy to the other ranks: without a process group or a store they find out by waiting.
     with contextlib.suppress(Exception):
         if sys.modules["torch.distributed"].is_initialized():
-            from ..host.startup import abstain
+            from ..host.startup import join
 
-            abstain(TOPIC)
+            join(TOPIC).abstain()
 
 
 def _refuse_misplaced(engine: Any) -> None:

@@ -45,7 +45,7 @@ def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:
         for group, parameter in _compressed(groups, reducer):
             residual = _saved_residual(streams, parameter.name, parameter.shape.numel())
             residuals[parameter.name] = _as_dtensor(group, parameter, residual, replicas=group.size())
-            if _has_owners(reducer):
+            if len(reducer.topology.phases) > 1:  # owners keep what they do not send back
                 held_back[parameter.name] = _as_dtensor(
                     group, parameter, _held_back(group, parameter, streams)
                 )
@@ -160,10 +160,6 @@ def _compressed(
 def _saved_residual(streams: dict[str, Any], name: str, numel: int) -> Tensor:
     saved = streams[name]["residual"] if name in streams else None
     return torch.zeros(numel) if saved is None else unpacked(saved)
-
-
-def _has_owners(reducer: GradientReducer) -> bool:
-    return len(reducer.topology.phases) > 1
 
 
 def _held_back(group: ReplicaGroup, parameter: ShardedParameter, streams: dict[str, Any]) -> Tensor:

@@ -60,28 +60,6 @@ def join(
     )
 
 
-def agree(
-    topic: str,
-    facts: Mapping[str, Any],
-    *,
-    group: dist.ProcessGroup | None = None,
-    limit: float = TIME_LIMIT,
-    hint: str = HINT,
-) -> None:
-    """State ``facts`` (JSON values by name) and wait until every rank has stated the same.
-
-    Raises:
-        DesyncError: On every rank that takes part: names the ranks, the facts and their values.
-        VersionError: The default process group has no store.
-    """
-    join(topic, group=group, limit=limit, hint=hint).confirm(facts)
-
-
-def abstain(topic: str) -> None:
-    """State that this rank does not take part in the next agreement; the others stop and name it."""
-    join(topic).abstain()
-
-
 @contextmanager
 def reported(agreement: Agreement) -> Iterator[None]:
     """Pass an error inside the block on to the ranks that wait for this one to confirm."""

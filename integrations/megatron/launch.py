@@ -146,7 +146,7 @@ def agree(config: DCTConfig, core_version: str, *, limit: float | None = None) -
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     facts = startup.facts_of(config, {"version of megatron-core": core_version})
-    startup.agree("megatron", facts, limit=limit or startup.TIME_LIMIT, hint=_HINT)
+    startup.join("megatron", limit=limit or startup.TIME_LIMIT, hint=_HINT).confirm(facts)
 
 
 def _agree_with_groups(config: DCTConfig, core_version: str) -> None:

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.slow
 
 
 def _agrees_several_times(rank: int, world_size: int) -> bool:
-    startup.agree("test", {"a": 1}, limit=20)
-    startup.agree("test", {"a": 2}, limit=20)
+    startup.join("test", limit=20).confirm({"a": 1})
+    startup.join("test", limit=20).confirm({"a": 2})
     pair = dist.new_group([0, 2])
     if rank != 1:
-        startup.agree("test", {"only": "two"}, group=pair, limit=20)
+        startup.join("test", group=pair, limit=20).confirm({"only": "two"})
     return True
 
 
@@ -41,7 +41,8 @@ def test_a_topic_can_be_agreed_on_again_and_in_groups() -> None:
 def _disagrees(rank: int, world_size: int, silent: bool) -> None:
     dist.barrier()  # a process may take a second to start
     if not silent or rank != 1:
-        startup.agree("test", {"a": rank == 1}, limit=1 if silent else 60, hint="it is tired")
+        agreement = startup.join("test", limit=1 if silent else 60, hint="it is tired")
+        agreement.confirm({"a": rank == 1})
 
 
 def test_the_differing_rank_is_named() -> None:

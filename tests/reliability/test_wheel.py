@@ -88,6 +88,15 @@ def test_a_wheel_is_tagged_for_its_platform(wheel: Path) -> None:
     assert not wheel.name.endswith("-any.whl")
 
 
+def test_a_wheel_has_the_recommender_and_its_data(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    folder = "dct_plugin/recommender"
+    for name in ("commands/demo.py", "data/diabetes130.npz", "data/LICENSE-diabetes130.txt"):
+        assert f"{folder}/{name}" in names
+    assert all(name.startswith("dct_plugin") for name in names)
+
+
 def test_ddp_runs_from_a_wheel_without_a_compiler(clean: Path, tmp_path: Path) -> None:
     (tmp_path / "hook.py").write_text(HOOK)
     dropped = ("PYTHONPATH", "CC", "DCT_KERNELS")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
+from ..labelled import Labelled
+
 MAX_NUMEL = 2**32 - 1
 
 
-class IndexEncoding(IntEnum):
+class IndexEncoding(Labelled):
     """Index encoding as written in the header; a number once given is never given to another one."""
 
     DENSE = 0
@@ -22,19 +23,6 @@ class IndexEncoding(IntEnum):
     BLOCK16 = 3
     RICE = 4
     SHARED_MASK = 5
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-    @classmethod
-    def parse(cls, value: int | str) -> IndexEncoding:
-        """Return the member for a name (``"rice"``) or a number; ``ValueError`` names the allowed ones."""
-        try:
-            return cls[value.upper()] if isinstance(value, str) else cls(value)
-        except (KeyError, ValueError):
-            allowed = ", ".join(m.label for m in cls)
-            raise ValueError(f"index encoding {value!r} is unknown; allowed: {allowed}") from None
 
 
 @dataclass(frozen=True)
