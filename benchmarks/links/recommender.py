@@ -24,7 +24,7 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
 
 
 def configurations(ranks: int, batch_sizes: list[int]) -> dict[str, dict[str, Any]]:
-    """``batch N`` -> method -> DeepSpeed JSON, for :class:`~..dlrm.on_links.Trainings`."""
+    """``batch N`` -> method -> DeepSpeed JSON, for :class:`~dct_plugin.recommender.on_links.Trainings`."""
     made: dict[str, dict[str, Any]] = {}
     for size in batch_sizes:
         for name, section in SECTIONS.items():
