@@ -109,8 +109,9 @@ def _codes(table: Tensor, step: Tensor, levels: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return uint8 [n], n a multiple of 8, each below ``2**bits``, as uint8 [n * bits / 8], lowest bits
-    first.
+    """Return uint8 [n], each below ``2**bits``, as uint8 [n * bits / 8], lowest bits first.
+
+    n is a multiple of 8; of ``8 / bits`` where that is a whole number.
     """
     if bits == 8:
         return codes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import PayloadError
 from .labelled import Labelled
+from .quantised import pack, unpack
 
 VALUE_GROUP = 256
 """Values that share scales, of 8, 4 and 2 bits alike."""
@@ -149,9 +150,7 @@ class _Levels(_ValueCodec):
         per_byte = 8 // self.bits
         padded = torch.zeros(-(-n // per_byte) * per_byte, dtype=torch.uint8, device=x.device)
         padded[:n] = code
-        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=x.device)
-        packed = (padded.view(-1, per_byte) << shifts).sum(dim=1).to(torch.uint8)
-        return torch.cat([ends.view(torch.uint8).reshape(-1), packed]), decoded
+        return torch.cat([ends.view(torch.uint8).reshape(-1), pack(padded, self.bits)]), decoded
 
     def decode(self, data: Tensor, nnz: int) -> Tensor:
         groups = -(-nnz // VALUE_GROUP)
@@ -159,9 +158,7 @@ class _Levels(_ValueCodec):
         low, high = ends.float().unbind(dim=1)
         if not bool((torch.isfinite(ends).all(dim=1) & (low >= 0) & (high >= low)).all()):
             raise PayloadError("value section holds scales that no encoder writes")
-        packed = data[4 * groups :].unsqueeze(1)
-        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=data.device)
-        code = ((packed >> shifts) & (2**self.bits - 1)).reshape(-1)
+        code = unpack(data[4 * groups :], self.bits)
         if bool(code[nnz:].any()):
             raise PayloadError("value section has trailing bits")
         code = code[:nnz]
