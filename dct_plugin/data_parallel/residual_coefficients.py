@@ -1,8 +1,11 @@
-"""The share of its own residual that a rank should expect to arrive, measured for each tensor.
+"""What a rank's own residual and gradient say about the mean of all ranks, measured for each tensor.
 
-It differs from tensor to tensor: the residuals of several ranks share their drift, while their noise cancels
-out. The best linear predictor of the ranks' mean residual from the own one, ``<own, mean> / <own, own>``, is
-measured at random positions every :data:`INTERVAL` steps.
+Residuals and gradients of several ranks share their drift, while their noise cancels out. So two numbers
+differ from tensor to tensor, and are measured at random positions every :data:`INTERVAL` steps:
+
+- the best linear predictor of the mean residual from the own one, ``<own, mean> / <own, own>``;
+- the size of the mean gradient beside that of the own one, ``sqrt(<mean, mean> / <own, own>)``. An optimizer
+  that divides by a second moment divides by that of the mean.
 """
 
 from __future__ import annotations
@@ -10,19 +13,22 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Optimizer steps between two measurements of the coefficients, positions of each tensor that go into one,
-#: and the weight of older measurements beside a new one.
+#: Optimizer steps between two measurements, positions of each tensor that go into one (of its gradient and of
+#: its residual), and the weight of older measurements beside a new one.
 INTERVAL = 10
-SAMPLES = 256
+GRADIENT_SAMPLES, SAMPLES = 64, 256
 MEMORY = 0.8
+
+Products = dict[str, tuple[float, float]]
 
 
 class ResidualCoefficients:
-    """The coefficients of a model's streams.
+    """The coefficients of a model's streams, and the sizes of their mean gradients.
 
     Args:
         names: Streams that have one.
@@ -40,17 +46,28 @@ class ResidualCoefficients:
         fixed: float | None,
     ) -> None:
         self._names, self._residual_of, self._fixed = names, residual_of, fixed
-        self._first_guess = 0.5 + 0.5 / world_size
-        self._products: dict[str, tuple[float, float]] = {}
-        self._measured: dict[str, tuple[float, float]] = {}
-        """Products of this step, which may yet be taken back."""
+        self._world_size = world_size
+        self._residuals: Products = {}
+        """``<own, own>`` and ``<own, mean>`` of residuals."""
+        self._gradients: Products = {}
+        """``<own, own>`` and ``<mean, mean>`` of gradients."""
+        self._measured: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {}
+        """Products of this step, residuals first, which may yet be taken back."""
+        self._seen: dict[str, Tensor] = {}
 
     def of(self, name: str) -> float:
         """Return the share of the own residual by which a parameter is displaced."""
         if self._fixed is not None:
             return self._fixed
-        own, mixed = self._products.get(name, (0.0, 0.0))
-        return min(max(mixed / own, 0.0), 1.0) if own > 0.0 else self._first_guess
+        own, mixed = self._residuals.get(name, (0.0, 0.0))
+        return min(max(mixed / own, 0.0), 1.0) if own > 0.0 else 0.5 + 0.5 / self._world_size
+
+    def mean_gradient(self, name: str) -> float:
+        """Return the size of the ranks' mean gradient, where that of the own one is 1: from ``1 /
+        sqrt(ranks)``, which is noise alone, to 1.
+        """
+        own, mean = self._gradients.get(name, (0.0, 0.0))
+        return math.sqrt(min(max(mean / own, 1.0 / self._world_size), 1.0)) if own > 0.0 else 1.0
 
     def due(self, names: Iterable[str], step: int) -> list[str]:
         """Return those of ``names`` that are to be measured in this step and were not yet (micro-batches);
@@ -60,49 +77,71 @@ class ResidualCoefficients:
             return []
         return [name for name in names if name in self._names and name not in self._measured]
 
+    def observe(self, name: str, gradient: Tensor, step: int) -> None:
+        """See a gradient (1-D) of this rank that is about to be reduced."""
+        if gradient.numel() and self.due([name], step):
+            self._seen[name] = gradient[_positions(name, step, gradient)[:GRADIENT_SAMPLES]].float()
+
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
-        """Return residuals at random positions, the same on all ranks: fp32 [len(names) * SAMPLES]."""
+        """Return gradients and residuals at random positions, the same on all ranks: fp32 [len(names) *
+        (GRADIENT_SAMPLES + SAMPLES)].
+        """
         rows = []
         for name in names:
+            rows.append(self._seen.pop(name, torch.zeros(GRADIENT_SAMPLES, device=device)))
             residual = self._residual_of(name)
             if residual is None or not residual.numel():
                 rows.append(torch.zeros(SAMPLES, device=device))
-                continue
-            seed = zlib.crc32(f"{name}:{step}".encode())
-            where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
-            rows.append(residual[where.to(device)])
+            else:
+                rows.append(residual[_positions(name, step, residual)])
         return torch.cat(rows)
 
     def measure(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:
         """Take in what :meth:`samples` gave here and its mean over the ranks; it counts when the step is
         over.
         """
-        own, mean = own.view(-1, SAMPLES).double(), mean.view(-1, SAMPLES).double()
-        squares, mixed = (own * own).sum(1).tolist(), (own * mean).sum(1).tolist()
-        for name, square, product in zip(names, squares, mixed, strict=True):
-            finite = math.isfinite(square) and math.isfinite(product)
-            self._measured[name] = (square, product) if finite else (0.0, 0.0)
+        own, mean = (each.view(len(names), -1).double() for each in (own, mean))
+        gradient, residual = slice(GRADIENT_SAMPLES), slice(GRADIENT_SAMPLES, None)
+        products = [
+            (own[:, residual] * own[:, residual]).sum(1),
+            (own[:, residual] * mean[:, residual]).sum(1),
+            (own[:, gradient] * own[:, gradient]).sum(1),
+            (mean[:, gradient] * mean[:, gradient]).sum(1),
+        ]
+        for name, row in zip(names, torch.stack(products, dim=1).tolist(), strict=True):
+            finite = [each if all(map(math.isfinite, each)) else (0.0, 0.0) for each in (row[:2], row[2:])]
+            self._measured[name] = tuple(finite[0]), tuple(finite[1])
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
         if not skipped:
-            for name, (own, mixed) in self._measured.items():
-                before = self._products.get(name, (0.0, 0.0))
-                self._products[name] = (MEMORY * before[0] + own, MEMORY * before[1] + mixed)
+            for name, measured in self._measured.items():
+                for products, (own, other) in zip((self._residuals, self._gradients), measured, strict=True):
+                    before = products.get(name, (0.0, 0.0))
+                    products[name] = (MEMORY * before[0] + own, MEMORY * before[1] + other)
         self._measured.clear()
+        self._seen.clear()
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
-        self._products = {
-            name: (own * factor * factor, mixed * factor * factor)
-            for name, (own, mixed) in self._products.items()
-        }
+        for products in (self._residuals, self._gradients):
+            products.update({n: (a * factor * factor, b * factor * factor) for n, (a, b) in products.items()})
 
-    def state_dict(self) -> dict[str, tuple[float, float]]:
-        """Return what the coefficients come from."""
-        return dict(self._products)
+    def state_dict(self) -> dict[str, Products]:
+        """Return what the coefficients and sizes come from."""
+        return {"products": dict(self._residuals), "gradients": dict(self._gradients)}
 
-    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restore :meth:`state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; what it lacks starts afresh."""
         self._measured.clear()
-        self._products = {name: (own, mixed) for name, (own, mixed) in state.items()}
+        self._residuals, self._gradients = (
+            {name: (own, other) for name, (own, other) in state.get(key, {}).items()}
+            for key in ("products", "gradients")
+        )
+
+
+def _positions(name: str, step: int, tensor: Tensor) -> Tensor:
+    """Return random positions of a stream in this step, the same on all ranks: int64 [SAMPLES]."""
+    seed = zlib.crc32(f"{name}:{step}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(tensor.numel(), (SAMPLES,), generator=generator).to(tensor.device)

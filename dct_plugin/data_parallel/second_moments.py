@@ -99,9 +99,11 @@ class Moments:
         self._seen_rows.zero_()
         self._seen_columns.zero_()
 
-    def denominator(self, out: Tensor, *, decay: float | None, eps: float, first: int = 0) -> Tensor:
-        """``sqrt(second moment) + eps`` of the entries from ``first`` on into ``out`` (fp32, 1-D); infinite
-        before a step.
+    def denominator(
+        self, out: Tensor, *, decay: float | None, eps: float, first: int = 0, size: float = 1.0
+    ) -> Tensor:
+        """``size * sqrt(second moment) + eps`` of the entries from ``first`` on into ``out`` (fp32, 1-D);
+        infinite before a step.
         """
         if self.steps == 0:
             return out.fill_(float("inf"))
@@ -109,8 +111,8 @@ class Moments:
         tiny = torch.finfo(torch.float32).tiny
         eps = max(eps, tiny)  # nothing over nothing is nothing
         if self.columns.numel() == 1:
-            return out.copy_((self.rows[0] / sees).sqrt().add(eps))
-        rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt()
+            return out.copy_((self.rows[0] / sees).sqrt().mul(size).add(eps))
+        rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt().mul(size)
         if out.numel() == self._numel:
             torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
         else:
@@ -145,14 +147,21 @@ class Moments:
 
 
 class MomentsPart(NamedTuple):
-    """The moments of a part of a tensor, whose first entry is ``first``."""
+    """The moments of a part of a tensor, for gradients of another size.
+
+    Attributes:
+        moments: The moments of the tensor.
+        first: The part's first entry.
+        size: Size of those gradients, where that of the observed ones is 1.
+    """
 
     moments: Moments
-    first: int
+    first: int = 0
+    size: float = 1.0
 
     def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
         """See :meth:`Moments.denominator`."""
-        return self.moments.denominator(out, decay=decay, eps=eps, first=self.first)
+        return self.moments.denominator(out, decay=decay, eps=eps, first=self.first, size=self.size)
 
     def limit(self, decay: float | None) -> float:
         """See :meth:`Moments.limit`."""

@@ -6,11 +6,12 @@ hundred steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So 
 
     w - coefficient * (the step that the optimizer would make with this rank's residual)
 
-while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units: for the
-Adam family ``lr * E / (sqrt(D) + eps)`` with D the second moment of this rank's *dense* gradients, kept as
-row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3); for SGD ``lr * E / (1 - mu)`` with
-momentum mu. D must not come from the optimizer's own state: that one sees thresholded gradients, and with it
-training diverged.
+while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units. For
+the Adam family it is ``lr * E / (s * sqrt(D) + eps)``. D is the second moment of this rank's *dense*
+gradients, kept as row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3). The optimizer
+gets the ranks' mean gradient, which has less noise: s is its size beside this rank's. For SGD with momentum
+mu the step is ``lr * E / (1 - mu)``. D must not come from the optimizer's own state: that one sees
+thresholded gradients, and with it training diverged.
 
 Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of
 ranks), so that their ratio has none.
@@ -297,13 +298,13 @@ class StepAhead:
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
-            own, scratch, moments = weight.view(-1)[part], None, self.moments.of(name)
+            own, scratch = weight.view(-1)[part], None
             if weight.element_size() < 4:
                 scratch = self._scratch.take("step", own), self._scratch.take("weight", own)
             displaced(
                 own,
                 expected,
-                moments if self._node is None or moments is None else MomentsPart(moments, first),
+                self._moments_of(name, first),
                 unit,
                 gradient_unit=self._gradient_unit(),
                 pending=None if pending is None else (*pending, self._times),
@@ -334,24 +335,32 @@ class StepAhead:
             both[shard.start : shard.stop].add_(part)
         return (residual, share) if both is None else (both, 1.0)
 
+    def _moments_of(self, name: str, first: int) -> MomentsPart | None:
+        """Return the second moments of the ranks' mean gradient, from entry ``first`` on: what the optimizer
+        divides by. The noise of single ranks is larger than that of their mean.
+        """
+        moments = self.moments.of(name)
+        return None if moments is None else MomentsPart(moments, first, self.coefficients.mean_gradient(name))
+
     def residual_length(self, name: str) -> Tensor:
         """Return the root mean square of a residual's share, in steps of the optimizer for a gradient of the
         usual size: fp32 scalar; 0 where the optimizer has no second moment.
         """
         parameter, residual = self._parameters[name], self._unsent.residual(name)
-        unit, moments = self._unit_of(parameter), self.moments.of(name)
+        first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
+        unit, moments = self._unit_of(parameter), self._moments_of(name, first)
         if residual is None or moments is None or unit is None or not unit.preconditioned:
             return torch.zeros((), device=parameter.device)
-        first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
         room = self._scratch.take("step", residual)
-        steps = _in_steps(residual, MomentsPart(moments, first), unit, self._gradient_unit(), out=room)
+        steps = _in_steps(residual, moments, unit, self._gradient_unit(), out=room)
         return steps.norm() * (self.coefficients.of(name) / residual.numel() ** 0.5)
 
     # -- gradients and steps ---
 
-    def observe(self, name: str, gradient: Tensor) -> None:
+    def observe(self, name: str, gradient: Tensor, step: int) -> None:
         """See a gradient of this rank that is about to be reduced (1-D, in the stream's unit)."""
         self.moments.observe(name, gradient, self._scratch)
+        self.coefficients.observe(name, gradient, step)
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
@@ -368,14 +377,14 @@ class StepAhead:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the second moments of this rank, and what its coefficients come from."""
-        return {"moments": self.moments.state_dict(), "products": self.coefficients.state_dict()}
+        return {"moments": self.moments.state_dict(), **self.coefficients.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None starts afresh, ``step`` optimizer steps into the training."""
         self.forget()
-        saved = state or {"moments": {}, "products": {}}
+        saved = state or {"moments": {}}
         self.moments.load_state_dict(saved["moments"], step=step)
-        self.coefficients.load_state_dict(saved["products"])
+        self.coefficients.load_state_dict(saved)
 
 
 def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor:
@@ -472,7 +481,7 @@ class StepAheadAddOn(AddOn):
         if self._group.world_size > 1:
             for name, tensor in entries:
                 if not self._group.is_small(name, tensor.numel()):
-                    self._ahead.observe(name, tensor)
+                    self._ahead.observe(name, tensor, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
         return [] if self._ahead is None else self._ahead.coefficients.due(names, self._group.step)

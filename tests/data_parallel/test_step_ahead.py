@@ -19,7 +19,7 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
 from dct_plugin.data_parallel.residual_coefficients import INTERVAL
-from dct_plugin.data_parallel.second_moments import LIMIT, Moments
+from dct_plugin.data_parallel.second_moments import LIMIT, Moments, MomentsPart
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, Unsent, displaced
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
@@ -238,6 +238,17 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
         assert int(found.count_nonzero()) == 2
 
 
+def test_a_smaller_mean_gradient_makes_longer_steps() -> None:
+    moments = Moments((4, 4), torch.device("cpu"))
+    moments.add(torch.ones(16))
+    moments.end_step(skipped=False, decay=0.999)
+    unit, out = StepUnit(0.1, True, 0.999, 1e-8), torch.empty(4, 4)
+    for size in (1.0, 0.25):
+        part = MomentsPart(moments, size=size)
+        displaced(torch.zeros(4, 4), (torch.ones(16), 1.0), part, unit, out=out)
+        torch.testing.assert_close(out, torch.full((4, 4), -0.1 / size))
+
+
 def test_a_sum_of_squares_grows_with_the_residual() -> None:
     """Adagrad: k gradients of one size move a weight by sqrt(k) learning rates."""
     gradient = torch.full((4, 5), 2.0)
@@ -318,7 +329,7 @@ def probe() -> Any:
     )
     for name, parameter in model.named_parameters():
         if not name.startswith("unused"):
-            ahead.observe(name, torch.ones(parameter.numel()))
+            ahead.observe(name, torch.ones(parameter.numel()), 0)
     ahead.end_step(skipped=False)
     ahead.attach(model, optimizer)
     return SimpleNamespace(model=model, optimizer=optimizer, ahead=ahead, x=torch.randn(2, 4))
@@ -520,7 +531,7 @@ def test_a_module_is_pickled_without_what_displaces_it(probe: Any) -> None:
 # -- the coefficient ---
 
 
-def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, int]:
+def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, float, int, int]:
     """Two parameters, of which one is too small; the sizes of all-reduces go into the bytes sent."""
     config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=1000)
     reducer = GradientReducer(config)
@@ -528,7 +539,7 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, i
     ahead = reducer.add_on(StepAheadAddOn).prepare(
         list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights))
     )
-    first = ahead.coefficients.of("a")
+    first = ahead.coefficients.of("a"), ahead.coefficients.mean_gradient("a")
     generator = torch.Generator().manual_seed(1 if same else rank)
     samples = 0
     for step in range(4 * INTERVAL + 1):
@@ -540,18 +551,24 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, int, i
             reducer.all_reduce(entries, scale=1 / world_size)
             samples += len(ahead.coefficients._measured) - pending
         reducer.end_step(skipped=step == 5)
-    assert first == 0.5 + 0.5 / world_size
-    return ahead.coefficients.of("a"), samples, len(reducer.state_dict()["ahead"]["moments"])
+    assert first == (0.5 + 0.5 / world_size, 1.0)
+    found = ahead.coefficients.of("a"), ahead.coefficients.mean_gradient("a")
+    state = reducer.state_dict()["ahead"]
+    ahead.load_state_dict(state)
+    assert found == (ahead.coefficients.of("a"), ahead.coefficients.mean_gradient("a"))
+    return *found, samples, len(state["moments"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_coefficient_is_what_ranks_share(world_size: int) -> None:
-    for coefficient, samples, moments in run(world_size, _coefficients, True):
+def test_coefficient_and_size_are_what_ranks_share(world_size: int) -> None:
+    for coefficient, size, samples, moments in run(world_size, _coefficients, True):
         assert coefficient == pytest.approx(1.0, abs=0.1)  # ranks sample their thresholds each for itself
+        assert size == pytest.approx(1.0)
         assert (samples, moments) == (5, 1)
-    for coefficient, _, _ in run(world_size, _coefficients, False):
+    for coefficient, size, _, _ in run(world_size, _coefficients, False):
         assert coefficient == pytest.approx(1 / world_size, abs=0.1)
+        assert size == pytest.approx(world_size**-0.5, abs=0.1)
 
 
 # -- owners ---
