@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,21 +65,18 @@ class CriticalRegimes:
     Args:
         interval: Optimizer steps.
         change: Relative change of the norm from which on a layer is critical.
+        optimizer: Has the learning rates (``param_groups``); without it no drop of them is seen.
     """
 
-    def __init__(self, interval: int, change: float = 0.5) -> None:
-        self.interval, self.change = interval, change
-        self.learning_rate: Callable[[], float] = lambda: 0.0
+    def __init__(self, interval: int, change: float = 0.5, optimizer: Any = None) -> None:
+        self.interval, self.change, self._optimizer = interval, change, optimizer
         self._layers: dict[str, _Layer] = {}
         self._loaded: dict[str, Any] = {}
 
-    def follow(self, *optimizers: Any) -> None:
-        """Watch the learning rate of optimizers (``param_groups`` as in torch), the largest of all groups;
-        without them no drop of it is seen.
-        """
-        self.learning_rate = lambda: max(
-            (float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups), default=0.0
-        )
+    def learning_rate(self) -> float:
+        """Return the largest learning rate of all parameter groups; 0 without an optimizer."""
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return max((float(group["lr"]) for group in groups), default=0.0)
 
     def critical(self, name: str) -> bool:
         """Return whether a layer is in a critical regime."""
@@ -212,11 +209,8 @@ class Accordion(AddOn):
         if adaptive is None:
             return None
         gentle = replace(steady, sparsity=adaptive.sparsity)
-        return cls(context.group, CriticalRegimes(adaptive.interval), gentle, steady)
-
-    def follow(self, *optimizers: Any) -> None:
-        """See :meth:`CriticalRegimes.follow`."""
-        self.regimes.follow(*optimizers)
+        regimes = CriticalRegimes(adaptive.interval, optimizer=context.optimizer)
+        return cls(context.group, regimes, gentle, steady)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if not self.regimes.critical(name):

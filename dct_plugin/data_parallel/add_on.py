@@ -85,3 +85,5 @@ class ReducerContext(NamedTuple):
     config: DataParallelConfig
     topology: Topology
     """Topology of sums that all ranks get."""
+    optimizer: Any
+    """Optimizer of the reduced gradients, or what else has its ``param_groups``; None if it is not told."""

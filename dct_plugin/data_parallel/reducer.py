@@ -57,6 +57,7 @@ class GradientReducer(StreamGroup):
         transactional: Take skipped steps back, for host frameworks under fp16 loss scaling; so it is with
             ``nonfinite_action: "skip"``.
         loss_scale: What the host multiplies into the gradients.
+        optimizer: The optimizer of the gradients (``param_groups``), whose learning rates add-ons may follow.
         options: ``metrics``, which records bytes, density and times; ``device`` of the gradients;
             ``kernels``, the defaults when None; ``step``, optimizer steps so far, for a reducer that is made
             while the training runs.
@@ -69,6 +70,7 @@ class GradientReducer(StreamGroup):
         *,
         transactional: bool = False,
         loss_scale: float = 1.0,
+        optimizer: Any = None,
         **options: Unpack[GroupOptions],
     ) -> None:
         transactional = transactional or config.nonfinite_action == "skip"
@@ -83,12 +85,8 @@ class GradientReducer(StreamGroup):
         self._fixed_size = (
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
         )
-        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topology))
+        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topology, optimizer))
         self._dense.add_ons = self.add_ons
-
-    def find(self, kind: type[_AddOn]) -> _AddOn | None:
-        """Return the add-on of a kind; None if the configuration does not ask for it."""
-        return next((each for each in self.add_ons if isinstance(each, kind)), None)
 
     def add_on(self, kind: type[_AddOn]) -> _AddOn:
         """Return the add-on of a kind.
@@ -96,7 +94,7 @@ class GradientReducer(StreamGroup):
         Raises:
             ConfigError: The configuration does not ask for it.
         """
-        found = self.find(kind)
+        found = next((each for each in self.add_ons if isinstance(each, kind)), None)
         if found is None:
             raise ConfigError(kind.missing.format(feedback=self.config.feedback.label()))
         return found

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
@@ -187,10 +186,8 @@ class DCTState:
                 device=device,
                 kernels=self.config.kernels,
                 transactional=self._scale.scaler is not None,
+                optimizer=self._optimizer,
             )
-            accordion = self._reducer.find(Accordion)
-            if accordion is not None and self._optimizer is not None:
-                accordion.follow(self._optimizer)
             self.steps.members, self.steps.metrics = [self._reducer], self.metrics
 
             def weights() -> list[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.accordion import Accordion
 
 from ..host.nodes import nodes_of
 from ..host.signatures import Target
@@ -62,8 +61,6 @@ class GradientPath(EnginePart, ABC):
             for name, group in engine.expert_data_parallel_group.items():
                 if dist.get_world_size(group) > 1:
                     self.experts[name] = self._make_reducer(context, group)
-        if (accordion := self.reducer.find(Accordion)) is not None:
-            accordion.follow(engine.optimizer)
 
     def _make_reducer(self, context: EngineContext, group: Any) -> GradientReducer:
         settings = context.config.data_parallel
@@ -75,6 +72,7 @@ class GradientPath(EnginePart, ABC):
             kernels=context.config.kernels,
             transactional=self.transactional,
             loss_scale=float(self.optimizer.loss_scale) if self.scaled else 1.0,
+            optimizer=self.optimizer,
         )
 
     @classmethod

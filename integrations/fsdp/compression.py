@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dct_plugin.config import DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import unwrapped
@@ -157,10 +156,8 @@ class ReplicaCompression:
             device=device,
             kernels=self.config.kernels,
             transactional=self._scale.scaler is not None,
+            optimizer=self._optimizer,
         )
-        accordion = reducer.find(Accordion)
-        if accordion is not None and self._optimizer is not None:
-            accordion.follow(self._optimizer)
 
         def weights() -> list[tuple[str, Tensor]]:
             own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]

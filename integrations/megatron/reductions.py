@@ -17,7 +17,6 @@ import torch.distributed as dist
 from dct_plugin import checkpoint
 from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.errors import ConfigError
@@ -148,15 +147,13 @@ class Reductions:
             device=group.buckets[0].grad_data.device,
             kernels=self.session.config.kernels,
             transactional=self.models.any_fp16,
+            optimizer=self._optimizers,
             step=self.session.step,
         )
         if reducer.group_rank == 0:
             log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")
         wanted = group.ddp_config.overlap_grad_reduce
         overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")
-        accordion = reducer.find(Accordion)
-        if accordion is not None:
-            accordion.follow(self._optimizers)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
