@@ -63,8 +63,8 @@ class ShardedTables(nn.Module):
         group: Process group, None for the default one; it has to exist already.
         config: ``dct.embedding``; by default rows are de-duplicated and exact.
         pooling: How the rows of a sample are combined, ``sum`` or ``mean``.
-        rows_per_sample: Average rows per sample of each table, for the placement.
-        placement: Tables of each rank; balanced by :func:`place_tables` by default.
+        placement: Tables of each rank; by default :func:`place_tables` balances them by rows. Where samples
+            have different numbers of rows in tables, pass what it makes of :class:`Table` with ``pooling``.
         sparse: Sparse gradients, for optimizers that take them.
         average_gradients: Divide gradients by the number of ranks, so that they are those of the mean over
             the global batch, as data-parallel gradients are. False where the host framework does that.
@@ -84,7 +84,6 @@ class ShardedTables(nn.Module):
         group: dist.ProcessGroup | None = None,
         config: EmbeddingChannelConfig | None = None,
         pooling: Pooling = "sum",
-        rows_per_sample: Sequence[float] | None = None,
         placement: Sequence[Sequence[int]] | None = None,
         sparse: bool = False,
         average_gradients: bool = True,
@@ -106,8 +105,7 @@ class ShardedTables(nn.Module):
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        hot = rows_per_sample if rows_per_sample is not None else [1.0] * len(self.cardinalities)
-        described = [Table(rows, dim, p) for rows, p in zip(self.cardinalities, hot, strict=True)]
+        described = [Table(rows, dim) for rows in self.cardinalities]
         self.placement = check_placement(placement, described, self.world_size)
         own = self.placement[self.rank]
         exchange = EmbeddingExchange(
