@@ -14,9 +14,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -25,6 +25,7 @@ from rich.filesize import decimal
 from ._version import __version__
 from .config import MetricsConfig
 from .metrics_sinks import Event, ReportSinks, Sink
+from .metrics_summary import ClassSummary, Summary, in_words, ratio_of
 
 
 @dataclass(slots=True)
@@ -119,6 +120,23 @@ class _Sums(Record):
     def tensors_per_step(self) -> float:
         return self.tensors / max(self.thin_steps, 1)
 
+    def summary(self, steps: int, tensors: float) -> ClassSummary:
+        """Return the sums as totals and averages of a run with so many steps, and tensors in a step."""
+        per_step = 1 / max(steps, 1)
+        return ClassSummary(
+            steps=steps,
+            dense_bytes=round(self.dense_bytes),
+            sent_bytes=round(self.sent_bytes),
+            ratio=ratio_of(self.dense_bytes, self.sent_bytes),
+            density=ratio_of(self.thin_nnz, self.thin_numel),
+            density_target=ratio_of(self.thin_target, self.thin_numel),
+            tau=ratio_of(self.tau, self.tau_numel),
+            refreshes=self.refreshes,
+            refreshes_per_tensor=self.refreshes / (tensors or 1),
+            intra_node=round(self.intra_node),
+            **{name: getattr(self, name) * per_step for name in _TIMES},
+        )
+
     def add(self, other: _Sums) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
@@ -146,111 +164,18 @@ _DENSE_STEPS = 1000
 _TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms")
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None
-
-
-@dataclass(frozen=True)
-class ClassSummary:
-    """Totals of one tensor class (or of all) over a run.
-
-    Bytes are totals; ``ratio`` is dense over sent bytes, ``None`` when nothing was sent.  ``density`` and
-    ``density_target`` cover the thresholded messages (target below 1), ``None`` when there were none.
-    ``tau`` is the mean over entries.  Milliseconds are averages per step.  ``intra_node`` are bytes between
-    ranks of one node, in totals; they are not in ``sent_bytes``.
-    """
-
-    steps: int
-    dense_bytes: int
-    sent_bytes: int
-    ratio: float | None
-    density: float | None
-    density_target: float | None
-    tau: float | None
-    refreshes: int
-    refreshes_per_tensor: float
-    select_ms: float
-    encode_ms: float
-    exchange_ms: float
-    decode_ms: float
-    hidden_ms: float
-    waited_ms: float
-    intra_node: int
-
-    @property
-    def total_ms(self) -> float:
-        """Milliseconds per step in select, encode, exchange and decode together."""
-        return self.select_ms + self.encode_ms + self.exchange_ms + self.decode_ms
-
-    @classmethod
-    def _of(cls, sums: _Sums, steps: int, tensors: float) -> ClassSummary:
-        per_step = 1 / max(steps, 1)
-        return cls(
-            steps=steps,
-            dense_bytes=round(sums.dense_bytes),
-            sent_bytes=round(sums.sent_bytes),
-            ratio=_ratio(sums.dense_bytes, sums.sent_bytes),
-            density=_ratio(sums.thin_nnz, sums.thin_numel),
-            density_target=_ratio(sums.thin_target, sums.thin_numel),
-            tau=_ratio(sums.tau, sums.tau_numel),
-            refreshes=sums.refreshes,
-            refreshes_per_tensor=sums.refreshes / (tensors or 1),
-            intra_node=round(sums.intra_node),
-            **{name: getattr(sums, name) * per_step for name in _TIMES},
-        )
-
-
-@dataclass(frozen=True)
-class Summary(ClassSummary):
-    """Totals over all tensor classes, and each class by itself in ``classes``.
-
-    ``start_steps`` is the number of first steps that were dense or had a rising sparsity, and ``start_bytes``
-    what had been sent when the last of them ended: by class, dense and sent bytes.
-    """
-
-    classes: dict[str, ClassSummary] = field(default_factory=dict)
-    start_steps: int = 0
-    start_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def steady_ratio(self) -> float | None:
-        """Dense over sent bytes after the start, ``None`` when nothing was sent then."""
-        dense, sent = zip(*self._steady_bytes().values(), (0.0, 0.0), strict=True)
-        return _ratio(sum(dense), sum(sent))
-
-    @property
-    def largest(self) -> tuple[str, float] | None:
-        """The class that sends most after the start, and its share of what is sent."""
-        sent = {cls: sent for cls, (_, sent) in self._steady_bytes().items()}
-        most = max(sent, key=sent.__getitem__, default=None)
-        return (most, sent[most] / sum(sent.values())) if most is not None and sent[most] > 0 else None
-
-    def _steady_bytes(self) -> dict[str, tuple[float, float]]:
-        """Return dense and sent bytes after the start; of the whole run, if it ended before."""
-        start = self.start_bytes if self.start_steps < self.steps else {}
-        none = (0.0, 0.0)
-        return {
-            cls: (part.dense_bytes - start.get(cls, none)[0], part.sent_bytes - start.get(cls, none)[1])
-            for cls, part in self.classes.items()
-            if "/" not in cls
-        }
-
-
 class Metrics:
     """Accumulates records and reports them.
 
     Args:
         config: the ``dct.metrics`` section.
         rank, world_size: of this process; rank 0 writes files, the others only if the path holds ``{rank}``.
-        sinks: callables taking ``[(name, value, step), ...]``, for the host framework's monitor.
 
     Raises:
         ConfigError: the file or directory cannot be written, or TensorBoard is asked for and not installed.
     """
 
-    def __init__(
-        self, config: MetricsConfig, *, rank: int, world_size: int, sinks: Iterable[Sink] = ()
-    ) -> None:
+    def __init__(self, config: MetricsConfig, *, rank: int, world_size: int) -> None:
         self.config = config
         self.rank = rank
         self.world_size = world_size
@@ -275,12 +200,12 @@ class Metrics:
         self._is_dense = True
         # Records may come from communication hooks that run on autograd's threads.
         self._lock = threading.Lock()
-        self._sinks = ReportSinks(config, rank, sinks)
+        self._sinks = ReportSinks(config, rank)
         if self._sinks.has_file:
             self.event("start", format=FORMAT, version=__version__, run=_identity(config.path))
 
     def add_sink(self, sink: Sink) -> None:
-        """Report to one more monitor, e.g. one that exists only after the engine does."""
+        """Report to one more monitor of the host framework: a callable for ``[(name, value, step), ...]``."""
         self._sinks.add(sink)
 
     def record(self, record: Record) -> None:
@@ -337,10 +262,10 @@ class Metrics:
             if "/" not in cls:  # a layer's share of its class has been counted there
                 whole.add(sums)
         tensors = {cls: sums.tensors_per_step() for cls, sums in per_class.items()}
-        classes = {cls: ClassSummary._of(sums, steps, tensors[cls]) for cls, sums in per_class.items()}
+        classes = {cls: sums.summary(steps, tensors[cls]) for cls, sums in per_class.items()}
         count = sum(n for cls, n in tensors.items() if "/" not in cls)
         return Summary(
-            **vars(ClassSummary._of(whole, steps, count)),
+            **vars(whole.summary(steps, count)),
             classes=classes,
             start_steps=self._start_steps,
             start_bytes=self._start_bytes,
@@ -348,37 +273,9 @@ class Metrics:
 
     def summary_line(self) -> str:
         """The run in one line, for the end of training."""
-        total = self.summary()
-        steps = _counted(total.steps, "step")
-        if total.ratio is None:
-            return f"dct: {steps}, nothing sent ({_counted(self.world_size, 'rank')})"
-        parts = [
-            f"dct: {steps}, rank {self.rank} sent {format_bytes(total.sent_bytes)} in place of "
-            f"{format_bytes(total.dense_bytes)} ({_times(total.ratio)})"
-        ]
-        if 0 < total.start_steps < total.steps:
-            first = _counted(total.start_steps, "step")
-            parts.append(f"{_times(total.steady_ratio)} after the first {first}")
-        elif total.start_steps:
-            parts.append("all steps are the start, dense or with rising sparsity")
-        if (largest := total.largest) is not None:
-            parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
-        if total.density is not None and total.density_target is not None:
-            parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
-        if total.intra_node:
-            parts.append(f"{format_bytes(total.intra_node)} inside its node")
-        times = f"exchange {total.exchange_ms:.1f}"
-        if total.waited_ms >= 0.05:
-            times += f" ({total.waited_ms:.1f} waiting for other ranks)"
-        parts.append(
-            f"{total.total_ms:.1f} ms per step: select {total.select_ms:.1f}, encode {total.encode_ms:.1f}, "
-            f"{times}, decode {total.decode_ms:.1f}"
+        return in_words(
+            self.summary(), rank=self.rank, world_size=self.world_size, counts_host=self.counts_host
         )
-        if total.hidden_ms:
-            parts[-1] += f", {total.hidden_ms:.1f} of them beside the backward pass"
-        if not self.counts_host:
-            parts.append("not counted: what the framework sends by itself")
-        return "; ".join(parts)
 
     def _bytes(self) -> dict[str, tuple[float, float]]:
         """Return dense and sent bytes so far, by class."""
@@ -435,49 +332,13 @@ def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
     return {
         "dense_bytes": round(sums.dense_bytes / steps, 1),
         "sent_bytes": round(sums.sent_bytes / steps, 1),
-        "ratio": _ratio(sums.dense_bytes, sums.sent_bytes),
-        "density_target": _ratio(sums.target, sums.numel),
-        "density": _ratio(sums.nnz, sums.numel),
-        "tau": _ratio(sums.tau, sums.tau_numel),
+        "ratio": ratio_of(sums.dense_bytes, sums.sent_bytes),
+        "density_target": ratio_of(sums.target, sums.numel),
+        "density": ratio_of(sums.nnz, sums.numel),
+        "tau": ratio_of(sums.tau, sums.tau_numel),
         "refreshes": sums.refreshes,
         **{name: round(getattr(sums, name) / steps, 4) for name in _TIMES},
     }
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _times(ratio: float | None) -> str:
-    if not ratio:
-        return "nothing sent" if ratio is None else "all of it extra"
-    if 0.99 < ratio < 1.01:
-        return "as much"
-    return f"{ratio:.3g}x fewer" if ratio >= 1 else f"{1 / ratio:.3g}x more"
-
-
-#: Tensor classes as the summary names them.
-_CLASS_NAMES = {
-    "gradient": "thresholded gradients",
-    "gradient_answer": "thresholded sums of gradients",
-    "gradient_small": "tensors below min_numel",
-    "gradient_warmup": "dense gradients",
-    "parameter": "thresholded updates of weights",
-    "parameter_small": "weights below min_numel",
-    "parameter_full": "gathers of all weights",
-    "embedding_forward": "embedding vectors",
-    "embedding_backward": "gradients of embedding vectors",
-    "embedding_ids": "requests for embedding rows",
-    "pipeline": "activations between stages",
-    "pipeline_gradient": "gradients between stages",
-    PLUGIN: "checks and averages of the plugin",
-    f"{HOST}all_reduce": "the framework's own all-reduces",
-    f"{HOST}all_gather": "the framework's own all-gathers",
-    f"{HOST}reduce_scatter": "the framework's own reduce-scatters",
-    f"{HOST}all_to_all": "the framework's own all-to-alls",
-    f"{HOST}broadcast": "the framework's own broadcasts",
-    f"{HOST}send": "tensors that the framework sends between ranks",
-}
 
 
 def _identity(path: str | None) -> str | None:

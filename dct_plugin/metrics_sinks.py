@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,14 +28,13 @@ class ReportSinks:
     Args:
         config: The ``dct.metrics`` section.
         rank: Rank 0 has all of them, another one only those whose path holds ``{rank}``.
-        sinks: Callables that take ``[(name, value, step), ...]``.
 
     Raises:
         ConfigError: The file or directory cannot be written, or TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, config: MetricsConfig, rank: int, sinks: Iterable[Sink]) -> None:
-        self._sinks: list[Sink] = list(sinks)
+    def __init__(self, config: MetricsConfig, rank: int) -> None:
+        self._sinks: list[Sink] = []
         path, directory = (_own_path(each, rank) for each in (config.path, config.tensorboard))
         self._file: TextIO | None = None if path is None else _open(path, rank)
         self._lock = threading.Lock()
@@ -55,7 +54,7 @@ class ReportSinks:
         return self.has_file or bool(self._sinks)
 
     def add(self, sink: Sink) -> None:
-        """Report to one more monitor."""
+        """Report to one more monitor, a callable that takes ``[(name, value, step), ...]``."""
         self._sinks.append(sink)
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -25,7 +25,10 @@ FIELDS = {
 
 
 def make(*, rank: int = 0, sinks: Any = (), **config: Any) -> Metrics:
-    return Metrics(MetricsConfig(**config), rank=rank, world_size=2, sinks=sinks)
+    metrics = Metrics(MetricsConfig(**config), rank=rank, world_size=2)
+    for sink in sinks:
+        metrics.add_sink(sink)
+    return metrics
 
 
 def gradient(into: Metrics, **changes: Any) -> None:

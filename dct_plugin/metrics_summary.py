@@ -1,0 +1,161 @@
+"""The summary of a run: totals and averages of its tensor classes, and the line that says them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rich.filesize import decimal
+
+
+def ratio_of(numerator: float, denominator: float) -> float | None:
+    """Return a quotient; None for a denominator of zero."""
+    return numerator / denominator if denominator else None
+
+
+@dataclass(frozen=True)
+class ClassSummary:
+    """Totals of one tensor class (or of all) over a run.
+
+    Bytes are totals; ``ratio`` is dense over sent bytes, ``None`` when nothing was sent.  ``density`` and
+    ``density_target`` cover the thresholded messages (target below 1), ``None`` when there were none.
+    ``tau`` is the mean over entries.  Milliseconds are averages per step.  ``intra_node`` are bytes between
+    ranks of one node, in totals; they are not in ``sent_bytes``.
+    """
+
+    steps: int
+    dense_bytes: int
+    sent_bytes: int
+    ratio: float | None
+    density: float | None
+    density_target: float | None
+    tau: float | None
+    refreshes: int
+    refreshes_per_tensor: float
+    select_ms: float
+    encode_ms: float
+    exchange_ms: float
+    decode_ms: float
+    hidden_ms: float
+    waited_ms: float
+    intra_node: int
+
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds per step in select, encode, exchange and decode together."""
+        return self.select_ms + self.encode_ms + self.exchange_ms + self.decode_ms
+
+
+@dataclass(frozen=True)
+class Summary(ClassSummary):
+    """Totals over all tensor classes, and each class by itself in ``classes``.
+
+    ``start_steps`` is the number of first steps that were dense or had a rising sparsity, and ``start_bytes``
+    what had been sent when the last of them ended: by class, dense and sent bytes.
+    """
+
+    classes: dict[str, ClassSummary] = field(default_factory=dict)
+    start_steps: int = 0
+    start_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def steady_ratio(self) -> float | None:
+        """Dense over sent bytes after the start, ``None`` when nothing was sent then."""
+        dense, sent = zip(*self._steady_bytes().values(), (0.0, 0.0), strict=True)
+        return ratio_of(sum(dense), sum(sent))
+
+    @property
+    def largest(self) -> tuple[str, float] | None:
+        """The class that sends most after the start, and its share of what is sent."""
+        sent = {cls: sent for cls, (_, sent) in self._steady_bytes().items()}
+        most = max(sent, key=sent.__getitem__, default=None)
+        return (most, sent[most] / sum(sent.values())) if most is not None and sent[most] > 0 else None
+
+    def _steady_bytes(self) -> dict[str, tuple[float, float]]:
+        """Return dense and sent bytes after the start; of the whole run, if it ended before."""
+        start = self.start_bytes if self.start_steps < self.steps else {}
+        none = (0.0, 0.0)
+        return {
+            cls: (part.dense_bytes - start.get(cls, none)[0], part.sent_bytes - start.get(cls, none)[1])
+            for cls, part in self.classes.items()
+            if "/" not in cls
+        }
+
+
+#: Tensor classes as the summary names them.
+_CLASS_NAMES = {
+    "gradient": "thresholded gradients",
+    "gradient_answer": "thresholded sums of gradients",
+    "gradient_small": "tensors below min_numel",
+    "gradient_warmup": "dense gradients",
+    "parameter": "thresholded updates of weights",
+    "parameter_small": "weights below min_numel",
+    "parameter_full": "gathers of all weights",
+    "embedding_forward": "embedding vectors",
+    "embedding_backward": "gradients of embedding vectors",
+    "embedding_ids": "requests for embedding rows",
+    "pipeline": "activations between stages",
+    "pipeline_gradient": "gradients between stages",
+    "plugin": "checks and averages of the plugin",
+    "host_all_reduce": "the framework's own all-reduces",
+    "host_all_gather": "the framework's own all-gathers",
+    "host_reduce_scatter": "the framework's own reduce-scatters",
+    "host_all_to_all": "the framework's own all-to-alls",
+    "host_broadcast": "the framework's own broadcasts",
+    "host_send": "tensors that the framework sends between ranks",
+}
+
+
+def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -> str:
+    """Return a run in one line, for the end of training.
+
+    Args:
+        total: The run of this rank.
+        rank, world_size: Of this process.
+        counts_host: Whether the collectives of the host framework are among the classes.
+    """
+    steps = _counted(total.steps, "step")
+    if total.ratio is None:
+        return f"dct: {steps}, nothing sent ({_counted(world_size, 'rank')})"
+    parts = [
+        f"dct: {steps}, rank {rank} sent {_bytes(total.sent_bytes)} in place of "
+        f"{_bytes(total.dense_bytes)} ({_times(total.ratio)})"
+    ]
+    if 0 < total.start_steps < total.steps:
+        first = _counted(total.start_steps, "step")
+        parts.append(f"{_times(total.steady_ratio)} after the first {first}")
+    elif total.start_steps:
+        parts.append("all steps are the start, dense or with rising sparsity")
+    if (largest := total.largest) is not None:
+        parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
+    if total.density is not None and total.density_target is not None:
+        parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
+    if total.intra_node:
+        parts.append(f"{_bytes(total.intra_node)} inside its node")
+    times = f"exchange {total.exchange_ms:.1f}"
+    if total.waited_ms >= 0.05:
+        times += f" ({total.waited_ms:.1f} waiting for other ranks)"
+    parts.append(
+        f"{total.total_ms:.1f} ms per step: select {total.select_ms:.1f}, encode {total.encode_ms:.1f}, "
+        f"{times}, decode {total.decode_ms:.1f}"
+    )
+    if total.hidden_ms:
+        parts[-1] += f", {total.hidden_ms:.1f} of them beside the backward pass"
+    if not counts_host:
+        parts.append("not counted: what the framework sends by itself")
+    return "; ".join(parts)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _times(ratio: float | None) -> str:
+    if not ratio:
+        return "nothing sent" if ratio is None else "all of it extra"
+    if 0.99 < ratio < 1.01:
+        return "as much"
+    return f"{ratio:.3g}x fewer" if ratio >= 1 else f"{1 / ratio:.3g}x more"
+
+
+def _bytes(count: float) -> str:
+    return decimal(round(count))
