@@ -277,14 +277,8 @@ class DCTState:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Decide what becomes of the step that ``optimizer`` is about to make."""
-        if not self._step_open:
-            return
-        skipped = self._nonfinite.found(self.steps.step)
-        if skipped:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None  # torch's optimizers leave such parameters and their states alone
-        self._end_step(skipped)
+        if self._step_open:
+            self._end_step(self._nonfinite.keep_from(optimizer, self.steps.step))
 
     def _end_step(self, skipped: bool = False) -> None:
         if self._reducer is None or self._overlap is None or not self._step_open:

@@ -245,12 +245,9 @@ class ReplicaCompression:
             if each.sharded.grad is not None and each.shape.numel():
                 yield each.name, each.sharded.grad.to_local()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Decide what becomes of the step that the optimizer is about to make."""
-        self._skipped = self.steps.open and self._nonfinite.found(self.steps.step)
-        if self._skipped:
-            for each in self.parameters:
-                each.sharded.grad = None  # torch's optimizers leave such parameters and their states alone
+        self._skipped = self.steps.open and self._nonfinite.keep_from(optimizer, self.steps.step)
 
     def _scaler_updated(self) -> None:
         self._step_due = self.steps.open

@@ -18,11 +18,11 @@ from dct_plugin.transport import lost_ranks
 logger = logging.getLogger("dct_plugin")
 
 
-def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return a device whose tensors ``group`` can reduce, the same kind on ranks with and without gradients:
-    the CPU if it can, else this rank's accelerator.
+def collective_device() -> torch.device:
+    """Return a device whose tensors the ranks can reduce, the same kind with and without gradients: the CPU
+    if it can be, else this rank's accelerator.
     """
-    kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config(group)).split(",")]
+    kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config()).split(",")]
     kind = "cpu" if "cpu" in kinds else kinds[0]
     return (
         torch.device("cpu")
@@ -53,6 +53,17 @@ class PoisonedSteps:
         self.skips = config.nonfinite_action == "skip"
         self._gradients, self._agree = gradients, agree
         self._count = 0
+
+    def keep_from(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
+        """Keep an optimizer of torch from making step ``step`` if it is to be skipped; return whether it is.
+
+        torch's optimizers leave parameters without gradients, and their states, alone.
+        """
+        skips = self.found(step)
+        for group in optimizer.param_groups if skips else ():
+            for parameter in group["params"]:
+                parameter.grad = None
+        return skips
 
     @own_traffic(recorded=False)
     def found(self, step: int) -> bool:
