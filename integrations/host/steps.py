@@ -30,7 +30,6 @@ class StepHooks:
     Args:
         members: The objects that count steps; more may be added.
         metrics: The metrics that record the steps.
-        step: Optimizer steps so far.
         rank: The rank of this process; rank 0 warns.
 
     Attributes:
@@ -41,11 +40,11 @@ class StepHooks:
     """
 
     def __init__(
-        self, members: Collection[HasSteps], metrics: Metrics | None = None, *, step: int = 0, rank: int = 0
+        self, members: Collection[HasSteps], metrics: Metrics | None = None, *, rank: int = 0
     ) -> None:
         self.members = members
         self.metrics = metrics
-        self.step = step
+        self.step = 0
         self.open = False
         self.replicas: list[Replicas] = []
         self.progress = Progress()

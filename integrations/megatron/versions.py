@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,9 +108,9 @@ def find_installation(checkout: str | os.PathLike[str] | None = None) -> Install
     return None
 
 
-def inspect_files(installation: Installation, targets: Iterable[Target] = TARGETS) -> list[Probe]:
+def inspect_files(installation: Installation) -> list[Probe]:
     """Compare the sources of an installation with what the hooks expect, without importing it."""
-    return [_probe_file(installation.folder, target) for target in targets]
+    return [_probe_file(installation.folder, target) for target in TARGETS]
 
 
 def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:

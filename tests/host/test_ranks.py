@@ -191,7 +191,8 @@ class Member:
 def test_steps_reach_every_member_and_close_the_metrics_once(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics(MetricsConfig(), rank=0, world_size=2)
     members = [Member(), Member()]
-    steps = StepHooks(members, metrics, step=4)
+    steps = StepHooks(members, metrics)
+    steps.step = 4
     for _ in range(2):
         steps.begin()
         assert steps.open

@@ -415,11 +415,11 @@ def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[li
 # -- what goes to the device ---
 
 
-def upload(table: Any, where: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return a tensor of numbers that the host has; nobody waits for the copy."""
+def upload(table: Any, where: torch.device) -> Tensor:
+    """Return an int64 tensor of numbers that the host has; nobody waits for the copy."""
     if where.type != "cuda":
-        return torch.tensor(table, dtype=dtype, device=where)
-    return torch.tensor(table, dtype=dtype, pin_memory=True).to(where, non_blocking=True)
+        return torch.tensor(table, dtype=torch.int64, device=where)
+    return torch.tensor(table, dtype=torch.int64, pin_memory=True).to(where, non_blocking=True)
 
 
 def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
