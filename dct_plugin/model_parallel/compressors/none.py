@@ -22,8 +22,8 @@ class Whole(PayloadCompressor[Method]):
     def value_type(self, dtype: torch.dtype) -> ValueDtype:
         return wire_dtype(dtype, dense=True)
 
-    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[float]:
-        return [0.0] * len(flats)
+    def _tau(self, encoded: Encoded, flats: Sequence[Tensor]) -> float:
+        return 0.0
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         messages, encoded = self._write(parts)

@@ -37,8 +37,8 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         return numel
 
     @abstractmethod
-    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
-        """Return the threshold of each tensor."""
+    def _tau(self, encoded: Encoded, flats: Sequence[Tensor]) -> Tau:
+        """Return the threshold of these tensors."""
 
     def _observe(self, encoded: Encoded) -> None:
         """Take note of the figures of messages."""
@@ -52,9 +52,9 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         """Write one payload for each tensor; their figures are read at once."""
         flats = [as_flat(part) for part in parts]
         encoded = Encoded(numel=sum(flat.numel() for flat in flats), density=self.density)
-        taus = self._taus(encoded, flats)
+        tau = self._tau(encoded, flats)
         buffers = []
-        for part, flat, tau in zip(parts, flats, taus, strict=True):
+        for part, flat in zip(parts, flats, strict=True):
             code = self.value_type(part.dtype)
             capacity = self.entries(flat.numel(), code)
             size = payload_bound(flat.numel(), capacity, code)

@@ -67,9 +67,6 @@ class Thresholded(PayloadCompressor[ThresholdMethod]):
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
         return self._add(message, out)
 
-    def _taus(self, encoded: Encoded, flats: Sequence[Tensor]) -> Sequence[Tau]:
-        return [self._tau(encoded, flats)] * len(flats)
-
     def _tau(self, encoded: Encoded, flats: Sequence[Tensor]) -> Tau:
         if not encoded.numel:
             return SMALLEST_TAU
