@@ -12,19 +12,8 @@ everywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .displaced_weights import weights
 from .plan import Shard
 from .reducer import GradientReducer
 
-__all__ = ["DCTState", "GradientReducer", "Shard", "dct_hook", "weights"]
-
-
-def __getattr__(name: str) -> Any:
-    # The one place where the library imports an integration, when it is asked for one of torch DDP's names.
-    if name in ("DCTState", "dct_hook"):
-        from ..integrations import ddp
-
-        return getattr(ddp, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["GradientReducer", "Shard", "weights"]

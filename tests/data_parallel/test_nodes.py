@@ -14,9 +14,9 @@ from support.state_files import save_state
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin import checkpoint, processes
+from dct_plugin import DCTState, checkpoint, processes
 from dct_plugin.config import DataParallelConfig, MetricsConfig
-from dct_plugin.data_parallel import DCTState, GradientReducer, Shard
+from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError, DesyncError

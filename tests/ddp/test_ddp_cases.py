@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dct_plugin.data_parallel import DCTState
+from dct_plugin import DCTState
 from dct_plugin.integrations.ddp import early_gradients
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from support.processes import logged, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.data_parallel import DCTState, dct_hook
+from dct_plugin import DCTState, dct_hook
 from dct_plugin.errors import ConfigError
 
 pytestmark = pytest.mark.slow

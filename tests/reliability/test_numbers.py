@@ -13,9 +13,9 @@ from support.state_files import save_state
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin import checkpoint
+from dct_plugin import DCTState, checkpoint, dct_hook
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import DCTState, GradientReducer, dct_hook
+from dct_plugin.data_parallel import GradientReducer
 
 SIZES = {"weight": 20_000, "rare": 6_000, "small": 10, "empty": 0}
 STEPS = 24

@@ -11,8 +11,9 @@ from support.processes import launch, logged, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin import DCTState, dct_hook
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import DCTState, GradientReducer, dct_hook
+from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.integrations.host.replicas import checksum
 
 

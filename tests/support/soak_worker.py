@@ -72,7 +72,7 @@ def deepspeed_run(stage: int, folder: Path, limit: timedelta | None) -> Run:
 
 
 def ddp_run(folder: Path, *, per_node: int) -> Run:
-    from dct_plugin.data_parallel import DCTState
+    from dct_plugin import DCTState
 
     dist.init_process_group("gloo")
     model = network()
