@@ -46,8 +46,8 @@ class Hierarchical(Topology):
     def enter(
         self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
-        exchange, self._node.exchange.step = self._group.exchange, self._group.step
-        with whole.timed("exchange"), exchange.preparing(announced=not self._group.fixed_size):
+        self._node.exchange.step = self._group.step
+        with whole.timed("exchange"), self._group.exchange.preparing():
             parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}

@@ -119,7 +119,7 @@ class ParameterUpdates(StreamGroup):
         fixed_size = self._fixed_size
         between = self._between_nodes
         with self.recorded("parameter") as whole:
-            with self.exchange.preparing(announced=fixed_size is None):
+            with self.exchange.preparing():
                 if between is None:
                     tensors = [
                         PlannedTensor(n, t, list(s), self.is_small(n, t.numel())) for n, t, s in entries

@@ -204,7 +204,7 @@ class GradientReducer(StreamGroup):
         shards: Sequence[Sequence[Shard]] | None = None,
     ) -> ReductionPlan:
         """Return the plan of an :meth:`all_reduce`, or of a :meth:`reduce_scatter` of ``shards``."""
-        with self.exchange.preparing(announced=not self.fixed_size):
+        with self.exchange.preparing():
             tensors = []
             for index, (name, tensor) in enumerate(entries):
                 small = self.is_small(name, tensor.numel())

@@ -155,7 +155,7 @@ class CompressedCollectives:
         messages = [own.new_empty(0, dtype=torch.uint8)] * len(parts)
         encoded = Encoded(density=stream.density)
         gradients, known = stream.gradients, stream.gradients.size_is_known
-        with self.exchange.preparing(announced=not known):
+        with self.exchange.preparing():
             for rank, (part, kept) in enumerate(zip(parts, received, strict=True)):
                 if rank != self.rank:
                     messages[rank], one = gradients.encode(part, kept)

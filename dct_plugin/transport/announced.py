@@ -57,11 +57,6 @@ class AnnouncedMessages:
         """The number of messages that were posted and not collected."""
         return len(self._posted)
 
-    def prepare_headers(self) -> None:
-        """Get ready for the headers of the next messages, before the own ones are made."""
-        with self._guard("exchange of sizes"):
-            self._transport().prepare_headers()
-
     def post(self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None) -> None:
         """Announce messages of so many bytes to all ranks and start to send them."""
         at = time.perf_counter_ns()

@@ -67,9 +67,6 @@ class Transport:
             for distance in range(1, self.world_size)
         ]
 
-    def prepare_headers(self) -> None:
-        """Get ready for the headers of the next announced messages, before the own ones are made."""
-
     def post(self, announced: Announced) -> None:
         """Start sending. Several may be posted; the methods below are then called for one after the other."""
 

@@ -191,20 +191,15 @@ class Exchange:
     # -- failures --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def preparing(self, *, announced: bool = True, posts: int = 1) -> Iterator[None]:
-        """Surround the work that makes the messages of the next exchange.
-
-        Receivers are ready from the start. The other ranks, which may be waiting in the exchange already, are
-        told of an error.
+    def preparing(self, *, posts: int = 1) -> Iterator[None]:
+        """Surround the work that makes the messages of the next exchange. The other ranks, which may be
+        waiting in the exchange already, are told of an error.
 
         Args:
-            announced: Whether the next exchange announces its messages: all but :meth:`transfer`.
             posts: Number of exchanges that are prepared here; the block may have posted some when it fails.
         """
         before = self._announced.posts
         try:
-            if announced:
-                self._announced.prepare_headers()
             yield
         except BaseException:
             self.abort(posts - (self._announced.posts - before))

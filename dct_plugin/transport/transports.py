@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from . import tcp_connect
 from .base import Transport
-from .device import DeviceTransport
-from .gloo import GlooTransport
+from .collective import CollectiveTransport
 from .tcp import Connections, TcpTransport
 
 logger = logging.getLogger("dct_plugin.transport")
@@ -46,9 +45,7 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(whole)
     if type(whole) in TRANSPORTS:
         return TRANSPORTS[type(whole)](rank, ranks, group)
-    if device.type != "cpu":
-        return DeviceTransport(rank, ranks, group, device)
-    if len(ranks) > 1:
+    if device.type == "cpu" and len(ranks) > 1:
         sockets, reason = tcp_connect.connect(group)
         if sockets is not None:
             return TcpTransport(rank, ranks, Connections(sockets, ranks, tcp_connect.time_limit(group)))
@@ -60,7 +57,7 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
                 reason,
                 tcp_connect.VARIABLE,
             )
-    return GlooTransport(rank, ranks, group)
+    return CollectiveTransport(rank, ranks, group, device)
 
 
 def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:

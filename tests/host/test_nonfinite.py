@@ -19,7 +19,7 @@ from dct_plugin.integrations.host.nonfinite import PoisonedSteps, collective_dev
     [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda:3")],
 )
 def test_the_group_says_where(backends: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert collective_device() == torch.device(expected)
 
@@ -37,7 +37,7 @@ def test_a_rank_without_gradients_asks_on_the_same_device(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "meta:nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "meta:nccl")
     monkeypatch.setattr(torch, "get_device_module", lambda kind: torch.cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nonfinite, "to_host", lambda figures: torch.tensor([2] + [0] * (figures.numel() - 1)))

@@ -107,7 +107,7 @@ def one_says_gloo(rank: int, world_size: int) -> str:
 
 
 def test_one_rank_that_is_told_to_use_gloo_is_enough() -> None:
-    assert run(3, one_says_gloo) == ["GlooTransport"] * 3
+    assert run(3, one_says_gloo) == ["CollectiveTransport"] * 3
 
 
 def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
@@ -130,7 +130,7 @@ def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
 
 def test_where_a_rank_cannot_be_reached_all_use_gloo_and_say_so() -> None:
     found = run(2, unreachable)
-    assert [(name, received) for name, received, _ in found] == [("GlooTransport", [0, 1])] * 2
+    assert [(name, received) for name, received, _ in found] == [("CollectiveTransport", [0, 1])] * 2
     assert "rank 1: messages travel by gloo" in found[1][2][0]
     assert "rank 0 cannot be reached at no address of anybody port" in found[1][2][0]
     assert "rank 0: messages travel by gloo" in found[0][2][0]
@@ -233,7 +233,7 @@ def waits_for_a_rank_that_does_not_call(rank: int, world_size: int) -> str:
 
 def test_strangers_do_not_hold_a_rank_beyond_its_deadline() -> None:
     """Strangers come for as long as it waits."""
-    assert run(2, waits_for_a_rank_that_does_not_call) == ["GlooTransport"] * 2
+    assert run(2, waits_for_a_rank_that_does_not_call) == ["CollectiveTransport"] * 2
 
 
 def meets_an_impostor(rank: int, world_size: int) -> tuple[str, bytes, str]:

@@ -1,4 +1,4 @@
-"""The transport of a device (nccl)."""
+"""Collectives of torch as the transport: of messages on a device (nccl), and of those that gloo carries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..host_traffic import own_traffic
 from .base import HEADER, Announced, Header, Transport
 
 
-class DeviceTransport(Transport):
+class CollectiveTransport(Transport):
     """Headers go first, in one small all-to-all; messages follow.
 
     Args:
