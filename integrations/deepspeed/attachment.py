@@ -58,7 +58,7 @@ class Attachment:
         self.activations = {each.name: each(context) for each in activation_paths_of(engine, config)}
         self.description = self._describe()
         streams = [activation.streams for activation in self.activations.values()]
-        self.steps.members = [self.reducer, *self.experts.values(), *streams]
+        self.steps.members = [*self._path.reducers, *streams]
         self._gather: WeightUpdates | None = None
         self.ahead: StepAhead | None = None
         self._parts: list[EnginePart] = []

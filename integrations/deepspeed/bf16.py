@@ -62,7 +62,7 @@ class Bf16Path(Stage0Path):
             optimizer.bf16_groups,
             strict=True,
         ):
-            reducers = {self._reducer_of(parameter) for parameter in parameters}
+            reducers = {self.reducer_of(parameter) for parameter in parameters}
             reducer = reducers.pop() if len(reducers) == 1 else None
             # The padding at the end of the buffer is left alone.
             slices = [

@@ -169,7 +169,7 @@ class CheckpointFiles(EnginePart):
         asked = given.arguments
         identity = loaded[1].pop(CLIENT_KEY, "")
         if asked["load_optimizer_states"] and not asked["load_module_only"]:
-            self.load(_tag_folder(self._engine, asked["load_dir"], asked["tag"]), identity)
+            self.load(Path(loaded[0]).parent, identity)
         else:
             self._state.load_state_dict(reducer_files.FRESH)
         return loaded
@@ -185,19 +185,18 @@ def tell_what_is_dropped(engine: Any) -> None:
 
     def load(original: Function, *args: Any, **keywords: Any) -> Any:
         loaded = original(*args, **keywords)
-        given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **keywords)
-        given.apply_defaults()
+        file = None
         if loaded[0] is not None and dist.get_rank() == 0:
-            folder = Path(_tag_folder(engine, given.arguments["load_dir"], given.arguments["tag"]))
-            if (file := next(folder.glob("**/dct_rank_*.pt"), None)) is not None:
-                streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
-                norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
-                logger.warning(
-                    "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
-                    "what rank 0 owes to the model, a gradient of norm %.3g, is dropped. To pay it first, "
-                    "load it with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
-                    norm,
-                )  # fmt: skip
+            file = next(Path(loaded[0]).parent.glob("**/dct_rank_*.pt"), None)
+        if file is not None:
+            streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
+            norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
+            logger.warning(
+                "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
+                "what rank 0 owes to the model, a gradient of norm %.3g, is dropped. To pay it first, "
+                "load it with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
+                norm,
+            )  # fmt: skip
         return loaded
 
     Patches().intercept(engine, "load_checkpoint", load)
@@ -214,12 +213,3 @@ def _name_latest(folder: Path, tag: str) -> None:
         (folder / "latest.new").replace(folder / "latest")
     with lost_ranks.reported("barrier behind a checkpoint"):
         dist.barrier()
-
-
-def _tag_folder(engine: Any, load_dir: Any, tag: Any) -> str:
-    """Return the folder from which DeepSpeed has just loaded."""
-    if tag is None:
-        latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
-        with open(os.path.join(load_dir, latest), encoding="utf-8") as file:
-            tag = file.read().strip()
-    return os.path.join(load_dir, str(tag))

@@ -13,6 +13,7 @@ from dct_plugin.data_parallel import GradientReducer
 from ..host.nodes import nodes_of
 from ..host.signatures import Target
 from ..host.streams import ActivationStreams
+from .buckets import is_expert
 from .part import EngineContext, EnginePart
 from .support import ENGINE_ATTRIBUTES, require_attributes, require_targets
 from .weight_updates import ThresholdedGather, WeightLayout, WeightUpdates
@@ -61,6 +62,15 @@ class GradientPath(EnginePart, ABC):
             for name, group in engine.expert_data_parallel_group.items():
                 if dist.get_world_size(group) > 1:
                     self.experts[name] = self._make_reducer(context, group)
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        """The reducers of all gradients."""
+        return [self.reducer, *self.experts.values()]
+
+    def reducer_of(self, parameter: Any) -> GradientReducer | None:
+        """Return what reduces the gradient of a parameter; None for experts that are left to DeepSpeed."""
+        return self.experts.get(parameter.group_name) if is_expert(parameter) else self.reducer
 
     def _make_reducer(self, context: EngineContext, group: Any) -> GradientReducer:
         settings = context.config.data_parallel

@@ -18,7 +18,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 
 from ..host.patches import Function, Patches
-from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, entries_of, is_expert
+from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, entries_of
 from .part import EngineContext
 from .path import GradientPath
 from .support import precision_of, targets_of
@@ -57,7 +57,7 @@ class Stage0Path(GradientPath):
         return f"stage 0, {precision_of(self.engine)}, all-reduce"
 
     def install(self, patches: Patches) -> None:
-        for reducer in self._reducers():
+        for reducer in self.reducers:
             reducer.deferred = True
         patches.intercept(self.engine, "buffered_allreduce_fallback", self._reduce_gradients)
         patches.intercept(self.engine, "allreduce_and_copy", self._reduce_bucket)
@@ -69,7 +69,7 @@ class Stage0Path(GradientPath):
             original(*args, **keywords)
         finally:
             self._layout = None
-        for reducer in self._reducers():
+        for reducer in self.reducers:
             reducer.finish()
         for buffer in self._reduced:
             buffer.write_back()
@@ -116,17 +116,10 @@ class Stage0Path(GradientPath):
     def name_of(self, group: int, parameter: Any) -> str:
         return self._names.get(id(parameter), "unused")
 
-    def _reducers(self) -> list[GradientReducer]:
-        return [self.reducer, *self.experts.values()]
-
-    def _reducer_of(self, parameter: Any) -> GradientReducer | None:
-        """Return what reduces the gradient of a parameter; None for experts that are left to DeepSpeed."""
-        return self.experts.get(parameter.group_name) if is_expert(parameter) else self.reducer
-
     def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[BucketSlice]]]:
         """Yield the address, the reducer and the parameters of every gradient that is reduced here."""
         for name, parameter in self.engine.module.named_parameters():
-            grad, reducer = parameter.grad, self._reducer_of(parameter)
+            grad, reducer = parameter.grad, self.reducer_of(parameter)
             if grad is not None and not grad.is_sparse and reducer is not None:
                 yield grad.data_ptr(), reducer, [BucketSlice(name, 0, grad.numel())]
 

@@ -97,7 +97,7 @@ class ZeroPath(GradientPath):
         # With contiguous gradients to their owners, average_tensor has divided by the number of ranks before.
         if self._to_owners and self._averages and optimizer.contiguous_gradients:
             self.unit = 1.0 / self.reducer.group_size
-        for reducer in (self.reducer, *self._expert_reducers.values()):
+        for reducer in self.reducers:
             # DeepSpeed reduces whole buckets on all ranks, or each part on its owner.
             together = getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
             reducer.host_collective = "all_reduce" if together else "reduce"
@@ -266,7 +266,7 @@ class ZeroPath(GradientPath):
         """Reduce the gradients in ``flat`` that ``reducer`` reduces, each part at its owner."""
         whole, sharded = [], []
         for entry, each in zip(entries_of(flat, slices), parameters, strict=True):
-            if self._reducer_of(each.parameter) is not reducer:
+            if self.reducer_of(each.parameter) is not reducer:
                 continue
             if id(each.parameter) in self._whole:
                 whole.append(entry)
@@ -277,11 +277,6 @@ class ZeroPath(GradientPath):
             reducer.finish()  # nobody owns these: the bucket alone holds the sums
         if sharded:
             reducer.reduce_scatter(sharded, scale=scale)
-
-    def _reducer_of(self, parameter: Any) -> GradientReducer | None:
-        if not is_expert(parameter):
-            return self.reducer
-        return self._expert_reducers.get(self.optimizer.expert_dp_process_group[parameter.group_name])
 
     # -- parameters and their owners ---
 
