@@ -308,7 +308,10 @@ def is_answer(stream: str) -> bool:
 
 
 def in_unit(state: State, ratio: float) -> State:
-    """A reducer's state for gradients that are ``ratio`` times as large; 1 changes nothing."""
+    """A reducer's state for gradients that are ``ratio`` times as large; 1 changes nothing.
+
+    Add-ons know themselves what in their states depends on it; when they are loaded they get the ``"ratio"``.
+    """
     if ratio == 1.0:
         return state
     streams = {
@@ -318,29 +321,7 @@ def in_unit(state: State, ratio: float) -> State:
         }
         for name, stream in state["streams"].items()
     }
-    ahead = _ahead_in_unit(state.get("ahead"), ratio * ratio)
-    return {**state, "streams": streams, "ahead": ahead, "adaptive": _adaptive_in_unit(state, ratio)}
-
-
-def _adaptive_in_unit(state: State, ratio: float) -> State | None:
-    """Return Accordion's state, sums of gradients and norms of them, in another unit."""
-    layers: State = state.get("adaptive") or {}
-    return {
-        name: {**layer, "total": layer["total"] * ratio, "norm": layer["norm"] * ratio}
-        for name, layer in layers.items()
-    } or None
-
-
-def _ahead_in_unit(ahead: State | None, ratio: float) -> State | None:
-    """Return step-ahead's state, second moments and products of residuals, in another unit."""
-    if ahead is None:
-        return None
-    moments = {
-        name: {**saved, "rows": saved["rows"] * ratio, "columns": saved["columns"] * ratio}
-        for name, saved in ahead["moments"].items()
-    }
-    products = {name: (own * ratio, mixed * ratio) for name, (own, mixed) in ahead["products"].items()}
-    return {**ahead, "moments": moments, "products": products}
+    return {**state, "streams": streams, "ratio": ratio * state.get("ratio", 1.0)}
 
 
 def _unmeasured(stream: State) -> State:

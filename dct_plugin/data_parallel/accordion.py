@@ -245,6 +245,13 @@ class Accordion(AddOn):
     def state_dict(self) -> dict[str, Any]:
         return self.regimes.state_dict()
 
+    @staticmethod
+    def in_unit(state: Mapping[str, Any] | None, ratio: float) -> dict[str, Any]:
+        return {
+            name: {**layer, "total": layer["total"] * ratio, "norm": layer["norm"] * ratio}
+            for name, layer in (state or {}).items()
+        }
+
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
         self.regimes.load_state_dict(state)
 

@@ -74,6 +74,11 @@ class AddOn:
         """Return what a resumed run needs."""
         return None
 
+    @staticmethod
+    def in_unit(state: Any, ratio: float) -> Any:
+        """Return a :meth:`state_dict`, or None, for gradients that are ``ratio`` times as large."""
+        return state
+
     def load_state_dict(self, state: Any, *, step: int) -> None:
         """Restore :meth:`state_dict`; None starts afresh, ``step`` optimizer steps into the training."""
 

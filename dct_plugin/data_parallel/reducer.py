@@ -338,7 +338,8 @@ class GradientReducer(StreamGroup):
             self.loaded = self.node.own_parts(self.loaded, state.get("parts"))
         for each in self.add_ons:
             if each.key:
-                each.load_state_dict(state.get(each.key), step=self.step)
+                saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
+                each.load_state_dict(saved, step=self.step)
 
 
 def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, Topology]:

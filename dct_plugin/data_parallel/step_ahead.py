@@ -519,6 +519,18 @@ class StepAheadAddOn(AddOn):
             return self._loaded
         return {**self._ahead.state_dict(), "densities": self.densities.state_dict()}
 
+    @staticmethod
+    def in_unit(state: Any, ratio: float) -> Any:
+        if state is None:
+            return None
+        square = ratio * ratio
+        moments = {
+            name: {**saved, "rows": saved["rows"] * square, "columns": saved["columns"] * square}
+            for name, saved in state["moments"].items()
+        }
+        products = {name: (own * square, mixed * square) for name, (own, mixed) in state["products"].items()}
+        return {**state, "moments": moments, "products": products}
+
     def load_state_dict(self, state: Any, *, step: int) -> None:
         self._loaded = state
         self.densities.load_state_dict((state or {}).get("densities", {}))

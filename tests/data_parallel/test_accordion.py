@@ -84,6 +84,15 @@ def test_the_unit_of_gradients_may_change() -> None:
     assert run(accordion, [1024 * one] * 3, first=5)[-1] is False
 
 
+def test_a_saved_state_follows_the_unit_of_gradients() -> None:
+    regimes, other, ones = CriticalRegimes(2), CriticalRegimes(2), [torch.ones(5)] * 3
+    run(regimes, ones)
+    saved = Accordion.in_unit(regimes.state_dict(), 1024.0)
+    regimes.rescale(1024.0)
+    other.load_state_dict(saved)
+    assert str(other.state_dict()) == str(regimes.state_dict())
+
+
 def test_the_gentle_setting_is_not_the_stronger_one() -> None:
     with pytest.raises(ConfigError, match=r"adaptive.sparsity = 0.95 is above sparsity = 0.9"):
         DataParallelConfig.of(sparsity=0.9, adaptive={"kind": "accordion", "sparsity": 0.95})

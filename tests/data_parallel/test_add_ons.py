@@ -11,6 +11,7 @@ import torch
 from support.processes import run
 from torch import Tensor
 
+from dct_plugin.checkpoint import in_unit
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, add_ons
 from dct_plugin.data_parallel.accordion import Accordion
@@ -59,6 +60,10 @@ class Recorder(AddOn):
     def state_dict(self) -> Any:
         return len(self.calls)
 
+    @staticmethod
+    def in_unit(state: Any, ratio: float) -> Any:
+        return state if ratio == 1.0 else f"{state} times {ratio:g}"
+
     def load_state_dict(self, state: Any, *, step: int) -> None:
         self.calls.append(f"load {state} {step}")
 
@@ -71,6 +76,7 @@ def _recorded(rank: int, world_size: int) -> tuple[list[str], float]:
     reducer.reduce_scatter([("c", torch.ones(10), [Shard(0, 0, 5), Shard(1, 5, 10)])])
     reducer.end_step(loss_scale=2.0)
     reducer.load_state_dict(reducer.state_dict())
+    reducer.load_state_dict(in_unit(reducer.state_dict(), 0.25), loss_scale=16.0)  # it was 2
     return reducer.add_on(Recorder).calls, float((a != 0).float().mean())
 
 
@@ -86,6 +92,7 @@ def test_an_add_on_sees_every_reduction() -> None:
             "end False",
             "rescale 2.0",
             "load 8 1",
+            "load 9 times 2 1",
         ]
         # All entries are equal: a threshold keeps what the capacity allows.
         assert 0.25 <= kept <= 0.75
