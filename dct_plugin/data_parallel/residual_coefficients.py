@@ -1,11 +1,12 @@
 """What a rank's own residual and gradient say about the mean of all ranks, measured for each tensor.
 
 Residuals and gradients of several ranks share their drift, while their noise cancels out. So two numbers
-differ from tensor to tensor, and are measured at random positions every :data:`INTERVAL` steps:
+differ from tensor to tensor, and are measured every :data:`INTERVAL` steps:
 
-- the best linear predictor of the mean residual from the own one, ``<own, mean> / <own, own>``;
-- the size of the mean gradient beside that of the own one, ``sqrt(<mean, mean> / <own, own>)``. An optimizer
-  that divides by a second moment divides by that of the mean.
+- the best linear predictor of the mean residual from the own one, ``<own, mean> / <own, own>``, at random
+  positions;
+- the size of the mean gradient, as it was reduced, beside that of the own one, ``sqrt(<mean, mean> / <own,
+  own>)``. An optimizer that divides by a second moment divides by that of the mean.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Optimizer steps between two measurements, positions of each tensor that go into one (of its gradient and of
-#: its residual), and the weight of older measurements beside a new one.
+#: Optimizer steps between two measurements, positions of a residual that go into one, and the weight of older
+#: measurements beside a new one.
 INTERVAL = 10
-GRADIENT_SAMPLES, SAMPLES = 64, 256
+SAMPLES = 256
 MEMORY = 0.8
 
 Products = dict[str, tuple[float, float]]
@@ -51,9 +52,11 @@ class ResidualCoefficients:
         """``<own, own>`` and ``<own, mean>`` of residuals."""
         self._gradients: Products = {}
         """``<own, own>`` and ``<mean, mean>`` of gradients."""
-        self._measured: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {}
-        """Products of this step, residuals first, which may yet be taken back."""
+        self._measured: Products = {}
+        self._measured_gradients: Products = {}
+        """Products of this step, which may yet be taken back."""
         self._seen: dict[str, Tensor] = {}
+        """Squares of this rank's gradients in this step."""
 
     def of(self, name: str) -> float:
         """Return the share of the own residual by which a parameter is displaced."""
@@ -79,47 +82,43 @@ class ResidualCoefficients:
 
     def observe(self, name: str, gradient: Tensor, step: int) -> None:
         """See a gradient (1-D) of this rank that is about to be reduced."""
-        if gradient.numel() and self.due([name], step):
-            self._seen[name] = gradient[_positions(name, step, gradient)[:GRADIENT_SAMPLES]].float()
+        if self.due([name], step):
+            self._seen[name] = gradient.float().square().sum()
 
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
-        """Return gradients and residuals at random positions, the same on all ranks: fp32 [len(names) *
-        (GRADIENT_SAMPLES + SAMPLES)].
-        """
+        """Return residuals at random positions, the same on all ranks: fp32 [len(names) * SAMPLES]."""
         rows = []
         for name in names:
-            rows.append(self._seen.pop(name, torch.zeros(GRADIENT_SAMPLES, device=device)))
             residual = self._residual_of(name)
             if residual is None or not residual.numel():
                 rows.append(torch.zeros(SAMPLES, device=device))
-            else:
-                rows.append(residual[_positions(name, step, residual)])
+                continue
+            seed = zlib.crc32(f"{name}:{step}".encode())
+            where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
+            rows.append(residual[where.to(device)])
         return torch.cat(rows)
 
     def measure(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:
         """Take in what :meth:`samples` gave here and its mean over the ranks; it counts when the step is
         over.
         """
-        own, mean = (each.view(len(names), -1).double() for each in (own, mean))
-        gradient, residual = slice(GRADIENT_SAMPLES), slice(GRADIENT_SAMPLES, None)
-        products = [
-            (own[:, residual] * own[:, residual]).sum(1),
-            (own[:, residual] * mean[:, residual]).sum(1),
-            (own[:, gradient] * own[:, gradient]).sum(1),
-            (mean[:, gradient] * mean[:, gradient]).sum(1),
-        ]
-        for name, row in zip(names, torch.stack(products, dim=1).tolist(), strict=True):
-            finite = [each if all(map(math.isfinite, each)) else (0.0, 0.0) for each in (row[:2], row[2:])]
-            self._measured[name] = tuple(finite[0]), tuple(finite[1])
+        own, mean = own.view(-1, SAMPLES).double(), mean.view(-1, SAMPLES).double()
+        self._measured |= _finite(names, (own * own).sum(1), (own * mean).sum(1))
+
+    def measure_gradients(self, names: Sequence[str], squares: Tensor) -> None:
+        """Take in the sums of the squares of the ranks' mean gradients, fp32 [len(names)]."""
+        nothing = squares.new_zeros(())
+        own = torch.stack([self._seen.pop(name, nothing) for name in names])
+        self._measured_gradients |= _finite(names, own, squares)
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
-        if not skipped:
-            for name, measured in self._measured.items():
-                for products, (own, other) in zip((self._residuals, self._gradients), measured, strict=True):
-                    before = products.get(name, (0.0, 0.0))
-                    products[name] = (MEMORY * before[0] + own, MEMORY * before[1] + other)
-        self._measured.clear()
+        pairs = (self._measured, self._residuals), (self._measured_gradients, self._gradients)
+        for measured, products in pairs:
+            for name, (own, other) in () if skipped else measured.items():
+                before = products.get(name, (0.0, 0.0))
+                products[name] = (MEMORY * before[0] + own, MEMORY * before[1] + other)
+            measured.clear()
         self._seen.clear()
 
     def rescale(self, factor: float) -> None:
@@ -140,8 +139,7 @@ class ResidualCoefficients:
         )
 
 
-def _positions(name: str, step: int, tensor: Tensor) -> Tensor:
-    """Return random positions of a stream in this step, the same on all ranks: int64 [SAMPLES]."""
-    seed = zlib.crc32(f"{name}:{step}".encode())
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(tensor.numel(), (SAMPLES,), generator=generator).to(tensor.device)
+def _finite(names: Sequence[str], own: Tensor, other: Tensor) -> Products:
+    """Return pairs of products by name, zeros in place of those that are not finite."""
+    rows = zip(own.tolist(), other.tolist(), strict=True)
+    return {n: row if math.isfinite(sum(row)) else (0.0, 0.0) for n, row in zip(names, rows, strict=True)}

@@ -9,9 +9,9 @@ hundred steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So 
 while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units. For
 the Adam family it is ``lr * E / (s * sqrt(D) + eps)``. D is the second moment of this rank's *dense*
 gradients, kept as row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3). The optimizer
-gets the ranks' mean gradient, which has less noise: s is its size beside this rank's. For SGD with momentum
-mu the step is ``lr * E / (1 - mu)``. D must not come from the optimizer's own state: that one sees
-thresholded gradients, and with it training diverged.
+gets the ranks' mean gradient, which has less noise: s is its size beside this rank's, and 1 between few
+ranks. For SGD with momentum mu the step is ``lr * E / (1 - mu)``. D must not come from the optimizer's own
+state: that one sees thresholded gradients, and with it training diverged.
 
 Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of
 ranks), so that their ratio has none.
@@ -33,16 +33,16 @@ from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
 from .module_hooks import register_hooks
 from .node_ranks import NodeRanks, Part, common
-from .plan import ReductionPlan, Shard
+from .plan import PlannedTensor, ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
 from .second_moments import Moments, MomentsPart, SecondMoments
 from .step_units import StepUnit
 from .stream_group import Sparsity
 from .tensor_densities import TensorDensities
 
-#: How often at most an owner counts what it has not sent of updated weights. The ranks' mean asks for the
-#: number of ranks, but what single ranks are displaced by disturbs their gradients in second order: in
-#: proportion to that number. At eight ranks 8 lost a third less than 4 (docs/quality.md#many-compressors).
+#: How often at most an owner counts what it alone has not sent. The ranks' mean asks for the number of ranks,
+#: but what single ranks are displaced by disturbs their gradients in second order: in proportion to that
+#: number. At eight ranks 8 lost a third less than 4 (docs/quality.md#many-compressors).
 MOST_TIMES = 8
 
 
@@ -139,11 +139,11 @@ class StepAhead:
         coefficient: Factor of the displacement, in (0, 1]; None: measured.
         gradient_unit: Factor from a stream's gradients to the optimizer's.
 
-    What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows, and it
-    displaces by the whole of it: that is the number of ranks times what the mean lacks, so that the mean
-    of the ranks' displacements, and with it, to first order, of their gradients, is as if all had known it.
-    The same goes for updates of weights that it has not sent (thresholded parameters): the number of ranks,
-    or :data:`MOST_TIMES`, times what its masters are ahead of the working weights.
+    What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows. It displaces
+    by the number of ranks, or :data:`MOST_TIMES`, times what the mean lacks: so the mean of the ranks'
+    displacements, and with it, to first order, of their gradients, is as if all had known it. The same goes
+    for updates of weights that it has not sent (thresholded parameters): that many times what its masters
+    are ahead of the working weights.
 
     Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
     which they lay out their gradients.
@@ -163,7 +163,7 @@ class StepAhead:
         self._node: NodeRanks | None = None
         self._held: Mapping[str, Part] | None = None
         self._unit_of, self._unsent, self._gradient_unit = unit_of, unsent, gradient_unit
-        self._times = min(world_size, MOST_TIMES)
+        self._world_size, self._times = world_size, min(world_size, MOST_TIMES)
         self.moments = SecondMoments(self._parameters, lambda each: getattr(unit_of(each), "decay", None))
         self.coefficients = ResidualCoefficients(
             self._parameters, unsent.residual, world_size=world_size, fixed=coefficient
@@ -332,7 +332,7 @@ class StepAhead:
         for shard, part in self._unsent.held_back(name, numel):
             if both is None:
                 both = torch.mul(residual, share, out=self._scratch.take("both", residual))
-            both[shard.start : shard.stop].add_(part)
+            both[shard.start : shard.stop].add_(part, alpha=self._times / self._world_size)
         return (residual, share) if both is None else (both, 1.0)
 
     def _moments_of(self, name: str, first: int) -> MomentsPart | None:
@@ -357,10 +357,9 @@ class StepAhead:
 
     # -- gradients and steps ---
 
-    def observe(self, name: str, gradient: Tensor, step: int) -> None:
+    def observe(self, name: str, gradient: Tensor) -> None:
         """See a gradient of this rank that is about to be reduced (1-D, in the stream's unit)."""
         self.moments.observe(name, gradient, self._scratch)
-        self.coefficients.observe(name, gradient, step)
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
@@ -422,8 +421,9 @@ class StepAheadAddOn(AddOn):
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
         self.densities = TensorDensities()
-        #: Up to here, one density for all tensors is what was measured; noise of more ranks costs more.
-        self._divides = context.group.world_size > BY_COMPRESSORS[0][0]
+        # Between few ranks, one density for all tensors and steps in the unit of a rank's own gradients are
+        # what was measured; at two ranks, steps in the unit of the mean gradient lost 0.006 nats.
+        self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0][0]
 
     @classmethod
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
@@ -481,26 +481,39 @@ class StepAheadAddOn(AddOn):
         if self._group.world_size > 1:
             for name, tensor in entries:
                 if not self._group.is_small(name, tensor.numel()):
-                    self._ahead.observe(name, tensor, self._group.step)
+                    self._ahead.observe(name, tensor)
+                    if self._has_many_ranks:
+                        self._ahead.coefficients.observe(name, tensor, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
         return [] if self._ahead is None else self._ahead.coefficients.due(names, self._group.step)
 
     def after_reduce(self, plan: ReductionPlan) -> None:
-        """Compare the residuals of the tensors that are due."""
-        if self._ahead is not None and plan.compared:
-            group, coefficients = self._group, self._ahead.coefficients
-            own = coefficients.samples(plan.compared, group.step, group.device)
-            lengths = [self._ahead.residual_length(name) for name in plan.compared] if self._divides else []
-            mean = torch.cat([own, *(length.to(own).view(1) for length in lengths)])
-            group.exchange.all_reduce(mean)
-            mean = mean / group.world_size
-            coefficients.measure(plan.compared, own, mean[: own.numel()])
-            if lengths:
-                numels = {tensor.name: tensor.tensor.numel() for tensor in plan.tensors}
-                self.densities.measure(
-                    plan.compared, [numels[name] for name in plan.compared], mean[own.numel() :].tolist()
-                )
+        """Compare the residuals and gradients of the tensors that are due."""
+        if self._ahead is None or not plan.compared:
+            return
+        group, names = self._group, plan.compared
+        tensors = {tensor.name: tensor for tensor in plan.tensors}
+        own = self._ahead.coefficients.samples(names, group.step, group.device)
+        figures = []
+        if self._has_many_ranks:
+            figures = [self._square_of_reduced(plan, tensors[name]) for name in names]
+            figures += [self._ahead.residual_length(name) for name in names]
+        mean = torch.cat([own, *(figure.to(own).view(1) for figure in figures)])
+        group.exchange.all_reduce(mean)
+        mean /= group.world_size
+        self._ahead.coefficients.measure(names, own, mean[: own.numel()])
+        if figures:
+            squares, lengths = mean[own.numel() :].chunk(2)
+            self._ahead.coefficients.measure_gradients(names, squares)
+            self.densities.measure(names, [tensors[n].tensor.numel() for n in names], lengths.tolist())
+
+    def _square_of_reduced(self, plan: ReductionPlan, tensor: PlannedTensor) -> Tensor:
+        """Return a number whose mean over the ranks is the sum of the squares of their mean gradient."""
+        total, ranks = torch.zeros((), device=tensor.tensor.device), self._group.world_size
+        for start, stop in plan.parts_held(tensor, self._group.rank):
+            total += tensor.tensor[start:stop].float().square().sum()
+        return total * ((1 if plan.sums_everywhere else ranks) / (plan.scale * ranks) ** 2)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         return otherwise._replace(density=self.densities.density(name, otherwise.density))
