@@ -75,7 +75,7 @@ def _write(model: CostModel) -> None:
     if dist.get_rank():
         return
     figures = model._asdict() | {
-        "codings": [[*setting, *coding] for setting, coding in model.codings.items()],
+        "codings": [[*setting[:2], *coding] for setting, coding in model.codings.items()],
         "link": list(model.link),
     }
     path = Path(os.environ[VARIABLE])

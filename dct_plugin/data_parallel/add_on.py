@@ -11,7 +11,7 @@ from ..config import DataParallelConfig
 from ..metrics import Record
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
-from .topology import Topology
+from .topologies import Topologies
 
 
 class AddOn:
@@ -83,5 +83,4 @@ class ReducerContext(NamedTuple):
 
     group: StreamGroup
     config: DataParallelConfig
-    topology: Topology
-    """Topology of sums that all ranks get."""
+    topologies: Topologies

@@ -8,9 +8,10 @@ predicted:
 
 ``rest`` is the dense step without its exposed reduction. ``exposed`` is the share of the dense reduction that
 the backward pass did not hide. The settings with the least predicted times then run for some steps each, in
-turns. The fastest of these and of the current setting stays. Later steps and probes of the link are compared
-with those of the decision: when they differ, the ranks decide again. Source of the idea: Espresso (Wang et
-al., EuroSys 2023), which decides from a measured timeline.
+turns, and then the best one's other types of values and its other topology. The fastest of these and of the
+current setting stays. Later steps and probes of the link are compared with those of the decision: when they
+differ, the ranks decide again. Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a
+measured timeline.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from ..metrics import Metrics, format_bytes
 from ..stream import Compressor
 from . import lossless
 from .add_on import AddOn, ReducerContext
+from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
+from .topologies import Topologies
 
 logger = logging.getLogger("dct_plugin")
 
@@ -116,7 +119,8 @@ class CostModel(NamedTuple):
         link: Figures of the link.
         large, small: Entries that are thresholded, and bytes of tensors that never are.
         ranks: Ranks that exchange messages.
-        direct: Whether every rank sends its messages to all others.
+        direct: Whether every rank sends its messages to all others, by rule.
+        answers: In two phases, density of what owners send as a multiple of what they receive.
     """
 
     rest: float
@@ -128,6 +132,7 @@ class CostModel(NamedTuple):
     small: int
     ranks: int
     direct: bool
+    answers: float = 1.0
 
     def at(self, rate: float) -> CostModel:
         """Return the model of the same training on links of so many bits per second. What the dense exchange
@@ -144,23 +149,32 @@ class CostModel(NamedTuple):
         ring = 2.0 * (self.ranks - 1) / self.ranks
         if setting.is_dense:
             return ring * (4 * self.large + self.small)
-        crossing = self.ranks - 1 if self._is_direct(setting) else ring
-        return crossing * self.codings[setting].nbytes * self.large + ring * self.small
+        crossing = self.ranks - 1 if self._is_direct(setting) else ring * (1.0 + self._answers(setting)) / 2
+        return crossing * self._coding(setting).nbytes * self.large + ring * self.small
 
     def predict(self, setting: Setting) -> Prediction:
         """Return the prediction for a setting."""
         if setting.is_dense:
             exchange = self._exchange(setting) if self.dense is None else self.dense
             return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
-        coding = self.codings[setting]
-        direct = self._is_direct(setting)
-        answers = 0.0 if direct else 1.0 / self.ranks
-        per_entry = coding.encode * (1.0 + answers) + coding.decode * (self.ranks if direct else 2.0)
+        coding, answers = self._coding(setting), self._answers(setting)
+        if self._is_direct(setting):
+            per_entry = coding.encode + coding.decode * self.ranks
+        else:
+            per_entry = coding.encode * (1.0 + 1.0 / self.ranks) + coding.decode * (1.0 + answers)
         exchange = self._exchange(setting)
         return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
 
+    def _coding(self, setting: Setting) -> Coding:
+        return self.codings[setting._replace(exchange=None)]
+
+    def _answers(self, setting: Setting) -> float:
+        """Return what owners send of a tensor, as a multiple of what they receive."""
+        return 1.0 if setting.is_exact else min(self.answers, 1.0 / (1.0 - setting.sparsity))
+
     def _is_direct(self, setting: Setting) -> bool:
-        return self.direct and not setting.is_exact
+        direct = self.direct if setting.exchange is None else setting.exchange == "direct"
+        return direct and not setting.is_exact
 
     def _exchange(self, setting: Setting) -> float:
         """Return the seconds of an exchange by its rounds and bytes."""
@@ -190,12 +204,12 @@ def fastest(seconds: Mapping[Setting, float], pace: Pace) -> Setting:
 
 
 class AutomaticSparsity(AddOn):
-    """Chooses sparsity and value type for all tensors of a reducer, or the dense exchange.
+    """Chooses sparsity, value type and topology for all tensors of a reducer, or the dense exchange.
 
     Args:
         group: Streams and process group.
         settings: What the quality class allows; the first one is the dense exchange.
-        direct: Whether every rank sends its messages to all others.
+        topologies: Those of the reducer.
     """
 
     key = "automatic"
@@ -203,14 +217,16 @@ class AutomaticSparsity(AddOn):
     observer: ClassVar[Callable[[CostModel], None] | None] = None
     """Called with the first model on every rank, in place of a decision: all steps then stay dense."""
 
-    def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
-        self._group, self._settings, self._direct = group, settings, direct
+    def __init__(self, group: StreamGroup, settings: Sequence[Setting], topologies: Topologies) -> None:
+        self._group, self._settings, self._topologies = group, settings, topologies
         # On a device slots are laid out for one type of values; else every entry is sent exactly.
         self._flush = Setting(0.0, group.settings.value_dtype if group.fixed_size else "fp32")
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False
         """True if residuals may hold something; the same on all ranks."""
+        self._sums_everywhere = False
+        """True if the host has had sums that all ranks get."""
         self._sizes: dict[str, int] = {}
         self._seconds: list[float] = []
         self._began = 0.0
@@ -225,7 +241,7 @@ class AutomaticSparsity(AddOn):
             return None
         # On a device slots are laid out for one type of values.
         allowed = settings_within(config, all_types=not group.fixed_size)
-        return cls(group, allowed, direct=context.topology.name.startswith("direct"))
+        return cls(group, allowed, context.topologies)
 
     @property
     def dense(self) -> bool:
@@ -243,6 +259,9 @@ class AutomaticSparsity(AddOn):
             return Sparsity(1.0)
         return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
 
+    def after_reduce(self, plan: ReductionPlan) -> None:
+        self._sums_everywhere |= plan.sums_everywhere
+
     def end_step(self, *, skipped: bool) -> None:
         """Time the step. If a decision is due, decide, which is a collective of the host's group."""
         now = time.perf_counter()
@@ -255,15 +274,22 @@ class AutomaticSparsity(AddOn):
         self._began = time.perf_counter()  # a decision is no part of the next step
 
     def state_dict(self) -> Any:
-        return {"current": tuple(self.current)} if self._has_decided else None
+        topology = self._topologies.exchange
+        return {"current": tuple(self.current), "is_decided": self._has_decided, "exchange": topology}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
-        known = None if state is None else Setting(*state["current"])
+        # Residuals of another number of ranks come without a setting.
+        saved = {"current": (), "is_decided": state is not None, "exchange": None} | (state or {})
+        known = Setting(*saved["current"]) if saved["is_decided"] else None
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
-        # Residuals of another number of ranks come without a setting.
         self._holds_residuals = step > 0
-        self._start(known if known in self._settings else None)
+        self._topologies.use(saved["exchange"])  # of which the residuals are, whatever may be chosen now
+        self._start(known if known is not None and self._is_allowed(known) else None)
+
+    def _is_allowed(self, setting: Setting) -> bool:
+        is_known = setting._replace(exchange=None) in self._settings
+        return is_known and setting.exchange in (None, self._topologies.alternative)
 
     # -- decisions ---
 
@@ -302,19 +328,32 @@ class AutomaticSparsity(AddOn):
             if AutomaticSparsity.observer is not None:
                 AutomaticSparsity.observer(model)
                 return
-            predictions = [model.predict(each) for each in self._settings]
-            seconds = {self.current: now} | (yield from self._tried(likely(predictions, pace)))
-            chosen = fastest(seconds, pace)
-            if not chosen.is_dense:
-                seconds |= yield from self._tried(
-                    [e for e in self._settings[1:] if e.sparsity == chosen.sparsity and e not in seconds]
-                )
-                chosen = fastest(seconds, pace)
+            seconds = {self.current: now}
+            chosen = yield from self._chosen(model, seconds)
             yield from self._change_to(chosen)
             self._has_decided = True
-            self._report(chosen, seconds, predictions, link, why)
+            self._report(chosen, seconds, model.predict(chosen), link, why)
             now, link, why = yield from self._watch(seconds[chosen], link)
             measured = None
+
+    def _chosen(self, model: CostModel, seconds: dict[Setting, float]) -> Generator[int, None, Setting]:
+        """Try settings and return the best one; ``seconds`` gets those of a step with each."""
+        pace, current = self.pace, self.current.exchange
+        settings = [each if each.is_exact else each._replace(exchange=current) for each in self._settings]
+        seconds |= yield from self._tried(likely([model.predict(each) for each in settings], pace))
+        chosen = fastest(seconds, pace)
+        if not chosen.is_dense:
+            seconds |= yield from self._tried(
+                [each for each in settings[1:] if each.sparsity == chosen.sparsity and each not in seconds]
+            )
+            chosen = fastest(seconds, pace)
+        alternative = self._topologies.alternative
+        if alternative is None or chosen.is_exact or not self._sums_everywhere:
+            return chosen
+        other = chosen._replace(exchange=alternative if chosen.exchange is None else None)
+        if model.predict(other).total <= pace.likely * model.predict(chosen).total:
+            seconds |= yield from self._tried([other])
+        return fastest(seconds, pace)
 
     def _tried(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
         """Run settings in turns; return the seconds of a step with each."""
@@ -333,7 +372,7 @@ class AutomaticSparsity(AddOn):
         """Take a setting: the dense one after a step that sends all residuals, others after the start."""
         schedule, step = self._group.schedule, self._group.step
         if setting.is_exact and self._holds_residuals:
-            self._use(self._flush)
+            self._use(self._flush._replace(exchange=self.current.exchange))
             yield 1
             self._holds_residuals = False
         self._use(setting)
@@ -361,6 +400,7 @@ class AutomaticSparsity(AddOn):
     def _use(self, setting: Setting) -> None:
         self.current, group = setting, self._group
         self._holds_residuals |= not setting.is_exact
+        self._topologies.use(setting.exchange)
         if setting.value_dtype not in (None, LOSSLESS, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
@@ -409,8 +449,9 @@ class AutomaticSparsity(AddOn):
         small = sum(4 * numel for name, numel in self._sizes.items() if group.is_small(name, numel))
         large = sum(self._sizes.values()) - small // 4
         exposed, reduction = min(max(timed[-2], 0.05), 1.0), timed[-1] if reduction is not None else None
+        direct, answers = self._topologies.by_rule == "direct", group.settings.server_density
         model = CostModel(
-            0.0, exposed, reduction, codings, link, large, small, group.world_size, self._direct
+            0.0, exposed, reduction, codings, link, large, small, group.world_size, direct, answers
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
@@ -418,12 +459,11 @@ class AutomaticSparsity(AddOn):
         self,
         chosen: Setting,
         seconds: Mapping[Setting, float],
-        predictions: Sequence[Prediction],
+        predicted: Prediction,
         link: Link,
         why: str,
     ) -> None:
         """Log a decision with its reason in milliseconds, on the first rank; write it to the metrics."""
-        predicted = next(each for each in predictions if each.setting == chosen)
         if self._group.metrics is not None:
             self._group.metrics.event(
                 "decision",
