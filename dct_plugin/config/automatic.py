@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .data_parallel import DataParallelConfig
 from .feedback import AutoFeedback, LocalFeedback, StepAheadFeedback
@@ -106,6 +106,15 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         return [Setting(), *lossless, Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
+
+
+def exchange_by_rule(settings: DataParallelConfig, ranks: int) -> Literal["direct", "two_phase"]:
+    """Return the topology that the settings ask for, or the one with the fewest bytes."""
+    if settings.exchange != "auto":
+        return settings.exchange
+    # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one exchange
+    # fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
+    return "direct" if ranks <= (4 if settings.feedback.looks_ahead else 2) else "two_phase"
 
 
 def alternative_exchange(settings: DataParallelConfig, by_rule: str) -> str | None:

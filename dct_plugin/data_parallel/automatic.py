@@ -34,7 +34,6 @@ from ..metrics import Metrics, format_bytes
 from ..stream import Compressor
 from . import lossless
 from .add_on import AddOn, ReducerContext
-from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
 from .topologies import Topologies
 
@@ -121,6 +120,8 @@ class CostModel(NamedTuple):
         ranks: Ranks that exchange messages.
         direct: Whether every rank sends its messages to all others, by rule.
         answers: In two phases, density of what owners send as a multiple of what they receive.
+        gathers: Gathers of all weights in a step, where owners alone get the sums; else 0.
+        width: Bytes of an entry of gradients and weights.
     """
 
     rest: float
@@ -133,12 +134,16 @@ class CostModel(NamedTuple):
     ranks: int
     direct: bool
     answers: float = 1.0
+    gathers: int = 0
+    width: float = 4.0
 
     def at(self, rate: float) -> CostModel:
         """Return the model of the same training on links of so many bits per second. What the dense exchange
         takes here beyond its latency and bytes, it takes there, too.
         """
-        there = self._replace(link=Link(self.link.latency, 8.0 * (self.ranks - 1) / rate))
+        link = Link(self.link.latency, 8.0 * (self.ranks - 1) / rate)
+        gathering = self.gathered / (self.ranks - 1) * (link.byte - self.link.byte)
+        there = self._replace(link=link, rest=max(self.rest + gathering, 0.0))
         if self.dense is None:
             return there
         beyond = max(self.dense - self._exchange(Setting()), 0.0)
@@ -146,23 +151,35 @@ class CostModel(NamedTuple):
 
     def nbytes(self, setting: Setting) -> float:
         """Return the bytes that a rank sends in a step, headers of the transport left out."""
-        ring = 2.0 * (self.ranks - 1) / self.ranks
+        return self._reduced(setting) + self.gathered
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of weights that a rank sends in a step, with every setting."""
+        share = (self.ranks - 1) / self.ranks
+        return self.gathers * share * (self.width * self.large + self.small)
+
+    def _reduced(self, setting: Setting) -> float:
+        """Return the bytes of gradients that a rank sends in a step."""
+        share = (self.ranks - 1) / self.ranks
         if setting.is_dense:
-            return ring * (4 * self.large + self.small)
-        crossing = self.ranks - 1 if self._is_direct(setting) else ring * (1.0 + self._answers(setting)) / 2
-        return crossing * self._coding(setting).nbytes * self.large + ring * self.small
+            return 2.0 * share * (self.width * self.large + self.small)
+        crossing = share * (1.0 + self._answers(setting))
+        if self._is_direct(setting):
+            crossing = self.ranks - 1
+        return crossing * self._coding(setting).nbytes * self.large + 2.0 * share * self.small
 
     def predict(self, setting: Setting) -> Prediction:
         """Return the prediction for a setting."""
+        exchange = self._exchange(setting)
         if setting.is_dense:
-            exchange = self._exchange(setting) if self.dense is None else self.dense
+            exchange = exchange if self.dense is None else self.dense
             return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
         coding, answers = self._coding(setting), self._answers(setting)
+        encoded, decoded = 1.0 + (answers > 0) / self.ranks, 1.0 + answers
         if self._is_direct(setting):
-            per_entry = coding.encode + coding.decode * self.ranks
-        else:
-            per_entry = coding.encode * (1.0 + 1.0 / self.ranks) + coding.decode * (1.0 + answers)
-        exchange = self._exchange(setting)
+            encoded, decoded = 1.0, self.ranks
+        per_entry = coding.encode * encoded + coding.decode * decoded
         return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
 
     def _coding(self, setting: Setting) -> Coding:
@@ -170,16 +187,18 @@ class CostModel(NamedTuple):
 
     def _answers(self, setting: Setting) -> float:
         """Return what owners send of a tensor, as a multiple of what they receive."""
-        return 1.0 if setting.is_exact else min(self.answers, 1.0 / (1.0 - setting.sparsity))
+        if setting.is_exact:
+            return 1.0
+        return 0.0 if self.gathers else min(self.answers, 1.0 / (1.0 - setting.sparsity))
 
     def _is_direct(self, setting: Setting) -> bool:
         direct = self.direct if setting.exchange is None else setting.exchange == "direct"
-        return direct and not setting.is_exact
+        return direct and not (setting.is_exact or self.gathers)
 
     def _exchange(self, setting: Setting) -> float:
         """Return the seconds of an exchange by its rounds and bytes."""
-        rounds = 1.0 if setting.is_dense or self._is_direct(setting) else 2.0
-        return rounds * self.link.latency + self.nbytes(setting) / (self.ranks - 1) * self.link.byte
+        rounds = 1.0 if setting.is_dense or self._is_direct(setting) or not self._answers(setting) else 2.0
+        return rounds * self.link.latency + self._reduced(setting) / (self.ranks - 1) * self.link.byte
 
 
 def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
@@ -225,9 +244,8 @@ class AutomaticSparsity(AddOn):
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False
         """True if residuals may hold something; the same on all ranks."""
-        self._sums_everywhere = False
-        """True if the host has had sums that all ranks get."""
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Entries and bytes of each tensor."""
         self._seconds: list[float] = []
         self._began = 0.0
         self._steps_left = -1
@@ -252,15 +270,12 @@ class AutomaticSparsity(AddOn):
         return self.current.value_dtype == LOSSLESS
 
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
-        self._sizes.update((name, tensor.numel()) for name, tensor in entries)
+        self._sizes.update((name, (tensor.numel(), tensor.nbytes)) for name, tensor in entries)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if self.current.sparsity == 0.0:
             return Sparsity(1.0)
         return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
-
-    def after_reduce(self, plan: ReductionPlan) -> None:
-        self._sums_everywhere |= plan.sums_everywhere
 
     def end_step(self, *, skipped: bool) -> None:
         """Time the step. If a decision is due, decide, which is a collective of the host's group."""
@@ -348,7 +363,7 @@ class AutomaticSparsity(AddOn):
             )
             chosen = fastest(seconds, pace)
         alternative = self._topologies.alternative
-        if alternative is None or chosen.is_exact or not self._sums_everywhere:
+        if alternative is None or chosen.is_exact or self._topologies.sums_at_owners:
             return chosen
         other = chosen._replace(exchange=alternative if chosen.exchange is None else None)
         if model.predict(other).total <= pace.likely * model.predict(chosen).total:
@@ -446,12 +461,25 @@ class AutomaticSparsity(AddOn):
             + [exposed, reduction or 0.0]
         )
         codings = {setting: Coding(*timed[3 * i : 3 * i + 3]) for i, setting in enumerate(names)}
-        small = sum(4 * numel for name, numel in self._sizes.items() if group.is_small(name, numel))
-        large = sum(self._sizes.values()) - small // 4
+        sizes = [(group.is_small(name, size[0]), *size) for name, size in self._sizes.items()]
+        small = sum(nbytes for is_small, _, nbytes in sizes if is_small)
+        large = sum(numel for is_small, numel, _ in sizes if not is_small)
+        width = (sum(nbytes for *_, nbytes in sizes) - small) / large if large else 4.0
         exposed, reduction = min(max(timed[-2], 0.05), 1.0), timed[-1] if reduction is not None else None
-        direct, answers = self._topologies.by_rule == "direct", group.settings.server_density
+        topologies = self._topologies
         model = CostModel(
-            0.0, exposed, reduction, codings, link, large, small, group.world_size, direct, answers
+            0.0,
+            exposed,
+            reduction,
+            codings,
+            link,
+            large,
+            small,
+            group.world_size,
+            direct=topologies.by_rule == "direct",
+            answers=group.settings.server_density,
+            gathers=int(topologies.sums_at_owners),
+            width=width,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 

@@ -134,7 +134,7 @@ class GradientReducer(StreamGroup):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        scatter = self.topologies.scatter
+        scatter, self.topologies.sums_at_owners = self.topologies.scatter, True
         with self.recorded("gradient") as whole:
             gradients, shards = scatter.enter(
                 [(name, tensor) for name, tensor, _ in entries], [shards for *_, shards in entries], whole

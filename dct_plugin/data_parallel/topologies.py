@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.automatic import alternative_exchange
+from ..config.automatic import alternative_exchange, exchange_by_rule
 from ..feedback import unpacked
 from .direct import Direct
 from .hierarchical import Hierarchical
@@ -26,15 +26,17 @@ class Topologies:
         exchange: Name of the topology in use for sums that all ranks get, as ``exchange`` has it.
         by_rule: The one that the configuration asks for, or that has the fewest bytes.
         alternative: The other one, if the automatic mode may choose it; else None.
+        sums_at_owners: True if the host has asked for sums that owners alone get.
     """
 
     everywhere: Topology
     small: Topology | None
     exchange = ""
+    sums_at_owners = False
 
     def __init__(self, group: StreamGroup) -> None:
         self._group = group
-        self.by_rule = _exchange_by_rule(group)
+        self.by_rule = exchange_by_rule(group.settings, group.world_size)
         self.alternative: str | None = None
         # On a device slots are laid out for one topology.
         if group.world_size > 2 and not group.fixed_size:
@@ -80,13 +82,3 @@ class Topologies:
                 streams[name] = {**stream, "residual": residual}
         self._group.streams.clear()
         self._group.loaded = streams
-
-
-def _exchange_by_rule(group: StreamGroup) -> str:
-    """Return the topology that the configuration asks for, or the one with the fewest bytes."""
-    exchange, ahead = group.settings.exchange, group.settings.feedback.looks_ahead
-    if exchange != "auto":
-        return exchange
-    # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one exchange
-    # fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
-    return "direct" if group.world_size <= (4 if ahead else 2) else "two_phase"
