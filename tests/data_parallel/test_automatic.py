@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run
+from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.config.automatic import (
@@ -20,7 +21,7 @@ from dct_plugin.config.automatic import (
     settings_within,
 )
 from dct_plugin.config.known_losses import Training
-from dct_plugin.data_parallel import GradientReducer, lossless
+from dct_plugin.data_parallel import DCTState, GradientReducer, lossless
 from dct_plugin.data_parallel.automatic import (
     AutomaticSparsity,
     Coding,
@@ -458,3 +459,48 @@ def test_a_change_of_topology_loses_nothing_and_a_resumed_run_goes_on_with_it() 
         # Where the configuration names the other topology, owners' residuals have become the ranks' own.
         assert each["elsewhere"] == ("direct", False)
         assert each["moved"] < 1e-6
+
+
+def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
+    """Train with AdamW and step-ahead, for which the direct exchange is the rule, while topologies change."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    pace = Pace(measured=2, settle=1, trial=2, rounds=1, window=3, likely=100.0)
+    two_phase, used, exchanges = STRONG._replace(exchange="two_phase"), [], set()
+
+    def median(self: AutomaticSparsity) -> float:
+        return self._agreed(
+            [{STRONG: 1.0, two_phase: 0.5 if len(used) < 40 else 1.5}.get(self.current, 3.0)]
+        )[0]
+
+    with (
+        patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=lambda self: Link(1e-4, 1e-6)),
+        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
+    ):
+        section = {"quality": "bytes", "warmup_steps": 3, "sparsity_warmup_steps": 3}
+        state = DCTState({"data_parallel": section}, optimizer=optimizer).register(ddp)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(80):
+            x = torch.randn(16, 200, generator=generator)
+            torch.nn.functional.mse_loss(ddp(x), x[:, :1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reducer = state.reducer(x.device)
+            used.append(reducer.add_on(AutomaticSparsity).current)
+            exchanges.add((reducer.topologies.exchange, reducer.config.feedback.label()))
+    weights = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    return {"used": used, "exchanges": exchanges, "weights": weights}
+
+
+@pytest.mark.slow
+def test_weights_stay_bitwise_the_same_when_the_topology_changes_under_step_ahead() -> None:
+    ranks = run(3, _trained_ahead)
+    used = ranks[0]["used"]
+    assert (used[38], used[-1]) == (STRONG._replace(exchange="two_phase"), STRONG)
+    assert ranks[0]["exchanges"] == {("direct", "step_ahead"), ("two_phase", "step_ahead")}
+    assert ranks[0]["weights"].isfinite().all()
+    for each in ranks[1:]:
+        assert each["used"] == used
+        assert torch.equal(each["weights"], ranks[0]["weights"])
