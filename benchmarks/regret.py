@@ -52,7 +52,7 @@ AUTOMATIC, RULES = "automatic", "by the rules"
 BEGAN = time.monotonic()
 SECTION: dict[str, Any] = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 #: Steps in which the automatic mode decides.
-DECIDES = 130
+DECIDES = 150
 FIXED = [(0.9, "bf16"), (0.97, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4")]
 SECTIONS: dict[str, dict[str, Any]] = {
     f"DCT {sparsity:g} {values}": {
@@ -60,6 +60,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
     }
     for sparsity, values in FIXED
 } | {AUTOMATIC: SECTION}
+#: With more than two ranks, where two phases are the rule.
+DIRECT: dict[str, dict[str, Any]] = {
+    f"{name} direct": {"data_parallel": {**SECTIONS[name]["data_parallel"], "exchange": "direct"}}
+    for name in ("DCT 0.99 bf16", "DCT 0.99 int8", "DCT 0.99 int4")
+}
 #: Not methods to choose from.
 APART = ("ideal", "latency floor", "top-k 1 %", "fp16", "PowerSGD 1", "PowerSGD 4")
 #: Link and steps, one after the other.
@@ -68,6 +73,8 @@ DROP = [("10gbit", 150), ("100mbit", 150), ("10gbit", 200)]
 
 def _prepare(options: Mapping[str, Any]) -> None:
     SECTION["data_parallel"]["quality"] = options["quality"]
+    if options["ranks"] > 2:
+        SECTIONS.update(DIRECT)
     if options["keeps"]:
         AutomaticSparsity.pace = Pace(window=10**9)  # other methods' turns are no part of its steps
 
@@ -83,14 +90,18 @@ class DDP(ddp.DDP):
     def open(self, variant: str) -> list[Method]:
         width = width_of(self._millions)
         shared, one_bucket = (ddp.Trained(perceptron(width), batch(width), mb) for mb in (25, 1e6))
-        state = DCTState(DCTConfig.parse(SECTION).updated({"metrics": {"path": self._path, "every": 5}}))
-        automatic = Method(
-            AUTOMATIC, shared.step, [state.metrics], around=partial(shared.through, state), warmup=DECIDES
-        )
         if not self._keeps:
-            return [automatic]
-        fixed = ddp.methods_of(shared, one_bucket, FIXED)
-        return [*(each for each in fixed if each.name not in APART), automatic]
+            return [self._method(shared, AUTOMATIC, SECTION)]
+        hosts = [each for each in ddp.methods_of(shared, one_bucket, []) if each.name not in APART]
+        return [*hosts, *(self._method(shared, name, section) for name, section in SECTIONS.items())]
+
+    def _method(self, shared: ddp.Trained, name: str, section: dict[str, Any]) -> Method:
+        path = self._path if name == AUTOMATIC else None
+        state = DCTState(DCTConfig.parse(section).updated({"metrics": {"path": path, "every": 5}}))
+        warmup = DECIDES if name == AUTOMATIC else 10
+        return Method(
+            name, shared.step, [state.metrics], around=partial(shared.through, state), warmup=warmup
+        )
 
 
 def _threaded(reducer: GradientReducer, **_: Any) -> overlap.Overlap:
@@ -339,7 +350,7 @@ def rules(arguments: argparse.Namespace, folder: Path) -> None:
 def drop(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the steps of one job while the link between its ranks changes."""
     metrics = None if arguments.metrics is None else str(arguments.metrics.resolve())
-    options = {"parameters": arguments.parameters, "per_node": 1, "keeps": False, "metrics": metrics}
+    options = {"parameters": arguments.parameters, "ranks": 2, "keeps": False, "metrics": metrics}
     options["quality"] = "bytes"
     with (
         Links(2, NETWORKS) as links,

@@ -7,6 +7,7 @@ the first forward pass.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -20,6 +21,10 @@ from dct_plugin.data_parallel.automatic import AutomaticSparsity, CostModel
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patches import Function, Patches
+
+#: Optimizer steps after which a job of one rank is stopped.
+_MOST_STEPS = 20
+_steps = itertools.count()
 
 
 def observe() -> None:
@@ -66,6 +71,8 @@ def _compress_sharded(model: torch.nn.Module) -> bool:
 
 def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     FACTS["optimizer"] = [cls.__name__ for cls in type(optimizer).__mro__]
+    if next(_steps) == _MOST_STEPS and not (dist.is_initialized() and dist.get_world_size() > 1):
+        sys.exit("dct advise: the job trains on one rank, which sends nothing")
     FACTS["momentum"] = max(
         (float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0
     )
@@ -74,8 +81,10 @@ def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
 def _write(model: CostModel) -> None:
     if dist.get_rank():
         return
+    if FACTS["stage"] == 3:  # in the forward and in the backward pass
+        model = model._replace(gathers=2)
     figures = model._asdict() | {
-        "codings": [[*setting, *coding] for setting, coding in model.codings.items()],
+        "codings": [[*setting[:2], *coding] for setting, coding in model.codings.items()],
         "link": list(model.link),
     }
     path = Path(os.environ[VARIABLE])

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from .. import processes
 from ..config import DataParallelConfig
-from ..config.automatic import Setting, judged, safe_sparsity
+from ..config.automatic import Setting, exchange_by_rule, judged, safe_sparsity
 from ..config.known_losses import Training, known_losses
 from ..data_parallel.automatic import Coding, CostModel, Link, Pace, likely
 from ..errors import ConfigError, DCTError
@@ -55,7 +55,11 @@ class Figures(NamedTuple):
         given, facts = content["model"], content["facts"]
         codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
-        return cls(model, Training(**facts, ranks=model.ranks))
+        figures = cls(model, Training(**facts, ranks=model.ranks))
+        # The steps were measured with other feedback than such a training takes.
+        taken = figures._settled(Setting(0.99, "bf16"))
+        direct = exchange_by_rule(taken, model.ranks) == "direct"
+        return figures._replace(model=model._replace(direct=direct, answers=taken.server_density))
 
     def settings(self) -> list[Setting]:
         """Return all settings, from gentle to strong."""
@@ -169,10 +173,13 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         what = (
             f"was not measured within {limit:g} s (--limit)"
             if not is_over
-            else f"ended with status {job.returncode} before it was measured, which takes 15 optimizer steps "
-            "of DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron on at least two ranks"
+            else f"ended with status {job.returncode} before it was measured"
         )
-        raise DCTError(f"the job {what}; the end of its output:\n{tail(own, _LINES)}")
+        raise DCTError(
+            f"the job {what}, which takes 15 optimizer steps of DistributedDataParallel, FSDP2 with "
+            "replicas, DeepSpeed or Megatron on at least two ranks; the end of its output:\n"
+            + tail(own, _LINES)
+        )
 
 
 def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:
@@ -200,13 +207,18 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     link, training = figures.model.link, figures.training
     rate = _rate(8.0 * (figures.model.ranks - 1) / link.byte) if link.byte else "without limit"
     console.print(
-        f"{(figures.model.large + figures.model.small // 4) / 1e6:.3g}M parameters, "
+        f"{(figures.model.large + figures.model.small / figures.model.width) / 1e6:.3g}M parameters, "
         f"{figures.model.ranks} ranks, "
         f"{training.optimizer[0] if training.optimizer else 'no optimizer seen'}; "
         f"link {rate}, {1e3 * link.latency:.2f} ms"
     )
     console.print(table)
     console.print("* the gentlest of the fastest that lost nothing measurable")
+    if figures.model.gathers == 1:
+        console.print(
+            f"{format_bytes(figures.model.gathered)} of each are gathered weights, which "
+            "dct.data_parallel.parameters thresholds, too (docs/configuration.md)"
+        )
     for name, setting in best.items():
         text = "leave the plugin out"
         if not setting.is_dense:
@@ -215,6 +227,9 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     console.print(
         f"or let the job choose: {_pasted({'sparsity': 'auto'}, line)}", highlight=False, soft_wrap=True
     )
+    if "dct_plugin.megatron" not in line:
+        text = "into DeepSpeed's configuration, or: dct_plugin.attach(model, optimizer, SECTION)"
+        console.print(f"one of these goes {text}", highlight=False, soft_wrap=True)
 
 
 def _pasted(section: dict[str, Any], line: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .data_parallel import DataParallelConfig
 from .feedback import AutoFeedback, LocalFeedback, StepAheadFeedback
@@ -56,11 +56,13 @@ LOSSLESS = "lossless"
 
 
 class Setting(NamedTuple):
-    """A sparsity and the type of its values, as the automatic mode chooses them."""
+    """A sparsity, the type of its values and the topology, as the automatic mode chooses them."""
 
     sparsity: float = 0.0
     value_dtype: str | None = None
     """Type of the values, or :data:`LOSSLESS`; None: the dense exchange of the framework."""
+    exchange: str | None = None
+    """``"direct"`` or ``"two_phase"``; None: the topology by rule."""
 
     @property
     def is_dense(self) -> bool:
@@ -79,7 +81,10 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         if self.value_dtype == LOSSLESS:
             return "dense, lossless code"
-        return "dense" if self.is_dense else f"sparsity {self.sparsity:g}, {self.value_dtype} values"
+        if self.is_dense:
+            return "dense"
+        topology = f", {self.exchange.replace('_', '-')} exchange" if self.exchange else ""
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values{topology}"
 
 
 def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> list[Setting]:
@@ -101,6 +106,27 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         return [Setting(), *lossless, Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
+
+
+def exchange_by_rule(settings: DataParallelConfig, ranks: int) -> Literal["direct", "two_phase"]:
+    """Return the topology that the settings ask for, or the one with the fewest bytes."""
+    if settings.exchange != "auto":
+        return settings.exchange
+    # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one exchange
+    # fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
+    return "direct" if ranks <= (4 if settings.feedback.looks_ahead else 2) else "two_phase"
+
+
+def alternative_exchange(settings: DataParallelConfig, by_rule: str) -> str | None:
+    """Return the topology that the automatic mode may choose in place of the one by rule, or None.
+
+    Every sparsity that is safe lost nothing measurable in both topologies, if owners answer with as many
+    entries as by default (``docs/quality.md``).
+    """
+    measured = settings.quality == "bytes" or settings.server_density >= settings.feedback.server_density
+    if settings.quality is None or settings.exchange != "auto" or not measured:
+        return None
+    return "two_phase" if by_rule == "direct" else "direct"
 
 
 def safe_sparsity(settings: DataParallelConfig, training: Training) -> float:

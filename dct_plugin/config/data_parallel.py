@@ -179,7 +179,8 @@ class DataParallelConfig(Section):
     """
     exchange: Literal["auto", "direct", "two_phase"] = "auto"
     """All-gather of every rank's payload (direct), or sum at owners and gather (two_phase). auto takes the
-    one with fewer bytes; with `step_ahead` it takes direct up to 4 ranks.
+    one with fewer bytes; with `step_ahead` it takes direct up to 4 ranks. With `quality` the other one is
+    tried, too, between more than 2 ranks.
 
     To compare the two; no effect under ZeRO 1 and 2, where owners keep their part.
     """

@@ -11,7 +11,7 @@ from ..config import DataParallelConfig
 from ..metrics import Record
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
-from .topology import Topology
+from .topologies import Topologies
 
 
 class AddOn:
@@ -88,7 +88,6 @@ class ReducerContext(NamedTuple):
 
     group: StreamGroup
     config: DataParallelConfig
-    topology: Topology
-    """Topology of sums that all ranks get."""
+    topologies: Topologies
     optimizer: Any
     """Optimizer of the reduced gradients, or what else has its ``param_groups``; None if it is not told."""

@@ -8,9 +8,10 @@ predicted:
 
 ``rest`` is the dense step without its exposed reduction. ``exposed`` is the share of the dense reduction that
 the backward pass did not hide. The settings with the least predicted times then run for some steps each, in
-turns. The fastest of these and of the current setting stays. Later steps and probes of the link are compared
-with those of the decision: when they differ, the ranks decide again. Source of the idea: Espresso (Wang et
-al., EuroSys 2023), which decides from a measured timeline.
+turns, and then the best one's other types of values and its other topology. The fastest of these and of the
+current setting stays. Later steps and probes of the link are compared with those of the decision: when they
+differ, the ranks decide again. Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a
+measured timeline.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..stream import Compressor
 from . import lossless
 from .add_on import AddOn, ReducerContext
 from .stream_group import Sparsity, StreamGroup
+from .topologies import Topologies
 
 logger = logging.getLogger("dct_plugin")
 
@@ -116,7 +118,10 @@ class CostModel(NamedTuple):
         link: Figures of the link.
         large, small: Entries that are thresholded, and bytes of tensors that never are.
         ranks: Ranks that exchange messages.
-        direct: Whether every rank sends its messages to all others.
+        direct: Whether every rank sends its messages to all others, by rule.
+        answers: In two phases, density of what owners send as a multiple of what they receive.
+        gathers: Gathers of all weights in a step, where owners alone get the sums; else 0.
+        width: Bytes of an entry of gradients and weights.
     """
 
     rest: float
@@ -128,12 +133,17 @@ class CostModel(NamedTuple):
     small: int
     ranks: int
     direct: bool
+    answers: float = 1.0
+    gathers: int = 0
+    width: float = 4.0
 
     def at(self, rate: float) -> CostModel:
         """Return the model of the same training on links of so many bits per second. What the dense exchange
         takes here beyond its latency and bytes, it takes there, too.
         """
-        there = self._replace(link=Link(self.link.latency, 8.0 * (self.ranks - 1) / rate))
+        link = Link(self.link.latency, 8.0 * (self.ranks - 1) / rate)
+        gathering = self.gathered / (self.ranks - 1) * (link.byte - self.link.byte)
+        there = self._replace(link=link, rest=max(self.rest + gathering, 0.0))
         if self.dense is None:
             return there
         beyond = max(self.dense - self._exchange(Setting()), 0.0)
@@ -141,31 +151,54 @@ class CostModel(NamedTuple):
 
     def nbytes(self, setting: Setting) -> float:
         """Return the bytes that a rank sends in a step, headers of the transport left out."""
-        ring = 2.0 * (self.ranks - 1) / self.ranks
+        return self._reduced(setting) + self.gathered
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of weights that a rank sends in a step, with every setting."""
+        share = (self.ranks - 1) / self.ranks
+        return self.gathers * share * (self.width * self.large + self.small)
+
+    def _reduced(self, setting: Setting) -> float:
+        """Return the bytes of gradients that a rank sends in a step."""
+        share = (self.ranks - 1) / self.ranks
         if setting.is_dense:
-            return ring * (4 * self.large + self.small)
-        crossing = self.ranks - 1 if self._is_direct(setting) else ring
-        return crossing * self.codings[setting].nbytes * self.large + ring * self.small
+            return 2.0 * share * (self.width * self.large + self.small)
+        crossing = share * (1.0 + self._answers(setting))
+        if self._is_direct(setting):
+            crossing = self.ranks - 1
+        return crossing * self._coding(setting).nbytes * self.large + 2.0 * share * self.small
 
     def predict(self, setting: Setting) -> Prediction:
         """Return the prediction for a setting."""
-        if setting.is_dense:
-            exchange = self._exchange(setting) if self.dense is None else self.dense
-            return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
-        coding = self.codings[setting]
-        direct = self._is_direct(setting)
-        answers = 0.0 if direct else 1.0 / self.ranks
-        per_entry = coding.encode * (1.0 + answers) + coding.decode * (self.ranks if direct else 2.0)
         exchange = self._exchange(setting)
+        if setting.is_dense:
+            exchange = exchange if self.dense is None else self.dense
+            return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
+        coding, answers = self._coding(setting), self._answers(setting)
+        encoded, decoded = 1.0 + (answers > 0) / self.ranks, 1.0 + answers
+        if self._is_direct(setting):
+            encoded, decoded = 1.0, self.ranks
+        per_entry = coding.encode * encoded + coding.decode * decoded
         return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
 
+    def _coding(self, setting: Setting) -> Coding:
+        return self.codings[setting._replace(exchange=None)]
+
+    def _answers(self, setting: Setting) -> float:
+        """Return what owners send of a tensor, as a multiple of what they receive."""
+        if setting.is_exact:
+            return 1.0
+        return 0.0 if self.gathers else min(self.answers, 1.0 / (1.0 - setting.sparsity))
+
     def _is_direct(self, setting: Setting) -> bool:
-        return self.direct and not setting.is_exact
+        direct = self.direct if setting.exchange is None else setting.exchange == "direct"
+        return direct and not (setting.is_exact or self.gathers)
 
     def _exchange(self, setting: Setting) -> float:
         """Return the seconds of an exchange by its rounds and bytes."""
-        rounds = 1.0 if setting.is_dense or self._is_direct(setting) else 2.0
-        return rounds * self.link.latency + self.nbytes(setting) / (self.ranks - 1) * self.link.byte
+        rounds = 1.0 if setting.is_dense or self._is_direct(setting) or not self._answers(setting) else 2.0
+        return rounds * self.link.latency + self._reduced(setting) / (self.ranks - 1) * self.link.byte
 
 
 def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
@@ -190,12 +223,12 @@ def fastest(seconds: Mapping[Setting, float], pace: Pace) -> Setting:
 
 
 class AutomaticSparsity(AddOn):
-    """Chooses sparsity and value type for all tensors of a reducer, or the dense exchange.
+    """Chooses sparsity, value type and topology for all tensors of a reducer, or the dense exchange.
 
     Args:
         group: Streams and process group.
         settings: What the quality class allows; the first one is the dense exchange.
-        direct: Whether every rank sends its messages to all others.
+        topologies: Those of the reducer.
     """
 
     key = "automatic"
@@ -203,15 +236,16 @@ class AutomaticSparsity(AddOn):
     observer: ClassVar[Callable[[CostModel], None] | None] = None
     """Called with the first model on every rank, in place of a decision: all steps then stay dense."""
 
-    def __init__(self, group: StreamGroup, settings: Sequence[Setting], *, direct: bool) -> None:
-        self._group, self._settings, self._direct = group, settings, direct
+    def __init__(self, group: StreamGroup, settings: Sequence[Setting], topologies: Topologies) -> None:
+        self._group, self._settings, self._topologies = group, settings, topologies
         # On a device slots are laid out for one type of values; else every entry is sent exactly.
         self._flush = Setting(0.0, group.settings.value_dtype if group.fixed_size else "fp32")
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False
         """True if residuals may hold something; the same on all ranks."""
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Entries and bytes of each tensor."""
         self._seconds: list[float] = []
         self._began = 0.0
         self._steps_left = -1
@@ -225,7 +259,7 @@ class AutomaticSparsity(AddOn):
             return None
         # On a device slots are laid out for one type of values.
         allowed = settings_within(config, all_types=not group.fixed_size)
-        return cls(group, allowed, direct=context.topology.name.startswith("direct"))
+        return cls(group, allowed, context.topologies)
 
     @property
     def dense(self) -> bool:
@@ -236,7 +270,7 @@ class AutomaticSparsity(AddOn):
         return self.current.value_dtype == LOSSLESS
 
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
-        self._sizes.update((name, tensor.numel()) for name, tensor in entries)
+        self._sizes.update((name, (tensor.numel(), tensor.nbytes)) for name, tensor in entries)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if self.current.sparsity == 0.0:
@@ -255,15 +289,22 @@ class AutomaticSparsity(AddOn):
         self._began = time.perf_counter()  # a decision is no part of the next step
 
     def state_dict(self) -> Any:
-        return {"current": tuple(self.current)} if self._has_decided else None
+        topology = self._topologies.exchange
+        return {"current": tuple(self.current), "is_decided": self._has_decided, "exchange": topology}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
-        known = None if state is None else Setting(*state["current"])
+        # Residuals of another number of ranks come without a setting.
+        saved = {"current": (), "is_decided": state is not None, "exchange": None} | (state or {})
+        known = Setting(*saved["current"]) if saved["is_decided"] else None
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
-        # Residuals of another number of ranks come without a setting.
         self._holds_residuals = step > 0
-        self._start(known if known in self._settings else None)
+        self._topologies.use(saved["exchange"])  # of which the residuals are, whatever may be chosen now
+        self._start(known if known is not None and self._is_allowed(known) else None)
+
+    def _is_allowed(self, setting: Setting) -> bool:
+        is_known = setting._replace(exchange=None) in self._settings
+        return is_known and setting.exchange in (None, self._topologies.alternative)
 
     # -- decisions ---
 
@@ -302,19 +343,32 @@ class AutomaticSparsity(AddOn):
             if AutomaticSparsity.observer is not None:
                 AutomaticSparsity.observer(model)
                 return
-            predictions = [model.predict(each) for each in self._settings]
-            seconds = {self.current: now} | (yield from self._tried(likely(predictions, pace)))
-            chosen = fastest(seconds, pace)
-            if not chosen.is_dense:
-                seconds |= yield from self._tried(
-                    [e for e in self._settings[1:] if e.sparsity == chosen.sparsity and e not in seconds]
-                )
-                chosen = fastest(seconds, pace)
+            seconds = {self.current: now}
+            chosen = yield from self._chosen(model, seconds)
             yield from self._change_to(chosen)
             self._has_decided = True
-            self._report(chosen, seconds, predictions, link, why)
+            self._report(chosen, seconds, model.predict(chosen), link, why)
             now, link, why = yield from self._watch(seconds[chosen], link)
             measured = None
+
+    def _chosen(self, model: CostModel, seconds: dict[Setting, float]) -> Generator[int, None, Setting]:
+        """Try settings and return the best one; ``seconds`` gets those of a step with each."""
+        pace, current = self.pace, self.current.exchange
+        settings = [each if each.is_exact else each._replace(exchange=current) for each in self._settings]
+        seconds |= yield from self._tried(likely([model.predict(each) for each in settings], pace))
+        chosen = fastest(seconds, pace)
+        if not chosen.is_dense:
+            seconds |= yield from self._tried(
+                [each for each in settings[1:] if each.sparsity == chosen.sparsity and each not in seconds]
+            )
+            chosen = fastest(seconds, pace)
+        alternative = self._topologies.alternative
+        if alternative is None or chosen.is_exact or self._topologies.sums_at_owners:
+            return chosen
+        other = chosen._replace(exchange=alternative if chosen.exchange is None else None)
+        if model.predict(other).total <= pace.likely * model.predict(chosen).total:
+            seconds |= yield from self._tried([other])
+        return fastest(seconds, pace)
 
     def _tried(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
         """Run settings in turns; return the seconds of a step with each."""
@@ -333,7 +387,7 @@ class AutomaticSparsity(AddOn):
         """Take a setting: the dense one after a step that sends all residuals, others after the start."""
         schedule, step = self._group.schedule, self._group.step
         if setting.is_exact and self._holds_residuals:
-            self._use(self._flush)
+            self._use(self._flush._replace(exchange=self.current.exchange))
             yield 1
             self._holds_residuals = False
         self._use(setting)
@@ -361,6 +415,7 @@ class AutomaticSparsity(AddOn):
     def _use(self, setting: Setting) -> None:
         self.current, group = setting, self._group
         self._holds_residuals |= not setting.is_exact
+        self._topologies.use(setting.exchange)
         if setting.value_dtype not in (None, LOSSLESS, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
@@ -406,11 +461,25 @@ class AutomaticSparsity(AddOn):
             + [exposed, reduction or 0.0]
         )
         codings = {setting: Coding(*timed[3 * i : 3 * i + 3]) for i, setting in enumerate(names)}
-        small = sum(4 * numel for name, numel in self._sizes.items() if group.is_small(name, numel))
-        large = sum(self._sizes.values()) - small // 4
+        sizes = [(group.is_small(name, size[0]), *size) for name, size in self._sizes.items()]
+        small = sum(nbytes for is_small, _, nbytes in sizes if is_small)
+        large = sum(numel for is_small, numel, _ in sizes if not is_small)
+        width = (sum(nbytes for *_, nbytes in sizes) - small) / large if large else 4.0
         exposed, reduction = min(max(timed[-2], 0.05), 1.0), timed[-1] if reduction is not None else None
+        topologies = self._topologies
         model = CostModel(
-            0.0, exposed, reduction, codings, link, large, small, group.world_size, self._direct
+            0.0,
+            exposed,
+            reduction,
+            codings,
+            link,
+            large,
+            small,
+            group.world_size,
+            direct=topologies.by_rule == "direct",
+            answers=group.settings.server_density,
+            gathers=int(topologies.sums_at_owners),
+            width=width,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
@@ -418,12 +487,11 @@ class AutomaticSparsity(AddOn):
         self,
         chosen: Setting,
         seconds: Mapping[Setting, float],
-        predictions: Sequence[Prediction],
+        predicted: Prediction,
         link: Link,
         why: str,
     ) -> None:
         """Log a decision with its reason in milliseconds, on the first rank; write it to the metrics."""
-        predicted = next(each for each in predictions if each.setting == chosen)
         if self._group.metrics is not None:
             self._group.metrics.event(
                 "decision",

@@ -1,8 +1,7 @@
 """The reducer: gradients of a data-parallel group, summed through compressed messages.
 
-A reducer has a topology (which rank sends what to whom: :mod:`.direct`, :mod:`.two_phase`,
-:mod:`.scatter`), a transport (:mod:`.pipelined`, or :mod:`.fixed_size` where sizes stay on a device) and
-add-ons (:mod:`.add_ons`).
+A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), a transport (:mod:`.pipelined`,
+or :mod:`.fixed_size` where sizes stay on a device) and add-ons (:mod:`.add_ons`).
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ from ..stream import Compressor
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of
 from .dense_sums import DenseSums
-from .direct import Direct
 from .fixed_size import FixedSizeReductions
-from .hierarchical import Hierarchical
 from .node_chunks import NodeChunks
-from .node_ranks import NodeRanks
 from .pipelined import PipelinedExchange
 from .plan import PlannedTensor, ReductionPlan, Shard
-from .scatter import Scatter
 from .stream_group import GroupOptions, Ranks, Sparsity, StreamGroup
+from .topologies import Topologies
 from .topology import Topology
-from .two_phase import TwoPhase
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,12 +75,12 @@ class GradientReducer(StreamGroup):
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
         device there, not in every reduction.
         """
-        self.topology, self.small_topology, self._scatter = _topologies_of(self)
+        self.topologies = Topologies(self)
         self._dense = DenseSums(self, self.config.dense_steps)
         self._fixed_size = (
             FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
         )
-        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topology, optimizer))
+        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topologies, optimizer))
         self._dense.add_ons = self.add_ons
 
     def add_on(self, kind: type[_AddOn]) -> _AddOn:
@@ -137,7 +132,7 @@ class GradientReducer(StreamGroup):
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        scatter = self._scatter
+        scatter, self.topologies.sums_at_owners = self.topologies.scatter, True
         with self.recorded("gradient") as whole:
             gradients, shards = scatter.enter(
                 [(name, tensor) for name, tensor, _ in entries], [shards for *_, shards in entries], whole
@@ -157,8 +152,8 @@ class GradientReducer(StreamGroup):
         """
         if self._fixed_size is not None:
             self._fixed_size.finish()
-        self.topology.leave()
-        self._scatter.leave()
+        self.topologies.everywhere.leave()
+        self.topologies.scatter.leave()
 
     def replace_result(self, name: str, tensor: Tensor) -> None:
         """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
@@ -290,14 +285,14 @@ class GradientReducer(StreamGroup):
         if reduced_at is not None:
             self.loss_scale = reduced_at
         ratio = 1.0 if loss_scale is None else loss_scale / self.loss_scale
-        kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]
+        self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
+        kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]  # which may change streams
         for each in kept:
             each.end_step(skipped=skipped and self._transactional)
             if ratio != 1.0:
                 each.rescale(ratio)
         if skipped and self.config.nonfinite_action == "skip":
             self.nonfinite_reported = False  # the next one may be another rank's and parameter's
-        self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
         self.loss_scale = self.loss_scale if loss_scale is None else loss_scale
         self.step += 1
 
@@ -342,35 +337,6 @@ class GradientReducer(StreamGroup):
                 each.load_state_dict(saved, step=self.step)
 
 
-def _topologies_of(group: GradientReducer) -> tuple[Topology, Topology | None, Topology]:
-    """Return the topology of sums that all ranks get, that of tensors below ``min_numel`` where it is another
-    one, and that of sums that owners get.
-    """
-    everywhere, scatter = _topology_of(group), Scatter(group)
-    small: Topology | None = (
-        TwoPhase(group) if isinstance(everywhere, Direct) and group.world_size > 2 else None
-    )
-    if group.nodes is None:
-        return everywhere, small, scatter
-    node = group.node = NodeRanks(
-        group.nodes, group.device, group.config.min_numel, group.metrics, group.backend
-    )
-    if small is not None:
-        small = Hierarchical(small, node, group)
-    return Hierarchical(everywhere, node, group), small, Hierarchical(scatter, node, group)
-
-
-def _topology_of(group: GradientReducer) -> Topology:
-    """Return the topology that the configuration asks for, or the one with the fewest bytes."""
-    exchange = group.config.exchange
-    if exchange == "auto":
-        # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one
-        # exchange fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
-        most = 4 if group.config.feedback.looks_ahead else 2
-        exchange = "direct" if group.world_size <= most else "two_phase"
-    return Direct(group) if exchange == "direct" else TwoPhase(group)
-
-
 def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topology, _Entries]]:
     """Divide the entries of an all-reduce, in order, into those that are exchanged together.
 
@@ -379,10 +345,11 @@ def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topo
     """
     small = [each for each in entries if reducer.is_small(each[0], each[1].numel())]
     nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
-    if reducer.small_topology is None or nbytes < SMALL_APART:
-        return [(reducer.topology, entries)]
+    topologies = reducer.topologies
+    if topologies.small is None or nbytes < SMALL_APART:
+        return [(topologies.everywhere, entries)]
     large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
-    parts: list[tuple[Topology, _Entries]] = [(reducer.topology, large), (reducer.small_topology, small)]
+    parts: list[tuple[Topology, _Entries]] = [(topologies.everywhere, large), (topologies.small, small)]
     return parts if large else parts[1:]
 
 
@@ -452,9 +419,10 @@ class Reduction:
             elif reducer.in_chunks:
                 self._reduce(self._parts)
             else:
-                self._entries, _ = reducer.topology.enter(self._entries, None, whole)
+                topology = reducer.topologies.everywhere
+                self._entries, _ = topology.enter(self._entries, None, whole)
                 self._parts = _by_topology(reducer, self._entries)
-                with reducer.topology.entered():
+                with topology.entered():
                     self._observe(len(self._entries))
                     if not reducer.reduce_dense(self._entries, self._scale, whole):
                         self._reduce(self._parts)

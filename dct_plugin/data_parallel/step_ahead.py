@@ -417,7 +417,7 @@ class StepAheadAddOn(AddOn):
     key = "ahead"
 
     def __init__(self, context: ReducerContext) -> None:
-        self._group, self._config, self._topology = context.group, context.config, context.topology
+        self._group, self._config, self._topologies = context.group, context.config, context.topologies
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
         self.densities = TensorDensities()
@@ -561,7 +561,7 @@ class StepAheadAddOn(AddOn):
 
     def _held_back_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
         """Yield what this rank, as an owner, has not sent back yet, one part after the other."""
-        for shard, stream in self._topology.held_back(name, numel):
+        for shard, stream in self._topologies.everywhere.held_back(name, numel):
             residual = self._residual_of(stream, "part")
             if residual is not None:
                 yield shard, residual

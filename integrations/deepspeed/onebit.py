@@ -157,8 +157,9 @@ class MomentumReducer(GradientReducer):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._layout = _BuffersOfOptimizer(self)
-        if isinstance(self.topology, TwoPhase):
-            self.topology = self._layout
+        if isinstance(self.topologies.everywhere, TwoPhase):
+            self.topologies.everywhere = self._layout
+        self.topologies.alternative = None
 
     def average(self, name: str, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
         """Replace ``momentum`` (1-D) by the mean of what the ranks send of ``momentum + worker_error``.

@@ -55,6 +55,19 @@ def test_bytes_are_those_of_a_ring_or_of_all_messages() -> None:
     assert model.nbytes(STRONG) == pytest.approx(0.03 * 10_000_000 + 4_000)
     four = model._replace(ranks=4, direct=False)
     assert four.nbytes(DENSE) == pytest.approx(1.5 * (4 * 10_000_000 + 4_000))
+    assert four._replace(width=2.0).nbytes(DENSE) == pytest.approx(1.5 * (2 * 10_000_000 + 4_000))
+
+
+def test_gathers_of_weights_cross_with_every_setting() -> None:
+    figures = _figures(stage=1)
+    model = figures.model._replace(gathers=1)
+    gathered = (4 * 10_000_000 + 4_000) / 2
+    assert model.nbytes(DENSE) == figures.model.nbytes(DENSE) + gathered
+    assert model.nbytes(STRONG) == pytest.approx(0.03 * 10_000_000 / 2 + 4_000 + gathered)
+    slower = model.link.byte * 9  # per byte, on a link of a tenth of the rate
+    assert model.at(1e8).rest == pytest.approx(model.rest + gathered * slower)
+    assert model.at(math.inf).rest == 0.0
+    assert model.at(1e8).predict(STRONG).exchange < figures.model.at(1e8).predict(STRONG).exchange
 
 
 def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> None:
@@ -81,6 +94,16 @@ def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> Non
     assert launch_line(through) == through
 
 
+def test_bytes_are_those_of_the_topology_that_the_optimizer_gets(tmp_path: Path) -> None:
+    model = _figures().model._replace(ranks=4, direct=False)
+    figures = {**model._asdict(), "codings": [[0.99, "bf16", 3e-9, 1e-9, 0.03]], "link": [1e-4, 8e-9]}
+    for optimizer, is_direct, answers in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
+        facts = {"optimizer": [optimizer], "momentum": 0.0, "stage": 0}
+        (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts}))
+        read = Figures.read(tmp_path / "figures").model
+        assert (read.direct, read.answers) == (is_direct, answers)
+
+
 @pytest.mark.slow
 def test_a_launch_line_needs_no_option_before_it() -> None:
     result = CliRunner().invoke(cli.app, ["advise", "--", "no-such-program", "--nproc-per-node", "2"])
@@ -95,6 +118,14 @@ def test_a_job_that_fails_shows_its_own_error() -> None:
         _measured(failing, 60)
     with pytest.raises(ConfigError, match="no-such-program: cannot be started"):
         _measured(["no-such-program"], 60)
+    alone = [
+        "import torch",
+        "weight = torch.ones(1, requires_grad=True)",
+        "optimizer = torch.optim.SGD([weight])",
+        "while True: weight.sum().backward(); optimizer.step()",
+    ]
+    with pytest.raises(DCTError, match="the job trains on one rank, which sends nothing"):
+        _measured([sys.executable, "-c", "\n".join(alone)], 60)
     with pytest.raises(DCTError, match="was not measured within 1 s"):
         _measured([sys.executable, "-c", "import time; time.sleep(60)"], 1)
 
