@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.processes import run
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin import DCTState
 from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.config.automatic import (
     Setting,
@@ -21,7 +22,7 @@ from dct_plugin.config.automatic import (
     settings_within,
 )
 from dct_plugin.config.known_losses import Training
-from dct_plugin.data_parallel import DCTState, GradientReducer, lossless
+from dct_plugin.data_parallel import GradientReducer, lossless
 from dct_plugin.data_parallel.automatic import (
     AutomaticSparsity,
     Coding,
