@@ -31,7 +31,8 @@ import megatron_gpt
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel.automatic import AutomaticSparsity, Pace
+from dct_plugin.data_parallel.automatic import AutomaticSparsity
+from dct_plugin.data_parallel.decision_rules import Pace
 from dct_plugin.data_parallel.reducer import GradientReducer
 from dct_plugin.integrations.ddp import DCTState
 from dct_plugin.integrations.ddp import state as ddp_state

@@ -23,7 +23,8 @@ from .. import processes
 from ..config import DataParallelConfig
 from ..config.automatic import Setting, exchange_by_rule, judged, safe_sparsity
 from ..config.known_losses import Training, known_losses
-from ..data_parallel.automatic import Coding, CostModel, Link, Pace, likely
+from ..data_parallel.cost_model import Coding, CostModel, Link
+from ..data_parallel.decision_rules import Pace, likely
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE

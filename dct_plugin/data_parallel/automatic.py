@@ -1,17 +1,13 @@
-"""Sparsity chosen by measurement: the gentlest setting that makes a step fastest, on this link and processor.
+"""The automatic mode: the gentlest setting that makes a step fastest, on this link and processor.
 
-The first steps are dense and timed. Then every setting that the quality class allows is timed on random
-entries (coding, decoding, bytes), the link is probed in the job's own exchange, and the time of a step is
-predicted:
-
-    step = rest + exposed * (coding + decoding + rounds * latency + bytes / rate)
-
-``rest`` is the dense step without its exposed reduction. ``exposed`` is the share of the dense reduction that
-the backward pass did not hide. The settings with the least predicted times then run for some steps each, in
-turns, and then the best one's other types of values and its other topology. The fastest of these and of the
-current setting stays. Later steps and probes of the link are compared with those of the decision: when they
-differ, the ranks decide again. Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a
-measured timeline.
+The gentlest setting is the one of the lowest sparsity and, among those, of the widest values. The first steps
+are dense and timed. Then every setting that the quality class allows is timed on random entries (coding,
+decoding, bytes), the link is probed in the job's own exchange (:mod:`.measurements`), and the time of a step
+is predicted (:mod:`.cost_model`). The settings with the least predicted times run for some steps each, in
+turns; then the best one's other types of values, and its other topology. The fastest of these and of the
+current setting stays (:mod:`.decision_rules`). Later steps and probes of the link are compared with those of
+the decision: when they differ, the ranks decide again. Source of the idea: Espresso (Wang et al., EuroSys
+2023), which decides from a measured timeline.
 """
 
 from __future__ import annotations
@@ -21,205 +17,22 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.message import MessageWriter
 from ..config.automatic import LOSSLESS, Setting, settings_within
 from ..host_traffic import own_traffic
-from ..metrics import Metrics, format_bytes
-from ..stream import Compressor
-from . import lossless
+from ..metrics import format_bytes
 from .add_on import AddOn, ReducerContext
+from .cost_model import CostModel, Link, Prediction
+from .decision_rules import Pace, fastest, likely
+from .measurements import PROBE_BYTES, GradientSizes, ReductionTimer, largest, probe_link, time_codings
 from .stream_group import Sparsity, StreamGroup
 from .topologies import Topologies
 
 logger = logging.getLogger("dct_plugin")
-
-#: Entries on which a setting is timed, and bytes of the link's probe.
-_ENTRIES, _PROBE = 1 << 17, 1 << 17
-#: Repetitions of each; the least time counts.
-_REPEATS = 3
-
-
-class Pace(NamedTuple):
-    """Numbers of steps, and ratios of times."""
-
-    measured: int = 12
-    """The least number of dense steps at the start."""
-    settle: int = 2
-    """Steps after a change that are not timed."""
-    trial: int = 8
-    """Timed steps of a setting that is tried, in each round."""
-    rounds: int = 2
-    """Rounds in which settings take turns, so that a slow spell of the machine meets all of them."""
-    tried: int = 3
-    """Most sparsities that are tried in one decision; the best one's other types of values follow."""
-    likely: float = 1.2
-    """Settings are tried whose prediction is at most so many times the best one."""
-    window: int = 25
-    """Steps from one comparison with the decision to the next."""
-    probes: int = 8
-    """Windows from one probe of the link to the next."""
-    departs: float = 1.25
-    """The ranks decide again when two successive windows differ from the decision by this factor."""
-    link_departs: float = 2.0
-    """The ranks decide again when a probe takes so many times as long, or as short, as before."""
-    alike: float = 1.03
-    """Settings within this factor of the fastest are as fast: the gentlest one is taken."""
-
-
-class Coding(NamedTuple):
-    """Seconds and bytes of a setting for one entry of a tensor."""
-
-    encode: float
-    decode: float
-    nbytes: float
-
-
-class Link(NamedTuple):
-    """The speed of the link, as the probe found it."""
-
-    latency: float
-    """Seconds of a round of small messages."""
-    byte: float
-    """Seconds for one more byte to every other rank."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a probe."""
-        return self.latency + _PROBE * self.byte
-
-
-class Prediction(NamedTuple):
-    """The predicted time of a step in seconds, by its parts, with one setting."""
-
-    setting: Setting
-    rest: float
-    coding: float
-    exchange: float
-
-    @property
-    def total(self) -> float:
-        return self.rest + self.coding + self.exchange
-
-
-class CostModel(NamedTuple):
-    """Figures of a training, the same on all ranks, from which the time of a step is predicted.
-
-    Attributes:
-        rest: Seconds of a step without the exposed part of its reduction.
-        exposed: Share of a reduction that the backward pass does not hide.
-        dense: Seconds of a dense reduction; None: computed from ``link``.
-        codings: Figures of every setting.
-        link: Figures of the link.
-        large, small: Entries that are thresholded, and bytes of tensors that never are.
-        ranks: Ranks that exchange messages.
-        direct: Whether every rank sends its messages to all others, by rule.
-        answers: In two phases, density of what owners send as a multiple of what they receive.
-        gathers: Gathers of all weights in a step, where owners alone get the sums; else 0.
-        width: Bytes of an entry of gradients and weights.
-    """
-
-    rest: float
-    exposed: float
-    dense: float | None
-    codings: dict[Setting, Coding]
-    link: Link
-    large: int
-    small: int
-    ranks: int
-    direct: bool
-    answers: float = 1.0
-    gathers: int = 0
-    width: float = 4.0
-
-    def at(self, rate: float) -> CostModel:
-        """Return the model of the same training on links of so many bits per second. What the dense exchange
-        takes here beyond its latency and bytes, it takes there, too.
-        """
-        link = Link(self.link.latency, 8.0 * (self.ranks - 1) / rate)
-        gathering = self.gathered / (self.ranks - 1) * (link.byte - self.link.byte)
-        there = self._replace(link=link, rest=max(self.rest + gathering, 0.0))
-        if self.dense is None:
-            return there
-        beyond = max(self.dense - self._exchange(Setting()), 0.0)
-        return there._replace(dense=there._exchange(Setting()) + beyond)
-
-    def nbytes(self, setting: Setting) -> float:
-        """Return the bytes that a rank sends in a step, headers of the transport left out."""
-        return self._reduced(setting) + self.gathered
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of weights that a rank sends in a step, with every setting."""
-        share = (self.ranks - 1) / self.ranks
-        return self.gathers * share * (self.width * self.large + self.small)
-
-    def _reduced(self, setting: Setting) -> float:
-        """Return the bytes of gradients that a rank sends in a step."""
-        share = (self.ranks - 1) / self.ranks
-        if setting.is_dense:
-            return 2.0 * share * (self.width * self.large + self.small)
-        crossing = share * (1.0 + self._answers(setting))
-        if self._is_direct(setting):
-            crossing = self.ranks - 1
-        return crossing * self._coding(setting).nbytes * self.large + 2.0 * share * self.small
-
-    def predict(self, setting: Setting) -> Prediction:
-        """Return the prediction for a setting."""
-        exchange = self._exchange(setting)
-        if setting.is_dense:
-            exchange = exchange if self.dense is None else self.dense
-            return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
-        coding, answers = self._coding(setting), self._answers(setting)
-        encoded, decoded = 1.0 + (answers > 0) / self.ranks, 1.0 + answers
-        if self._is_direct(setting):
-            encoded, decoded = 1.0, self.ranks
-        per_entry = coding.encode * encoded + coding.decode * decoded
-        return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
-
-    def _coding(self, setting: Setting) -> Coding:
-        return self.codings[setting._replace(exchange=None)]
-
-    def _answers(self, setting: Setting) -> float:
-        """Return what owners send of a tensor, as a multiple of what they receive."""
-        if setting.is_exact:
-            return 1.0
-        return 0.0 if self.gathers else min(self.answers, 1.0 / (1.0 - setting.sparsity))
-
-    def _is_direct(self, setting: Setting) -> bool:
-        direct = self.direct if setting.exchange is None else setting.exchange == "direct"
-        return direct and not (setting.is_exact or self.gathers)
-
-    def _exchange(self, setting: Setting) -> float:
-        """Return the seconds of an exchange by its rounds and bytes."""
-        rounds = 1.0 if setting.is_dense or self._is_direct(setting) or not self._answers(setting) else 2.0
-        return rounds * self.link.latency + self._reduced(setting) / (self.ranks - 1) * self.link.byte
-
-
-def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
-    """Return the settings worth a trial, one for each sparsity: those predicted to be fastest, the gentlest
-    of the best first.
-    """
-    leading: dict[tuple[bool, float], Prediction] = {}
-    for each in sorted(predictions, key=lambda prediction: prediction.total):
-        leading.setdefault((each.setting.is_dense, each.setting.sparsity), each)
-    best = min(each.total for each in predictions)
-    near = [each for each in leading.values() if each.total <= pace.likely * best]
-    alike = [each.setting for each in near if each.total <= pace.alike * best]
-    first = min(alike, key=lambda setting: setting.strength)
-    return [first, *(each.setting for each in near if each.setting != first)][: pace.tried]
-
-
-def fastest(seconds: Mapping[Setting, float], pace: Pace) -> Setting:
-    """Return the gentlest of the settings that are as fast as the fastest one."""
-    least = min(seconds.values())
-    alike = [setting for setting, measured in seconds.items() if measured <= pace.alike * least]
-    return min(alike, key=lambda setting: setting.strength)
 
 
 class AutomaticSparsity(AddOn):
@@ -327,19 +140,16 @@ class AutomaticSparsity(AddOn):
                 yield max(1, group.schedule.warmup_steps - group.step)
                 yield from self._change_to(self.current)
             return
-        began, waited, hidden = group.reduce_seconds, group.exchange.waited_ms, _hidden_seconds(group.metrics)
+        reductions = ReductionTimer(group)
         steps = pace.settle + pace.trial
         if not is_known:
             steps = max(group.schedule.warmup_steps - group.step, pace.settle + pace.measured)
         yield steps
-        reduction = (group.reduce_seconds - began) / steps
-        exposed = 1.0 - (_hidden_seconds(group.metrics) - hidden) / steps / reduction if reduction else 1.0
-        # With any setting a rank waits for slower ones.
-        waited = 1e-3 * (group.exchange.waited_ms - waited) / steps
-        measured = max(reduction - waited, 0.0) if self.current.is_dense else None
-        now, link, why = self._median(), self._probe(), "measured"
+        reduction, exposed = reductions.per_step(steps)
+        dense = reduction if self.current.is_dense else None
+        now, link, why = self._median(), probe_link(group), "measured"
         while True:
-            model = self._model(now, measured, exposed, link)
+            model = self._model(now, dense, exposed, link)
             if AutomaticSparsity.observer is not None:
                 AutomaticSparsity.observer(model)
                 return
@@ -349,7 +159,7 @@ class AutomaticSparsity(AddOn):
             self._has_decided = True
             self._report(chosen, seconds, model.predict(chosen), link, why)
             now, link, why = yield from self._watch(seconds[chosen], link)
-            measured = None
+            dense = None  # which follows from the link that it has now
 
     def _chosen(self, model: CostModel, seconds: dict[Setting, float]) -> Generator[int, None, Setting]:
         """Try settings and return the best one; ``seconds`` gets those of a step with each."""
@@ -404,8 +214,8 @@ class AutomaticSparsity(AddOn):
             if 1 / pace.departs < now / reference < pace.departs:
                 departures = 0
             if departures >= 2 or window % pace.probes == 0:
-                found = self._probe()
-                change = found.seconds / link.seconds
+                found = probe_link(self._group)
+                change = found.seconds(PROBE_BYTES) / link.seconds(PROBE_BYTES)
                 if departures >= 2:
                     return now, found, f"steps take {1e3 * now:.0f} ms, were {1e3 * reference:.0f}"
                 if not 1 / pace.link_departs < change < pace.link_departs:
@@ -424,62 +234,31 @@ class AutomaticSparsity(AddOn):
     def _median(self) -> float:
         """Return the median seconds of the last steps, of the slowest rank; a collective."""
         last, self._seconds = self._seconds[-self.pace.trial :], []
-        return self._agreed([statistics.median(last)])[0]
+        return largest(self._group, [statistics.median(last)])[0]
 
-    def _agreed(self, figures: Sequence[float]) -> list[float]:
-        """Return the largest of all ranks' figures; a collective of the host's group."""
-        agreed = torch.tensor(figures, dtype=torch.float64, device=self._group.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group.group)
-        return agreed.tolist()
-
-    def _probe(self) -> Link:
-        """Time small and large messages in the job's own exchange; a collective."""
-        exchange, found = self._group.exchange, []
-        for size in (1, _PROBE):
-            message = torch.zeros(size, dtype=torch.uint8, device=self._group.device)
-            times = []
-            for _ in range(_REPEATS + 1):
-                began = time.perf_counter()
-                exchange.all_gather(message)
-                times.append(time.perf_counter() - began)
-            found.append(min(times[1:]))  # the first waits for other ranks
-        latency, large = self._agreed(found)
-        return Link(latency, max(large - latency, 0.0) / _PROBE)
-
-    def _model(self, now: float, reduction: float | None, exposed: float, link: Link) -> CostModel:
+    def _model(self, now: float, dense: float | None, exposed: float, link: Link) -> CostModel:
         """Return the model of a training whose steps take ``now`` seconds; a collective.
 
         Args:
             now: Seconds of a step with the current setting.
-            reduction: Seconds of a dense reduction; None: follows from the link.
+            dense: Seconds of a dense reduction; None: computed from the link.
             exposed: Share of reductions that the backward pass does not hide.
-            link: Figures of the link.
+            link: The speed of the link.
         """
-        group, names = self._group, [each for each in self._settings if not each.is_dense]
-        timed = self._agreed(
-            [figure for setting in names for figure in _time_coding(group, setting)]
-            + [exposed, reduction or 0.0]
-        )
-        codings = {setting: Coding(*timed[3 * i : 3 * i + 3]) for i, setting in enumerate(names)}
-        sizes = [(group.is_small(name, size[0]), *size) for name, size in self._sizes.items()]
-        small = sum(nbytes for is_small, _, nbytes in sizes if is_small)
-        large = sum(numel for is_small, numel, _ in sizes if not is_small)
-        width = (sum(nbytes for *_, nbytes in sizes) - small) / large if large else 4.0
-        exposed, reduction = min(max(timed[-2], 0.05), 1.0), timed[-1] if reduction is not None else None
-        topologies = self._topologies
+        group, sizes = self._group, GradientSizes.of(self._group, self._sizes)
         model = CostModel(
             0.0,
             exposed,
-            reduction,
-            codings,
+            dense,
+            time_codings(group, [each for each in self._settings if not each.is_dense]),
             link,
-            large,
-            small,
+            sizes.large,
+            sizes.small,
             group.world_size,
-            direct=topologies.by_rule == "direct",
+            direct=self._topologies.by_rule == "direct",
             answers=group.settings.server_density,
-            gathers=int(topologies.sums_at_owners),
-            width=width,
+            gathers=int(self._topologies.sums_at_owners),
+            width=sizes.width,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
@@ -521,42 +300,3 @@ class AutomaticSparsity(AddOn):
             1e3 * link.latency,
             why,
         )
-
-
-def _hidden_seconds(metrics: Metrics | None) -> float:
-    """Return the seconds so far that reductions passed beside the backward pass."""
-    if metrics is None:
-        return 0.0
-    summary = metrics.summary()
-    return 1e-3 * summary.hidden_ms * summary.steps
-
-
-def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
-    """Time the coding and decoding of random entries, the least of some repetitions."""
-    data = torch.randn(_ENTRIES, device=group.device)
-    if setting.is_exact:
-        return _time_lossless(data * torch.rand(_ENTRIES))  # exponents as varied as a gradient's
-    stream = Compressor(
-        group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
-    )
-    total, found = torch.zeros_like(data), []
-    for _ in range(_REPEATS):
-        writer, began = MessageWriter(group.device), time.perf_counter()
-        stream.observe(stream.encode(data, [(0, _ENTRIES, writer)], 1.0 - setting.sparsity))
-        encoded = time.perf_counter()
-        group.backend.decode_add(writer.message, total)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-        found.append((encoded - began, time.perf_counter() - encoded, writer.message.numel()))
-    return Coding(*(min(figures) / _ENTRIES for figures in zip(*found, strict=True)))
-
-
-def _time_lossless(data: Tensor) -> Coding:
-    found = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        message = lossless.encode(data)
-        encoded = time.perf_counter()
-        lossless.decode(message, data)
-        found.append((encoded - began, time.perf_counter() - encoded, message.numel()))
-    return Coding(*(min(figures) / _ENTRIES for figures in zip(*found, strict=True)))

@@ -14,7 +14,7 @@ from dct_plugin import cli
 from dct_plugin.cli.advise import Figures, _measured, _pasted, launch_line
 from dct_plugin.config.automatic import Setting
 from dct_plugin.config.known_losses import Training
-from dct_plugin.data_parallel.automatic import Coding, CostModel, Link
+from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.integrations import autoload
 from dct_plugin.integrations.host import measured_job

@@ -23,15 +23,11 @@ from dct_plugin.config.automatic import (
 )
 from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel import GradientReducer, lossless
-from dct_plugin.data_parallel.automatic import (
-    AutomaticSparsity,
-    Coding,
-    CostModel,
-    Link,
-    Pace,
-    fastest,
-    likely,
-)
+from dct_plugin.data_parallel.automatic import AutomaticSparsity
+from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
+from dct_plugin.data_parallel.decision_rules import Pace, fastest, likely
+from dct_plugin.data_parallel.measurements import largest
+from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.feedback import unpacked
@@ -298,14 +294,15 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
     def median(self: AutomaticSparsity) -> float:
         times = _SLOW if reducer.step < _STEPS // 2 else _FAST
         # The first rank is the slowest one: all must follow it.
-        return self._agreed([times.get(self.current, 3.0) / (1 + rank)])[0]
+        return largest(reducer, [times.get(self.current, 3.0) / (1 + rank)])[0]
 
-    def probe(self: AutomaticSparsity) -> Link:
+    def probe(_: StreamGroup) -> Link:
         return Link(1e-4, 1e-6 if reducer.step < _STEPS // 2 else 1e-12)
 
     allowed = [DENSE, GENTLE, STRONG]
     with (
-        patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=probe),
+        patch.multiple(AutomaticSparsity, pace=pace, _median=median),
+        patch("dct_plugin.data_parallel.automatic.probe_link", probe),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: allowed),
     ):
         metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
@@ -401,10 +398,11 @@ def _changed_topology(rank: int, world_size: int) -> dict[str, Any]:
 
     def median(self: AutomaticSparsity) -> float:
         direct = 0.5 if step < _STEPS // 2 else 1.5
-        return self._agreed([{STRONG: 1.0, _DIRECT: direct}.get(self.current, 3.0)])[0]
+        return largest(reducer, [{STRONG: 1.0, _DIRECT: direct}.get(self.current, 3.0)])[0]
 
     with (
-        patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=lambda self: Link(1e-4, 1e-6)),
+        patch.multiple(AutomaticSparsity, pace=pace, _median=median),
+        patch("dct_plugin.data_parallel.automatic.probe_link", lambda _: Link(1e-4, 1e-6)),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
     ):
         settings: dict[str, Any] = {"quality": "bytes", "feedback": "local"}
@@ -472,12 +470,12 @@ def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
     two_phase, used, exchanges = STRONG._replace(exchange="two_phase"), [], set()
 
     def median(self: AutomaticSparsity) -> float:
-        return self._agreed(
-            [{STRONG: 1.0, two_phase: 0.5 if len(used) < 40 else 1.5}.get(self.current, 3.0)]
-        )[0]
+        seconds = {STRONG: 1.0, two_phase: 0.5 if len(used) < 40 else 1.5}
+        return largest(self._group, [seconds.get(self.current, 3.0)])[0]
 
     with (
-        patch.multiple(AutomaticSparsity, pace=pace, _median=median, _probe=lambda self: Link(1e-4, 1e-6)),
+        patch.multiple(AutomaticSparsity, pace=pace, _median=median),
+        patch("dct_plugin.data_parallel.automatic.probe_link", lambda _: Link(1e-4, 1e-6)),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
     ):
         section = {"quality": "bytes", "warmup_steps": 3, "sparsity_warmup_steps": 3}

@@ -9,7 +9,8 @@ import pytest
 from support import processes
 from support.megatron_gpt import Job, Outcome, train
 
-from dct_plugin.data_parallel.automatic import AutomaticSparsity, Pace
+from dct_plugin.data_parallel.automatic import AutomaticSparsity
+from dct_plugin.data_parallel.decision_rules import Pace
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
