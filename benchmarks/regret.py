@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.automatic import AutomaticSparsity
-from dct_plugin.data_parallel.decision_rules import Pace
+from dct_plugin.data_parallel.decision_rules import DecisionRules
 from dct_plugin.data_parallel.reducer import GradientReducer
 from dct_plugin.integrations.ddp import DCTState
 from dct_plugin.integrations.ddp import state as ddp_state
@@ -77,7 +77,8 @@ def _prepare(options: Mapping[str, Any]) -> None:
     if options["ranks"] > 2:
         SECTIONS.update(DIRECT)
     if options["keeps"]:
-        AutomaticSparsity.pace = Pace(window=10**9)  # other methods' turns are no part of its steps
+        # Other methods' turns are no part of its steps.
+        AutomaticSparsity.rules = DecisionRules(window_steps=10**9)
 
 
 class DDP(ddp.DDP):

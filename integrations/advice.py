@@ -83,7 +83,7 @@ def _write(model: CostModel) -> None:
     if dist.get_rank():
         return
     if FACTS["stage"] == 3:  # in the forward and in the backward pass
-        model = model._replace(gathers=2)
+        model = model._replace(weight_gathers=2)
     figures = model._asdict() | {
         "codings": [[*setting[:2], *coding] for setting, coding in model.codings.items()],
         "link": list(model.link),

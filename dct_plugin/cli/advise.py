@@ -24,7 +24,7 @@ from ..config import DataParallelConfig
 from ..config.automatic import Setting, exchange_by_rule, judged, safe_sparsity
 from ..config.known_losses import Training, known_losses
 from ..data_parallel.cost_model import Coding, CostModel, Link
-from ..data_parallel.decision_rules import Pace, likely
+from ..data_parallel.decision_rules import DecisionRules, settings_to_try
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
@@ -59,8 +59,10 @@ class Figures(NamedTuple):
         figures = cls(model, Training(**facts, ranks=model.ranks))
         # The steps were measured with other feedback than such a training takes.
         taken = figures._settled(Setting(0.99, "bf16"))
-        direct = exchange_by_rule(taken, model.ranks) == "direct"
-        return figures._replace(model=model._replace(direct=direct, answers=taken.server_density))
+        is_direct = exchange_by_rule(taken, model.ranks) == "direct"
+        return figures._replace(
+            model=model._replace(is_direct=is_direct, server_density=taken.server_density)
+        )
 
     def settings(self) -> list[Setting]:
         """Return all settings, from gentle to strong."""
@@ -83,11 +85,10 @@ class Figures(NamedTuple):
         """Return the rate of links, in bits per second, below which a setting beats the dense exchange; 0:
         nowhere; infinite: on all links.
         """
-        dense, there = self.model.at(math.inf).predict(Setting()), self.model.at(math.inf).predict(setting)
-        price = there.total - dense.total
+        fast, slow = self.model.at_rate(math.inf), self.model.at_rate(1.0)
+        price = fast.predict(setting).total - fast.predict(Setting()).total
         if price <= 0.0:
             return math.inf
-        slow = self.model.at(1.0)
         saved = slow.predict(Setting()).total - slow.predict(setting).total + price
         return max(saved, 0.0) / price
 
@@ -120,7 +121,7 @@ def advise(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
     figures = _measured(command, limit)
     models = {"here": figures.model} | {
-        rate_name(rate): figures.model.at(bits_per_second(rate)) for rate in rates
+        rate_name(rate): figures.model.at_rate(bits_per_second(rate)) for rate in rates
     }
     if as_json:
         typer.echo(json.dumps(list(_rows(figures, models)), indent=1))
@@ -189,7 +190,7 @@ def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, 
             "sparsity": setting.sparsity,
             "value_dtype": setting.value_dtype,
             "step_ms": {name: 1e3 * model.predict(setting).total for name, model in models.items()},
-            "sent_bytes": figures.model.nbytes(setting),
+            "sent_bytes": figures.model.sent_bytes(setting),
             "pays_below": None if setting.is_dense else figures.pays_below(setting),
             "quality": figures.quality(setting),
         }
@@ -205,19 +206,19 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
         below = "" if setting.is_dense else _rate(row["pays_below"])
         table.add_row(str(setting), format_bytes(row["sent_bytes"]), *times, below, row["quality"])
     console = Console(width=None if sys.stdout.isatty() else 160)
-    link, training = figures.model.link, figures.training
-    rate = _rate(8.0 * (figures.model.ranks - 1) / link.byte) if link.byte else "without limit"
+    model, link, training = figures.model, figures.model.link, figures.training
+    rate = _rate(8.0 * model.link_rate) if link.seconds_per_byte else "without limit"
     console.print(
-        f"{(figures.model.large + figures.model.small / figures.model.width) / 1e6:.3g}M parameters, "
-        f"{figures.model.ranks} ranks, "
+        f"{(model.large_entries + model.small_bytes / model.entry_bytes) / 1e6:.3g}M parameters, "
+        f"{model.ranks} ranks, "
         f"{training.optimizer[0] if training.optimizer else 'no optimizer seen'}; "
         f"link {rate}, {1e3 * link.latency:.2f} ms"
     )
     console.print(table)
     console.print("* the gentlest of the fastest that lost nothing measurable")
-    if figures.model.gathers == 1:
+    if model.weight_gathers == 1:
         console.print(
-            f"{format_bytes(figures.model.gathered)} of each are gathered weights, which "
+            f"{format_bytes(model.gathered_bytes)} of each are gathered weights, which "
             "dct.data_parallel.parameters thresholds, too (docs/configuration.md)"
         )
     for name, setting in best.items():
@@ -245,7 +246,7 @@ def _pasted(section: dict[str, Any], line: Sequence[str]) -> str:
 
 def _best(figures: Figures, model: CostModel) -> Setting:
     safe = [each for each in figures.settings() if each.is_dense or figures.is_safe(each)]
-    return likely([model.predict(each) for each in safe], Pace())[0]
+    return settings_to_try([model.predict(each) for each in safe], DecisionRules())[0]
 
 
 def _rate(bits: float) -> str:

@@ -1,13 +1,15 @@
-"""The automatic mode: the gentlest setting that makes a step fastest, on this link and processor.
+"""The automatic mode: times settings while the job trains, and keeps the gentlest one of the fastest.
 
-The gentlest setting is the one of the lowest sparsity and, among those, of the widest values. The first steps
-are dense and timed. Then every setting that the quality class allows is timed on random entries (coding,
-decoding, bytes), the link is probed in the job's own exchange (:mod:`.measurements`), and the time of a step
-is predicted (:mod:`.cost_model`). The settings with the least predicted times run for some steps each, in
-turns; then the best one's other types of values, and its other topology. The fastest of these and of the
-current setting stays (:mod:`.decision_rules`). Later steps and probes of the link are compared with those of
-the decision: when they differ, the ranks decide again. Source of the idea: Espresso (Wang et al., EuroSys
-2023), which decides from a measured timeline.
+1. The first steps are dense and timed.
+2. Codings and the link are measured (:mod:`.measurements`) for every setting that the quality class allows.
+3. The time of a step is predicted with each setting (:mod:`.cost_model`).
+4. The settings with the least predicted times run for some steps each, in turns. Then the best one's other
+   types of values run, and its other topology.
+5. The gentlest one of the fastest stays (:mod:`.decision_rules`).
+6. Later steps, and probes of the link, are compared with those of the decision. When they differ, the ranks
+   decide again.
+
+Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a measured timeline.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from ..config.automatic import LOSSLESS, Setting, settings_within
 from ..host_traffic import own_traffic
 from ..metrics import format_bytes
 from .add_on import AddOn, ReducerContext
-from .cost_model import CostModel, Link, Prediction
-from .decision_rules import Pace, fastest, likely
-from .measurements import PROBE_BYTES, GradientSizes, ReductionTimer, largest, probe_link, time_codings
+from .cost_model import CostModel, Link
+from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
+from .measurements import PROBE_BYTES, ReductionTimer, gradient_sizes, largest, probe_link, time_codings
 from .stream_group import Sparsity, StreamGroup
 from .topologies import Topologies
 
@@ -36,22 +38,23 @@ logger = logging.getLogger("dct_plugin")
 
 
 class AutomaticSparsity(AddOn):
-    """Chooses sparsity, value type and topology for all tensors of a reducer, or the dense exchange.
+    """Chooses one setting (sparsity, value type and topology, or the dense exchange) for all tensors.
 
     Args:
-        group: Streams and process group.
-        settings: What the quality class allows; the first one is the dense exchange.
-        topologies: Those of the reducer.
+        group: The streams of the reducer, and its process group.
+        settings: The settings that the quality class allows. The first one is the dense exchange.
+        topologies: The topologies of the reducer.
     """
 
     key = "automatic"
-    pace = Pace()
+    rules = DecisionRules()
     observer: ClassVar[Callable[[CostModel], None] | None] = None
-    """Called with the first model on every rank, in place of a decision: all steps then stay dense."""
+    """Called with the first cost model on every rank, in place of a decision. All steps then stay dense."""
 
     def __init__(self, group: StreamGroup, settings: Sequence[Setting], topologies: Topologies) -> None:
         self._group, self._settings, self._topologies = group, settings, topologies
-        # On a device slots are laid out for one type of values; else every entry is sent exactly.
+        # Sends all that residuals hold: in fp32, so that nothing is rounded, unless this is a device, where
+        # slots are laid out for one type of values.
         self._flush = Setting(0.0, group.settings.value_dtype if group.fixed_size else "fp32")
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
@@ -62,7 +65,7 @@ class AutomaticSparsity(AddOn):
         self._seconds: list[float] = []
         self._began = 0.0
         self._steps_left = -1
-        """Steps until the next decision; negative: there is none."""
+        """Steps until the decision goes on (see :meth:`_decide`); negative: it is over for good."""
         self._start(None)
 
     @classmethod
@@ -91,7 +94,7 @@ class AutomaticSparsity(AddOn):
         return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
 
     def end_step(self, *, skipped: bool) -> None:
-        """Time the step. If a decision is due, decide, which is a collective of the host's group."""
+        """Time the step. In some steps, the same on all ranks, go on with the decision: a collective."""
         now = time.perf_counter()
         if self._began:
             self._seconds.append(now - self._began)
@@ -106,13 +109,15 @@ class AutomaticSparsity(AddOn):
         return {"current": tuple(self.current), "is_decided": self._has_decided, "exchange": topology}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
-        # Residuals of another number of ranks come without a setting.
+        # A state of another number of ranks has residuals, and no setting.
         saved = {"current": (), "is_decided": state is not None, "exchange": None} | (state or {})
         known = Setting(*saved["current"]) if saved["is_decided"] else None
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
         self._holds_residuals = step > 0
-        self._topologies.use(saved["exchange"])  # of which the residuals are, whatever may be chosen now
+        self._topologies.use(
+            saved["exchange"]
+        )  # that of the saved residuals, even if it may not be chosen now
         self._start(known if known is not None and self._is_allowed(known) else None)
 
     def _is_allowed(self, setting: Setting) -> bool:
@@ -129,21 +134,24 @@ class AutomaticSparsity(AddOn):
         self._steps_left = next(self._decisions, -1)
 
     def _decide(self, *, is_known: bool) -> Iterator[int]:
-        """Yield the number of steps until the next decision; on all ranks alike.
+        """Run, measure and choose settings for the rest of the training, the same on all ranks.
+
+        A generator: it yields the number of steps to make before it goes on.
 
         Args:
-            is_known: Whether a training goes on with its setting; otherwise the first steps are dense.
+            is_known: True if a resumed training has a setting already. Otherwise the first steps are dense.
         """
-        pace, group = self.pace, self._group
+        rules, group = self.rules, self._group
         if len(self._settings) == 1:
             if self._holds_residuals:
                 yield max(1, group.schedule.warmup_steps - group.step)
                 yield from self._change_to(self.current)
             return
         reductions = ReductionTimer(group)
-        steps = pace.settle + pace.trial
+        steps = rules.settling_steps + rules.trial_steps
         if not is_known:
-            steps = max(group.schedule.warmup_steps - group.step, pace.settle + pace.measured)
+            dense_steps = rules.settling_steps + rules.dense_steps
+            steps = max(group.schedule.warmup_steps - group.step, dense_steps)
         yield steps
         reduction, exposed = reductions.per_step(steps)
         dense = reduction if self.current.is_dense else None
@@ -154,47 +162,51 @@ class AutomaticSparsity(AddOn):
                 AutomaticSparsity.observer(model)
                 return
             seconds = {self.current: now}
-            chosen = yield from self._chosen(model, seconds)
+            chosen = yield from self._try_and_choose(model, seconds)
             yield from self._change_to(chosen)
             self._has_decided = True
-            self._report(chosen, seconds, model.predict(chosen), link, why)
-            now, link, why = yield from self._watch(seconds[chosen], link)
-            dense = None  # which follows from the link that it has now
+            self._report(chosen, seconds, model, why)
+            now, link, why = yield from self._wait_for_change(seconds[chosen], link)
+            dense = None  # was measured on another link
 
-    def _chosen(self, model: CostModel, seconds: dict[Setting, float]) -> Generator[int, None, Setting]:
-        """Try settings and return the best one; ``seconds`` gets those of a step with each."""
-        pace, current = self.pace, self.current.exchange
-        settings = [each if each.is_exact else each._replace(exchange=current) for each in self._settings]
-        seconds |= yield from self._tried(likely([model.predict(each) for each in settings], pace))
-        chosen = fastest(seconds, pace)
+    def _try_and_choose(
+        self, model: CostModel, seconds: dict[Setting, float]
+    ) -> Generator[int, None, Setting]:
+        """Time some settings and return the best one; ``seconds`` gets the time of a step with each."""
+        rules, exchange = self.rules, self.current.exchange
+        settings = [each if each.is_exact else each._replace(exchange=exchange) for each in self._settings]
+        predictions = [model.predict(each) for each in settings]
+        seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
+        chosen = gentlest_of_fastest(seconds, rules)
         if not chosen.is_dense:
-            seconds |= yield from self._tried(
+            seconds |= yield from self._time_in_turns(
                 [each for each in settings[1:] if each.sparsity == chosen.sparsity and each not in seconds]
             )
-            chosen = fastest(seconds, pace)
+            chosen = gentlest_of_fastest(seconds, rules)
         alternative = self._topologies.alternative
         if alternative is None or chosen.is_exact or self._topologies.sums_at_owners:
             return chosen
         other = chosen._replace(exchange=alternative if chosen.exchange is None else None)
-        if model.predict(other).total <= pace.likely * model.predict(chosen).total:
-            seconds |= yield from self._tried([other])
-        return fastest(seconds, pace)
+        if model.predict(other).total <= rules.trial_ratio * model.predict(chosen).total:
+            seconds |= yield from self._time_in_turns([other])
+        return gentlest_of_fastest(seconds, rules)
 
-    def _tried(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
-        """Run settings in turns; return the seconds of a step with each."""
-        pace = self.pace
+    def _time_in_turns(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
+        """Run each setting for some steps, in rounds; return the seconds of a step with each."""
         if list(settings) == [self.current]:
-            return {}
-        found: dict[Setting, list[float]] = {setting: [] for setting in settings}
-        for _ in range(pace.rounds):
+            return {}  # its steps are timed already
+        medians: dict[Setting, list[float]] = {setting: [] for setting in settings}
+        for _ in range(self.rules.rounds):
             for setting in settings:
                 yield from self._change_to(setting)
-                yield pace.settle + pace.trial
-                found[setting].append(self._median())
-        return {setting: statistics.fmean(medians) for setting, medians in found.items()}
+                yield self.rules.settling_steps + self.rules.trial_steps
+                medians[setting].append(self._median())
+        return {setting: statistics.fmean(each) for setting, each in medians.items()}
 
     def _change_to(self, setting: Setting) -> Iterator[int]:
-        """Take a setting: the dense one after a step that sends all residuals, others after the start."""
+        """Switch to a setting. A step that sends all residuals precedes the dense exchange; with others, wait
+        until the dense start and the ramp are over.
+        """
         schedule, step = self._group.schedule, self._group.step
         if setting.is_exact and self._holds_residuals:
             self._use(self._flush._replace(exchange=self.current.exchange))
@@ -204,21 +216,23 @@ class AutomaticSparsity(AddOn):
         if not setting.is_exact and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
-    def _watch(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
-        """Go on until steps or link differ from the decision; return both, and the reason in words."""
-        pace, departures = self.pace, 0
+    def _wait_for_change(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
+        """Wait until the time of a step differs from ``reference``, or the speed of the link from ``link``;
+        return both as they are then, and the reason in words.
+        """
+        rules, slow_or_fast = self.rules, 0
         for window in itertools.count(1):
-            yield pace.window
+            yield rules.window_steps
             now = self._median()
-            departures += 1
-            if 1 / pace.departs < now / reference < pace.departs:
-                departures = 0
-            if departures >= 2 or window % pace.probes == 0:
+            slow_or_fast += 1
+            if 1 / rules.step_ratio < now / reference < rules.step_ratio:
+                slow_or_fast = 0
+            if slow_or_fast >= 2 or window % rules.windows_per_probe == 0:
                 found = probe_link(self._group)
                 change = found.seconds(PROBE_BYTES) / link.seconds(PROBE_BYTES)
-                if departures >= 2:
+                if slow_or_fast >= 2:
                     return now, found, f"steps take {1e3 * now:.0f} ms, were {1e3 * reference:.0f}"
-                if not 1 / pace.link_departs < change < pace.link_departs:
+                if not 1 / rules.link_ratio < change < rules.link_ratio:
                     return now, found, f"the link takes {change:.2g} times as long"
         raise AssertionError("unreachable")
 
@@ -232,71 +246,65 @@ class AutomaticSparsity(AddOn):
     # -- measurements, the same on all ranks ---
 
     def _median(self) -> float:
-        """Return the median seconds of the last steps, of the slowest rank; a collective."""
-        last, self._seconds = self._seconds[-self.pace.trial :], []
+        """Return the median seconds of the last steps, on the slowest rank; a collective."""
+        last, self._seconds = self._seconds[-self.rules.trial_steps :], []
         return largest(self._group, [statistics.median(last)])[0]
 
     def _model(self, now: float, dense: float | None, exposed: float, link: Link) -> CostModel:
-        """Return the model of a training whose steps take ``now`` seconds; a collective.
+        """Measure the codings, and return the cost model of the training; a collective.
 
         Args:
             now: Seconds of a step with the current setting.
             dense: Seconds of a dense reduction; None: computed from the link.
-            exposed: Share of reductions that the backward pass does not hide.
+            exposed: Share of a reduction that the backward pass does not hide.
             link: The speed of the link.
         """
-        group, sizes = self._group, GradientSizes.of(self._group, self._sizes)
+        group = self._group
+        large, small, entry_bytes = gradient_sizes(group, self._sizes)
         model = CostModel(
             0.0,
             exposed,
             dense,
             time_codings(group, [each for each in self._settings if not each.is_dense]),
             link,
-            sizes.large,
-            sizes.small,
+            large,
+            small,
             group.world_size,
-            direct=self._topologies.by_rule == "direct",
-            answers=group.settings.server_density,
-            gathers=int(self._topologies.sums_at_owners),
-            width=sizes.width,
+            is_direct=self._topologies.by_rule == "direct",
+            server_density=group.settings.server_density,
+            weight_gathers=int(self._topologies.sums_at_owners),
+            entry_bytes=entry_bytes,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
-    def _report(
-        self,
-        chosen: Setting,
-        seconds: Mapping[Setting, float],
-        predicted: Prediction,
-        link: Link,
-        why: str,
-    ) -> None:
-        """Log a decision with its reason in milliseconds, on the first rank; write it to the metrics."""
-        if self._group.metrics is not None:
-            self._group.metrics.event(
+    def _report(self, chosen: Setting, seconds: Mapping[Setting, float], model: CostModel, why: str) -> None:
+        """Log a decision with its reason on the first rank; write it to the metrics of every rank.
+
+        Args:
+            chosen: The setting that was chosen.
+            seconds: Seconds of a step with each setting that was timed.
+            model: Predicts the time of a step.
+            why: The reason of the decision.
+        """
+        group, predicted, link = self._group, model.predict(chosen), model.link
+        tried_ms = {str(setting): 1e3 * measured for setting, measured in seconds.items()}
+        chosen_ms = tried_ms[str(chosen)]
+        if group.metrics is not None:
+            group.metrics.event(
                 "decision",
-                step=self._group.step,
+                step=group.step,
                 setting=str(chosen),
                 reason=why,
                 predicted_ms=1e3 * predicted.total,
-                measured_ms=1e3 * seconds[chosen],
-                tried_ms={str(setting): 1e3 * measured for setting, measured in seconds.items()},
+                measured_ms=chosen_ms,
+                tried_ms=tried_ms,
             )
         if dist.get_rank():
             return
-        others = ", ".join(
-            f"{setting} {1e3 * measured:.1f}" for setting, measured in seconds.items() if setting != chosen
-        )
+        others = ", ".join(f"{name} {ms:.1f}" for name, ms in tried_ms.items() if name != str(chosen))
+        rate = f"{format_bytes(model.link_rate)}/s" if link.seconds_per_byte else "without limit"
         logger.warning(
-            "dct: step %d: %s: %.1f ms a step%s; predicted %.1f (coding %.1f, exchange %.1f); link %s, "
-            "%.2f ms (%s)",
-            self._group.step,
-            chosen,
-            1e3 * seconds[chosen],
-            f" ({others})" if others else "",
-            1e3 * predicted.total,
-            1e3 * predicted.coding,
-            1e3 * predicted.exchange,
-            f"{format_bytes((self._group.world_size - 1) / link.byte)}/s" if link.byte else "without limit",
-            1e3 * link.latency,
-            why,
+            f"dct: step {group.step}: {chosen}: {chosen_ms:.1f} ms a step{f' ({others})' if others else ''}; "
+            f"predicted {1e3 * predicted.total:.1f} (coding {1e3 * predicted.coding:.1f}, exchange "
+            f"{1e3 * predicted.exchange:.1f}); link {rate}, {1e3 * link.latency:.2f} ms ({why})"
         )

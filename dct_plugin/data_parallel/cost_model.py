@@ -1,41 +1,44 @@
-"""The predicted time of a training step with each setting, from measured times of coding, link and step:
+"""The predicted time of a training step with each setting, from measured times of codings, link and step:
 
-    step = rest + exposed * (coding + decoding + rounds * latency + bytes / rate)
+    step = rest + exposed_share * (coding + decoding + rounds * latency + bytes / rate)
 
-``rest`` is the dense step without its exposed reduction. ``exposed`` is the share of the dense reduction that
-the backward pass did not hide.
+``rest`` is the dense step without the exposed part of its reduction. ``exposed_share`` is the share of the
+dense reduction that the backward pass did not hide.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..config.automatic import Setting
 
 
 class Coding(NamedTuple):
-    """Seconds and bytes of a setting for one entry of a tensor."""
+    """The time and size of one entry of a tensor in a setting's code."""
 
     encode: float
+    """Seconds."""
     decode: float
+    """Seconds."""
     nbytes: float
 
 
 class Link(NamedTuple):
-    """The speed of the link, as the probe found it."""
+    """The measured speed of the link."""
 
     latency: float
     """Seconds of a round of small messages."""
-    byte: float
+    seconds_per_byte: float
     """Seconds for one more byte to every other rank."""
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds of a round of messages of ``nbytes`` bytes."""
-        return self.latency + nbytes * self.byte
+        return self.latency + nbytes * self.seconds_per_byte
 
 
 class Prediction(NamedTuple):
-    """The predicted time of a step in seconds, by its parts, with one setting."""
+    """The predicted time of a step with one setting, in seconds, by its parts."""
 
     setting: Setting
     rest: float
@@ -48,94 +51,111 @@ class Prediction(NamedTuple):
 
 
 class CostModel(NamedTuple):
-    """Figures of a training, the same on all ranks, from which the time of a step is predicted.
+    """Measured figures of a training, the same on all ranks, that predict the time of a step.
 
     Attributes:
         rest: Seconds of a step without the exposed part of its reduction.
-        exposed: Share of a reduction that the backward pass does not hide.
-        dense: Seconds of a dense reduction; None: computed from ``link``.
-        codings: Figures of every setting.
-        link: Figures of the link.
-        large, small: Entries that are thresholded, and bytes of tensors that never are.
+        exposed_share: Share of a reduction that the backward pass does not hide.
+        dense_reduction: Seconds of a dense reduction; None: computed from ``link``.
+        codings: Times and sizes for every setting but the dense one.
+        link: Speed of the link.
+        large_entries: Entries of the tensors that are thresholded.
+        small_bytes: Bytes of the tensors that are never thresholded.
         ranks: Ranks that exchange messages.
-        direct: Whether every rank sends its messages to all others, by rule.
-        answers: In two phases, density of what owners send as a multiple of what they receive.
-        gathers: Gathers of all weights in a step, where owners alone get the sums; else 0.
-        width: Bytes of an entry of gradients and weights.
+        is_direct: True if the topology by rule is the direct one: every rank sends its messages to all.
+        server_density: In the two-phase exchange, the density of what owners send, as a multiple of the
+            density of what they receive.
+        weight_gathers: How often a step gathers all weights, where only owners get the sums; else 0.
+        entry_bytes: Bytes of an entry of gradients and weights.
     """
 
     rest: float
-    exposed: float
-    dense: float | None
+    exposed_share: float
+    dense_reduction: float | None
     codings: dict[Setting, Coding]
     link: Link
-    large: int
-    small: int
+    large_entries: int
+    small_bytes: int
     ranks: int
-    direct: bool
-    answers: float = 1.0
-    gathers: int = 0
-    width: float = 4.0
+    is_direct: bool
+    server_density: float = 1.0
+    weight_gathers: int = 0
+    entry_bytes: float = 4.0
 
-    def at(self, rate: float) -> CostModel:
-        """Return the model of the same training on links of so many bits per second. What the dense exchange
-        takes here beyond its latency and bytes, it takes there, too.
+    def at_rate(self, rate: float) -> CostModel:
+        """Return the model of the same training on links of ``rate`` bits per second. The part of the dense
+        reduction that latency and bytes do not explain takes as long there as it does here.
         """
         link = Link(self.link.latency, 8.0 * (self.ranks - 1) / rate)
-        gathering = self.gathered / (self.ranks - 1) * (link.byte - self.link.byte)
+        slower = link.seconds_per_byte - self.link.seconds_per_byte
+        gathering = self.gathered_bytes / (self.ranks - 1) * slower
         there = self._replace(link=link, rest=max(self.rest + gathering, 0.0))
-        if self.dense is None:
+        if self.dense_reduction is None:
             return there
-        beyond = max(self.dense - self._exchange(Setting()), 0.0)
-        return there._replace(dense=there._exchange(Setting()) + beyond)
-
-    def nbytes(self, setting: Setting) -> float:
-        """Return the bytes that a rank sends in a step, headers of the transport left out."""
-        return self._reduced(setting) + self.gathered
+        unexplained = max(self.dense_reduction - self._exchange_seconds(Setting()), 0.0)
+        return there._replace(dense_reduction=there._exchange_seconds(Setting()) + unexplained)
 
     @property
-    def gathered(self) -> float:
-        """Bytes of weights that a rank sends in a step, with every setting."""
-        share = (self.ranks - 1) / self.ranks
-        return self.gathers * share * (self.width * self.large + self.small)
+    def link_rate(self) -> float:
+        """Bytes that a rank sends per second, where the link sets the pace; infinite if it has no limit."""
+        return (self.ranks - 1) / self.link.seconds_per_byte if self.link.seconds_per_byte else math.inf
 
-    def _reduced(self, setting: Setting) -> float:
+    def sent_bytes(self, setting: Setting) -> float:
+        """Return the bytes that a rank sends in a step, without the headers of the transport."""
+        return self._gradient_bytes(setting) + self.gathered_bytes
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of weights that a rank sends in a step, the same with every setting."""
+        return self.weight_gathers * self._other_ranks_share * self._dense_bytes
+
+    @property
+    def _other_ranks_share(self) -> float:
+        return (self.ranks - 1) / self.ranks
+
+    @property
+    def _dense_bytes(self) -> float:
+        return self.entry_bytes * self.large_entries + self.small_bytes
+
+    def _gradient_bytes(self, setting: Setting) -> float:
         """Return the bytes of gradients that a rank sends in a step."""
-        share = (self.ranks - 1) / self.ranks
+        share = self._other_ranks_share
         if setting.is_dense:
-            return 2.0 * share * (self.width * self.large + self.small)
-        crossing = share * (1.0 + self._answers(setting))
+            return 2.0 * share * self._dense_bytes
+        copies = share * (1.0 + self._server_density(setting))
         if self._is_direct(setting):
-            crossing = self.ranks - 1
-        return crossing * self._coding(setting).nbytes * self.large + 2.0 * share * self.small
+            copies = self.ranks - 1
+        return copies * self._coding(setting).nbytes * self.large_entries + 2.0 * share * self.small_bytes
 
     def predict(self, setting: Setting) -> Prediction:
-        """Return the prediction for a setting."""
-        exchange = self._exchange(setting)
+        """Return the predicted time of a step with a setting."""
+        exchange = self._exchange_seconds(setting)
         if setting.is_dense:
-            exchange = exchange if self.dense is None else self.dense
-            return Prediction(setting, self.rest, 0.0, self.exposed * exchange)
-        coding, answers = self._coding(setting), self._answers(setting)
-        encoded, decoded = 1.0 + (answers > 0) / self.ranks, 1.0 + answers
+            exchange = exchange if self.dense_reduction is None else self.dense_reduction
+            return Prediction(setting, self.rest, 0.0, self.exposed_share * exchange)
+        coding, server_density = self._coding(setting), self._server_density(setting)
+        # How often a rank encodes and decodes the entries of a model.
+        encoded, decoded = 1.0 + (server_density > 0) / self.ranks, 1.0 + server_density
         if self._is_direct(setting):
             encoded, decoded = 1.0, self.ranks
-        per_entry = coding.encode * encoded + coding.decode * decoded
-        return Prediction(setting, self.rest, self.exposed * per_entry * self.large, self.exposed * exchange)
+        seconds = (coding.encode * encoded + coding.decode * decoded) * self.large_entries
+        return Prediction(setting, self.rest, self.exposed_share * seconds, self.exposed_share * exchange)
 
     def _coding(self, setting: Setting) -> Coding:
         return self.codings[setting._replace(exchange=None)]
 
-    def _answers(self, setting: Setting) -> float:
-        """Return what owners send of a tensor, as a multiple of what they receive."""
+    def _server_density(self, setting: Setting) -> float:
+        """Return the density of what owners send, as a multiple of that of what they receive."""
         if setting.is_exact:
             return 1.0
-        return 0.0 if self.gathers else min(self.answers, 1.0 / (1.0 - setting.sparsity))
+        return 0.0 if self.weight_gathers else min(self.server_density, 1.0 / (1.0 - setting.sparsity))
 
     def _is_direct(self, setting: Setting) -> bool:
-        direct = self.direct if setting.exchange is None else setting.exchange == "direct"
-        return direct and not (setting.is_exact or self.gathers)
+        is_direct = self.is_direct if setting.exchange is None else setting.exchange == "direct"
+        return is_direct and not (setting.is_exact or self.weight_gathers)
 
-    def _exchange(self, setting: Setting) -> float:
-        """Return the seconds of an exchange by its rounds and bytes."""
-        rounds = 1.0 if setting.is_dense or self._is_direct(setting) or not self._answers(setting) else 2.0
-        return rounds * self.link.latency + self._reduced(setting) / (self.ranks - 1) * self.link.byte
+    def _exchange_seconds(self, setting: Setting) -> float:
+        """Return the seconds of an exchange, from its rounds and bytes."""
+        has_one_round = setting.is_dense or self._is_direct(setting) or not self._server_density(setting)
+        sent = self._gradient_bytes(setting) / (self.ranks - 1) * self.link.seconds_per_byte
+        return (1.0 if has_one_round else 2.0) * self.link.latency + sent

@@ -1,4 +1,7 @@
-"""Rules of the automatic mode: which settings are worth a trial, and which of those that were timed stays."""
+"""The rules of the automatic mode: which settings it times, and which of the timed ones it keeps.
+
+A setting is *gentler* than another if its sparsity is lower or, at the same sparsity, its values are wider.
+"""
 
 from __future__ import annotations
 
@@ -9,49 +12,48 @@ from ..config.automatic import Setting
 from .cost_model import Prediction
 
 
-class Pace(NamedTuple):
-    """Numbers of steps, and ratios of times."""
+class DecisionRules(NamedTuple):
+    """Numbers of steps, and the ratios of times that count as a difference."""
 
-    measured: int = 12
-    """The least number of dense steps at the start."""
-    settle: int = 2
-    """Steps after a change that are not timed."""
-    trial: int = 8
-    """Timed steps of a setting that is tried, in each round."""
+    dense_steps: int = 12
+    """The least number of timed dense steps at the start."""
+    settling_steps: int = 2
+    """Steps after a change of the setting that are not timed."""
+    trial_steps: int = 8
+    """Timed steps of a setting in each round of trials."""
     rounds: int = 2
-    """Rounds in which settings take turns, so that a slow spell of the machine meets all of them."""
-    tried: int = 3
-    """Most sparsities that are tried in one decision; the best one's other types of values follow."""
-    likely: float = 1.2
-    """Settings are tried whose prediction is at most so many times the best one."""
-    window: int = 25
+    """Rounds of trials. All settings run in each, so that a slow spell of the machine affects all of them."""
+    most_sparsities: int = 3
+    """Most sparsities that one decision tries."""
+    trial_ratio: float = 1.2
+    """A setting is tried if its predicted time is at most so many times the least one."""
+    window_steps: int = 25
     """Steps from one comparison with the decision to the next."""
-    probes: int = 8
-    """Windows from one probe of the link to the next."""
-    departs: float = 1.25
-    """The ranks decide again when two successive windows differ from the decision by this factor."""
-    link_departs: float = 2.0
-    """The ranks decide again when a probe takes so many times as long, or as short, as before."""
-    alike: float = 1.03
-    """Settings within this factor of the fastest are as fast: the gentlest one is taken."""
+    windows_per_probe: int = 8
+    """Comparisons from one probe of the link to the next."""
+    step_ratio: float = 1.25
+    """The ranks decide again when steps of two successive windows are slower or faster by this factor."""
+    link_ratio: float = 2.0
+    """The ranks decide again when a probe of the link is slower or faster by this factor."""
+    equal_ratio: float = 1.03
+    """Settings that take at most so many times as long as the fastest count as equally fast."""
 
 
-def likely(predictions: Sequence[Prediction], pace: Pace) -> list[Setting]:
-    """Return the settings worth a trial, one for each sparsity: those predicted to be fastest, the gentlest
-    of the best first.
+def settings_to_try(predictions: Sequence[Prediction], rules: DecisionRules) -> list[Setting]:
+    """Return the settings that are worth a trial: the fastest one of each sparsity, if it is predicted to be
+    nearly as fast as the best. The gentlest of the equally fast ones comes first.
     """
-    leading: dict[tuple[bool, float], Prediction] = {}
+    by_sparsity: dict[tuple[bool, float], Prediction] = {}
     for each in sorted(predictions, key=lambda prediction: prediction.total):
-        leading.setdefault((each.setting.is_dense, each.setting.sparsity), each)
+        by_sparsity.setdefault((each.setting.is_dense, each.setting.sparsity), each)
     best = min(each.total for each in predictions)
-    near = [each for each in leading.values() if each.total <= pace.likely * best]
-    alike = [each.setting for each in near if each.total <= pace.alike * best]
-    first = min(alike, key=lambda setting: setting.strength)
-    return [first, *(each.setting for each in near if each.setting != first)][: pace.tried]
+    near = [each for each in by_sparsity.values() if each.total <= rules.trial_ratio * best]
+    first = gentlest_of_fastest({each.setting: each.total for each in near}, rules)
+    return [first, *(each.setting for each in near if each.setting != first)][: rules.most_sparsities]
 
 
-def fastest(seconds: Mapping[Setting, float], pace: Pace) -> Setting:
+def gentlest_of_fastest(seconds: Mapping[Setting, float], rules: DecisionRules) -> Setting:
     """Return the gentlest of the settings that are as fast as the fastest one."""
     least = min(seconds.values())
-    alike = [setting for setting, measured in seconds.items() if measured <= pace.alike * least]
-    return min(alike, key=lambda setting: setting.strength)
+    fastest = [setting for setting, measured in seconds.items() if measured <= rules.equal_ratio * least]
+    return min(fastest, key=lambda setting: setting.strength)

@@ -1,10 +1,10 @@
-"""Measurements of the automatic mode. Every function that takes the ranks' largest figure is a collective."""
+"""Measurements for the automatic mode: reductions, codings, the link. All ranks use those of the slowest."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,56 +25,55 @@ REPEATS = 3
 
 
 class ReductionTimer:
-    """Times reductions from the moment it is made.
-
-    Args:
-        group: The group whose reductions are timed.
-    """
+    """Times the reductions of a group from the moment it is made."""
 
     def __init__(self, group: StreamGroup) -> None:
         self._group = group
-        self._began = self._figures()
+        self._began = self._totals()
 
     def per_step(self, steps: int) -> tuple[float, float]:
-        """Return the seconds of a step's reductions without the wait for slower ranks, which every setting
-        has, and the share of reductions that the backward pass did not hide; a collective.
+        """Return the seconds of a step's reductions, and the share of them that the backward pass did not
+        hide; a collective. The wait for slower ranks, which every setting has, is left out.
         """
         total, waited, hidden = (
-            (now - began) / steps for now, began in zip(self._figures(), self._began, strict=True)
+            (now - began) / steps for now, began in zip(self._totals(), self._began, strict=True)
         )
         exposed = 1.0 - hidden / total if total else 1.0
         seconds, exposed = largest(self._group, [max(total - waited, 0.0), exposed])
         return seconds, min(max(exposed, 0.05), 1.0)
 
-    def _figures(self) -> tuple[float, float, float]:
+    def _totals(self) -> tuple[float, float, float]:
         group = self._group
         return group.reduce_seconds, 1e-3 * group.exchange.waited_ms, _hidden_seconds(group.metrics)
 
 
-class GradientSizes(NamedTuple):
-    """Sizes of a model's gradients."""
-
-    large: int
-    """Entries that are thresholded."""
-    small: int
-    """Bytes of tensors that never are."""
-    width: float
-    """Bytes of an entry that is thresholded."""
-
-    @classmethod
-    def of(cls, group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -> GradientSizes:
-        """Add up the entries and bytes of each tensor."""
-        sizes = [(group.is_small(name, numel), numel, nbytes) for name, (numel, nbytes) in tensors.items()]
-        small = sum(nbytes for is_small, _, nbytes in sizes if is_small)
-        large = sum(numel for is_small, numel, _ in sizes if not is_small)
-        return cls(large, small, (sum(nbytes for *_, nbytes in sizes) - small) / large if large else 4.0)
+def _hidden_seconds(metrics: Metrics | None) -> float:
+    """Return the seconds of all reductions so far that the backward pass hid."""
+    if metrics is None:
+        return 0.0
+    summary = metrics.summary()
+    return 1e-3 * summary.hidden_ms * summary.steps
 
 
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
-    """Return the largest of all ranks' figures, one by one; a collective of the host's group."""
+    """Return the largest value of each figure over the ranks; a collective of the host's group."""
     agreed = torch.tensor(figures, dtype=torch.float64, device=group.device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group.group)
     return agreed.tolist()
+
+
+def gradient_sizes(group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -> tuple[int, int, float]:
+    """Return the entries that are thresholded, the bytes of tensors that never are, and the bytes of a
+    thresholded entry.
+
+    Args:
+        group: Says which tensors are never thresholded.
+        tensors: Entries and bytes of each tensor.
+    """
+    sizes = [(group.is_small(name, numel), numel, nbytes) for name, (numel, nbytes) in tensors.items()]
+    small = sum(nbytes for is_small, _, nbytes in sizes if is_small)
+    large = sum(numel for is_small, numel, _ in sizes if not is_small)
+    return large, small, (sum(nbytes for *_, nbytes in sizes) - small) / large if large else 4.0
 
 
 def probe_link(group: StreamGroup) -> Link:
@@ -93,46 +92,40 @@ def probe_link(group: StreamGroup) -> Link:
 
 
 def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Setting, Coding]:
-    """Time the coding and decoding with each setting; a collective."""
+    """Time the coding and decoding of random entries with each setting; a collective."""
     timed = {setting: _time_coding(group, setting) for setting in settings}
     agreed = largest(group, [figure for coding in timed.values() for figure in coding])
     return {setting: Coding(*agreed[3 * i : 3 * i + 3]) for i, setting in enumerate(timed)}
 
 
-def _hidden_seconds(metrics: Metrics | None) -> float:
-    """Return the seconds so far that reductions passed beside the backward pass."""
-    if metrics is None:
-        return 0.0
-    summary = metrics.summary()
-    return 1e-3 * summary.hidden_ms * summary.steps
-
-
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
-    """Time the coding and decoding of random entries, the least of some repetitions."""
+    found = []
+    encode, decode = _codec(group, setting)
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        message = encode()
+        encoded = time.perf_counter()
+        decode(message)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        found.append((encoded - began, time.perf_counter() - encoded, message.numel()))
+    return Coding(*(min(figures) / ENTRIES for figures in zip(*found, strict=True)))
+
+
+def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
+    """Return a function that encodes random entries, and one that decodes the message."""
     data = torch.randn(ENTRIES, device=group.device)
     if setting.is_exact:
-        return _time_lossless(data * torch.rand(ENTRIES))  # exponents as varied as a gradient's
+        data *= torch.rand(ENTRIES)  # exponents as varied as a gradient's
+        return partial(lossless.encode, data), partial(lossless.decode, like=data)
     stream = Compressor(
         group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
     )
-    total, found = torch.zeros_like(data), []
-    for _ in range(REPEATS):
-        writer, began = MessageWriter(group.device), time.perf_counter()
+
+    def encode() -> Tensor:
+        writer = MessageWriter(group.device)
         stream.observe(stream.encode(data, [(0, ENTRIES, writer)], 1.0 - setting.sparsity))
-        encoded = time.perf_counter()
-        group.backend.decode_add(writer.message, total)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-        found.append((encoded - began, time.perf_counter() - encoded, writer.message.numel()))
-    return Coding(*(min(figures) / ENTRIES for figures in zip(*found, strict=True)))
+        return writer.message
 
-
-def _time_lossless(data: Tensor) -> Coding:
-    found = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        message = lossless.encode(data)
-        encoded = time.perf_counter()
-        lossless.decode(message, data)
-        found.append((encoded - began, time.perf_counter() - encoded, message.numel()))
-    return Coding(*(min(figures) / ENTRIES for figures in zip(*found, strict=True)))
+    total = torch.zeros_like(data)
+    return encode, lambda message: group.backend.decode_add(message, total)

@@ -31,7 +31,7 @@ def _figures(**training: object) -> Figures:
 def test_a_setting_pays_below_the_rate_where_both_take_as_long() -> None:
     figures = _figures()
     rate = figures.pays_below(STRONG)
-    there = figures.model.at(rate)
+    there = figures.model.at_rate(rate)
     assert 1e8 < rate < 1e11
     assert there.predict(STRONG).total == pytest.approx(there.predict(DENSE).total, rel=1e-3)
     free = figures._replace(model=figures.model._replace(codings={STRONG: Coding(0.0, 0.0, 0.03)}))
@@ -51,23 +51,23 @@ def test_quality_is_that_of_the_results() -> None:
 
 def test_bytes_are_those_of_a_ring_or_of_all_messages() -> None:
     model = _figures().model
-    assert model.nbytes(DENSE) == 4 * 10_000_000 + 4_000
-    assert model.nbytes(STRONG) == pytest.approx(0.03 * 10_000_000 + 4_000)
-    four = model._replace(ranks=4, direct=False)
-    assert four.nbytes(DENSE) == pytest.approx(1.5 * (4 * 10_000_000 + 4_000))
-    assert four._replace(width=2.0).nbytes(DENSE) == pytest.approx(1.5 * (2 * 10_000_000 + 4_000))
+    assert model.sent_bytes(DENSE) == 4 * 10_000_000 + 4_000
+    assert model.sent_bytes(STRONG) == pytest.approx(0.03 * 10_000_000 + 4_000)
+    four = model._replace(ranks=4, is_direct=False)
+    assert four.sent_bytes(DENSE) == pytest.approx(1.5 * (4 * 10_000_000 + 4_000))
+    assert four._replace(entry_bytes=2.0).sent_bytes(DENSE) == pytest.approx(1.5 * (2 * 10_000_000 + 4_000))
 
 
 def test_gathers_of_weights_cross_with_every_setting() -> None:
     figures = _figures(stage=1)
-    model = figures.model._replace(gathers=1)
+    model = figures.model._replace(weight_gathers=1)
     gathered = (4 * 10_000_000 + 4_000) / 2
-    assert model.nbytes(DENSE) == figures.model.nbytes(DENSE) + gathered
-    assert model.nbytes(STRONG) == pytest.approx(0.03 * 10_000_000 / 2 + 4_000 + gathered)
-    slower = model.link.byte * 9  # per byte, on a link of a tenth of the rate
-    assert model.at(1e8).rest == pytest.approx(model.rest + gathered * slower)
-    assert model.at(math.inf).rest == 0.0
-    assert model.at(1e8).predict(STRONG).exchange < figures.model.at(1e8).predict(STRONG).exchange
+    assert model.sent_bytes(DENSE) == figures.model.sent_bytes(DENSE) + gathered
+    assert model.sent_bytes(STRONG) == pytest.approx(0.03 * 10_000_000 / 2 + 4_000 + gathered)
+    slower = model.link.seconds_per_byte * 9  # per byte, on a link of a tenth of the rate
+    assert model.at_rate(1e8).rest == pytest.approx(model.rest + gathered * slower)
+    assert model.at_rate(math.inf).rest == 0.0
+    assert model.at_rate(1e8).predict(STRONG).exchange < figures.model.at_rate(1e8).predict(STRONG).exchange
 
 
 def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> None:
@@ -95,13 +95,13 @@ def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> Non
 
 
 def test_bytes_are_those_of_the_topology_that_the_optimizer_gets(tmp_path: Path) -> None:
-    model = _figures().model._replace(ranks=4, direct=False)
+    model = _figures().model._replace(ranks=4, is_direct=False)
     figures = {**model._asdict(), "codings": [[0.99, "bf16", 3e-9, 1e-9, 0.03]], "link": [1e-4, 8e-9]}
-    for optimizer, is_direct, answers in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
+    for optimizer, is_direct, density in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
         facts = {"optimizer": [optimizer], "momentum": 0.0, "stage": 0}
         (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts}))
         read = Figures.read(tmp_path / "figures").model
-        assert (read.direct, read.answers) == (is_direct, answers)
+        assert (read.is_direct, read.server_density) == (is_direct, density)
 
 
 @pytest.mark.slow

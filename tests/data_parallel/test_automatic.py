@@ -25,7 +25,7 @@ from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel import GradientReducer, lossless
 from dct_plugin.data_parallel.automatic import AutomaticSparsity
 from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
-from dct_plugin.data_parallel.decision_rules import Pace, fastest, likely
+from dct_plugin.data_parallel.decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
 from dct_plugin.data_parallel.measurements import largest
 from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.data_parallel.two_phase import TwoPhase
@@ -159,14 +159,14 @@ def test_a_prediction_is_the_sum_of_its_parts_and_a_measured_reduction_counts() 
     assert made.coding == pytest.approx(1e7 * (3e-9 + 2 * 1e-10))
     assert made.exchange == pytest.approx(1e-4 + 8e-9 * (0.03 * 1e7 + 4_000))
     assert made.total == pytest.approx(0.1 + made.coding + made.exchange)
-    assert _model(1e9, dense=0.5, exposed=0.5).predict(DENSE).total == pytest.approx(0.35)
-    half = _model(1e9, exposed=0.5).predict(STRONG)
+    assert _model(1e9, dense_reduction=0.5, exposed_share=0.5).predict(DENSE).total == pytest.approx(0.35)
+    half = _model(1e9, exposed_share=0.5).predict(STRONG)
     assert (half.coding, half.exchange) == pytest.approx((made.coding / 2, made.exchange / 2))
-    two_phase = _model(1e9, direct=False, ranks=8).predict(STRONG)
+    two_phase = _model(1e9, is_direct=False, ranks=8).predict(STRONG)
     assert two_phase.exchange == pytest.approx(2e-4 + 8e-9 * (0.03 * 1e7 + 4_000) / 4)
     over = STRONG._replace(exchange="two_phase")
     assert _model(1e9, ranks=8).predict(over) == two_phase._replace(setting=over)
-    answered = _model(1e9, ranks=8, answers=3.0).predict(over)
+    answered = _model(1e9, ranks=8, server_density=3.0).predict(over)
     assert answered.exchange == pytest.approx(2e-4 + 8e-9 * (2 * 0.03 * 1e7 + 4_000) / 4)
 
 
@@ -192,16 +192,18 @@ def test_the_other_topology_is_tried_where_it_is_known_to_lose_nothing(
 
 
 def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> None:
-    pace = Pace(tried=2)
+    rules = DecisionRules(most_sparsities=2)
 
     def tried(rate: float) -> list[Setting]:
-        return likely([_model(rate, rest=0.3).predict(each) for each in (DENSE, GENTLE, STRONG)], pace)
+        return settings_to_try(
+            [_model(rate, rest=0.3).predict(each) for each in (DENSE, GENTLE, STRONG)], rules
+        )
 
     assert tried(1e12) == [DENSE, STRONG]
     assert tried(2e9) == [STRONG, GENTLE]
     assert tried(1e8) == [STRONG]
-    assert fastest({STRONG: 1.0, GENTLE: 1.02, DENSE: 1.5}, pace) == GENTLE
-    assert fastest({STRONG: 1.0, GENTLE: 1.05, DENSE: 1.5}, pace) == STRONG
+    assert gentlest_of_fastest({STRONG: 1.0, GENTLE: 1.02, DENSE: 1.5}, rules) == GENTLE
+    assert gentlest_of_fastest({STRONG: 1.0, GENTLE: 1.05, DENSE: 1.5}, rules) == STRONG
 
 
 # -- the lossless code ---
@@ -289,7 +291,15 @@ _STEPS = 60
 def _trained(rank: int, world_size: int) -> dict[str, Any]:
     """Reduce gradients while the link gets fast in mid-run; the times of steps are told, not measured."""
     config = _config(sparsity=0.99, quality="bytes", value_dtype="bf16", min_numel=10)
-    pace = Pace(measured=2, settle=1, trial=2, rounds=1, tried=2, window=3, probes=2)
+    rules = DecisionRules(
+        dense_steps=2,
+        settling_steps=1,
+        trial_steps=2,
+        rounds=1,
+        most_sparsities=2,
+        window_steps=3,
+        windows_per_probe=2,
+    )
 
     def median(self: AutomaticSparsity) -> float:
         times = _SLOW if reducer.step < _STEPS // 2 else _FAST
@@ -301,7 +311,7 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
 
     allowed = [DENSE, GENTLE, STRONG]
     with (
-        patch.multiple(AutomaticSparsity, pace=pace, _median=median),
+        patch.multiple(AutomaticSparsity, rules=rules, _median=median),
         patch("dct_plugin.data_parallel.automatic.probe_link", probe),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: allowed),
     ):
@@ -394,14 +404,16 @@ def _owned(reducer: GradientReducer) -> bool:
 
 def _changed_topology(rank: int, world_size: int) -> dict[str, Any]:
     """Reduce gradients, whose unit changes in every step, while the best topology changes in mid-run."""
-    pace = Pace(measured=2, settle=1, trial=2, rounds=1, window=3, likely=100.0)
+    rules = DecisionRules(
+        dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=3, trial_ratio=100.0
+    )
 
     def median(self: AutomaticSparsity) -> float:
         direct = 0.5 if step < _STEPS // 2 else 1.5
         return largest(reducer, [{STRONG: 1.0, _DIRECT: direct}.get(self.current, 3.0)])[0]
 
     with (
-        patch.multiple(AutomaticSparsity, pace=pace, _median=median),
+        patch.multiple(AutomaticSparsity, rules=rules, _median=median),
         patch("dct_plugin.data_parallel.automatic.probe_link", lambda _: Link(1e-4, 1e-6)),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
     ):
@@ -466,7 +478,9 @@ def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    pace = Pace(measured=2, settle=1, trial=2, rounds=1, window=3, likely=100.0)
+    rules = DecisionRules(
+        dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=3, trial_ratio=100.0
+    )
     two_phase, used, exchanges = STRONG._replace(exchange="two_phase"), [], set()
 
     def median(self: AutomaticSparsity) -> float:
@@ -474,7 +488,7 @@ def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
         return largest(self._group, [seconds.get(self.current, 3.0)])[0]
 
     with (
-        patch.multiple(AutomaticSparsity, pace=pace, _median=median),
+        patch.multiple(AutomaticSparsity, rules=rules, _median=median),
         patch("dct_plugin.data_parallel.automatic.probe_link", lambda _: Link(1e-4, 1e-6)),
         patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
     ):

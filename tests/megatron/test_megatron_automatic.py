@@ -10,7 +10,7 @@ from support import processes
 from support.megatron_gpt import Job, Outcome, train
 
 from dct_plugin.data_parallel.automatic import AutomaticSparsity
-from dct_plugin.data_parallel.decision_rules import Pace
+from dct_plugin.data_parallel.decision_rules import DecisionRules
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -34,8 +34,15 @@ class Course(NamedTuple):
 
 def _trained(rank: int, world_size: int, jobs: list[Job]) -> list[Course]:
     # Everything is tried, and every two windows the ranks decide anew.
-    AutomaticSparsity.pace = Pace(
-        measured=2, settle=1, trial=1, rounds=1, tried=2, likely=1e9, window=2, departs=1.0 + 1e-9
+    AutomaticSparsity.rules = DecisionRules(
+        dense_steps=2,
+        settling_steps=1,
+        trial_steps=1,
+        rounds=1,
+        most_sparsities=2,
+        trial_ratio=1e9,
+        window_steps=2,
+        step_ratio=1.0 + 1e-9,
     )
     return [_course(job) for job in jobs]
 
