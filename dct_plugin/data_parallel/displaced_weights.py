@@ -63,6 +63,8 @@ class DisplacedWeights:
         """Weights of the parameters that hold displaced ones."""
         self.fresh = False
         """True if the displaced weights are those of the coming passes."""
+        self._saving = 0
+        """Depth of calls of ``state_dict`` that began while displaced weights were shown."""
 
     @property
     def shown(self) -> bool:
@@ -85,6 +87,7 @@ class DisplacedWeights:
 
     def show(self) -> None:
         """Let the parameters hold the displaced weights."""
+        self._saving = 0
         for name, (parameter, buffer, _, _) in self._computed.items():
             self._weights[name], parameter.data = parameter.data, buffer
 
@@ -111,6 +114,22 @@ class DisplacedWeights:
                 "and write weights within `with dct_plugin.data_parallel.weights(model):`, or set "
                 "feedback to 'local'"
             )
+
+    def before_saving(self) -> None:
+        """Let the parameters hold their weights until :meth:`after_saving` was called as often.
+
+        Hooks call both for a module and for all its parts: the first call may find displaced weights.
+        """
+        if self.shown or self._saving:
+            self._saving += 1
+            self.restore()
+
+    def after_saving(self) -> None:
+        """Show displaced weights again, if the first :meth:`before_saving` found them."""
+        if self._saving:
+            self._saving -= 1
+            if not self._saving:
+                self.show()
 
     def check(self) -> None:
         """:meth:`restore`, if a parameter was written."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 class ModuleHook:
@@ -71,3 +73,33 @@ def register_hooks(
             part._register_load_state_dict_pre_hook(load, with_module=True),
         ]
     return handles
+
+
+def call_after_backward(output: Any, function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward pass of what a forward pass returned; it may be called
+    several times.
+    """
+
+    # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
+    # inside the backward pass, which must not end it.
+    def queue(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+
+    for tensor in _tensors_of(output):
+        if tensor.requires_grad:
+            tensor.register_hook(queue)
+
+
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a forward pass returned: nested containers, and attributes of objects."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif not callable(leaf):
+            slots = [name for kind in type(leaf).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n, None) for n in slots)]
+            yield from (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots

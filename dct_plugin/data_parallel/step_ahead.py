@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..config.automatic import BY_COMPRESSORS
 from ..errors import ConfigError
 from ..feedback import ScratchBuffers, unpacked
 from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
-from .module_hooks import register_hooks
+from .module_hooks import call_after_backward, register_hooks
 from .node_ranks import NodeRanks, Part, common
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
@@ -171,8 +170,6 @@ class StepAhead:
         self._buffers: dict[str, Tensor] = {}
         self._scratch = ScratchBuffers()
         self._displaced = DisplacedWeights()
-        self._saving = 0
-        """Depth of calls of ``state_dict`` that began while weights were displaced."""
         self._handles: list[Any] = []
 
     def share_with(self, node: NodeRanks, held: Mapping[str, Part] | None = None) -> None:
@@ -201,8 +198,8 @@ class StepAhead:
             module,
             before_pass=lambda trains: self.displace() if trains else self.restore(),
             after_pass=self._after_forward,
-            before_saving=self._before_saving,
-            after_saving=self._after_saving,
+            before_saving=self._displaced.before_saving,
+            after_saving=self._displaced.after_saving,
             before_loading=self.forget,
         )
         if hasattr(optimizer, "register_step_pre_hook"):
@@ -227,7 +224,6 @@ class StepAhead:
         if self._displaced.shown and self._displaced.fresh:
             self._displaced.check()
             return
-        self._saving = 0
         self.restore()
         if not self._displaced.fresh or self._displaced.outdated:
             self._compute()
@@ -239,8 +235,7 @@ class StepAhead:
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
-        if self._displaced.shown:
-            self._displaced.restore()
+        self._displaced.restore()
 
     def weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter's weight, also while its data are the displaced ones."""
@@ -251,31 +246,10 @@ class StepAhead:
         self.restore()
         self._displaced.fresh = False
 
-    def _before_saving(self) -> None:
-        # Also called for every part of what is saved; the first one may find displaced weights.
-        if self._displaced.shown or self._saving:
-            self._saving += 1
-            self.restore()
-
-    def _after_saving(self) -> None:
-        if self._saving:
-            self._saving -= 1
-            if not self._saving:
-                self._displaced.show()
-
     def _after_forward(self, output: Any) -> None:
-        # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
-        # inside the backward pass, which must not end it.
         if self._displaced.shown:
-            for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._when_backward_ends)
-
-    def _when_backward_ends(self, _: Tensor) -> None:
-        # No waiting for a device in every step.
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: self._displaced.restore(thorough=False)
-        )
+            # Without waiting for a device in every step.
+            call_after_backward(output, lambda: self._displaced.restore(thorough=False))
 
     def _compute(self) -> None:
         self._displaced.begin()
@@ -393,21 +367,6 @@ def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor
     start, stop = common(held, part)
     out.zero_()[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
     return out
-
-
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward pass returned: nested containers, and attributes of objects."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif not callable(leaf):
-            slots = [name for kind in type(leaf).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n, None) for n in slots)]
-            yield from (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
 
 
 class StepAheadAddOn(AddOn):
