@@ -15,11 +15,11 @@ from torch import Tensor
 from ..feedback import ScratchBuffers
 from .node_ranks import NodeRanks
 
-#: Steps' worth of gradients that an entry of a residual is believed to hold at most, if the optimizer divides
-#: by a second moment: with an exact one, k gradients are k root mean squares at most, and the square root of
-#: k roots of a sum (Cauchy and Schwarz). Row and column means underestimate the moment of an entry that is
-#: large where its row and column are not, and an owner's displacement is the number of ranks times the
-#: mean's: single entries ended runs.
+#: Most optimizer steps by which an entry of a residual displaces a weight, if the optimizer divides by a
+#: second moment. With exact moments a residual of k gradients is at most k steps long (Adam), or sqrt(k)
+#: (Adagrad; both by Cauchy and Schwarz). Row and column means underestimate the moment of an entry that is
+#: large in a row and a column of small ones, and owners multiply what they hold back. Without the limit
+#: single entries ended runs.
 LIMIT = 50.0
 
 
@@ -32,7 +32,8 @@ class Moments:
     Args:
         shape: Shape of the parameter.
         device: Device of its gradients.
-        missed: Optimizer steps that were made before; a sum (Adagrad) counts them as what it has seen since.
+        missed: Optimizer steps before the first observed one. A sum (Adagrad) assumes for them the mean of
+            the observed ones.
     """
 
     def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device, *, missed: int = 0) -> None:
@@ -42,45 +43,47 @@ class Moments:
         self._numel = math.prod(shape)
         self.rows = torch.zeros(rows, dtype=torch.float32, device=device)
         self.columns = torch.zeros(columns, dtype=torch.float32, device=device)
-        self._seen_rows, self._seen_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
+        self._step_rows, self._step_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
         self.steps = 0
         """Optimizer steps that went into the means."""
         self.missed = missed
 
-    def add(self, gradient: Tensor, room: Tensor | None = None) -> None:
-        """A gradient of this step (1-D, any floating type); micro-batches add up as independent ones.
+    def add(self, gradient: Tensor, scratch: Tensor | None = None) -> None:
+        """Add a gradient of this step. The squares of micro-batches add up, as if these were independent.
 
-        ``room``, fp32 of the same shape, is overwritten; without it memory is allocated.
+        Args:
+            gradient: 1-D, of any floating type.
+            scratch: fp32 of the same shape, to overwrite; without it memory is allocated.
         """
-        room = torch.empty_like(gradient, dtype=torch.float32) if room is None else room
-        squares = room.copy_(gradient).square_().view(self._matrix)
+        scratch = torch.empty_like(gradient, dtype=torch.float32) if scratch is None else scratch
+        squares = scratch.copy_(gradient).square_().view(self._matrix)
         if self.columns.numel() == 1:
-            self._seen_rows.add_(squares.mean())
+            self._step_rows.add_(squares.mean())
             return
-        self._seen_rows.add_(squares.mean(1))
-        self._seen_columns.add_(squares.mean(0))
+        self._step_rows.add_(squares.mean(1))
+        self._step_columns.add_(squares.mean(0))
 
     def add_part(self, part: Tensor, first: int) -> None:
-        """Add the entries from ``first`` on of a gradient, as :meth:`add` does; other ranks have the others,
-        and what the ranks have seen is summed before the step ends (:attr:`seen`).
+        """Add a part of a gradient that begins at entry ``first``. Other ranks add the other parts, and all
+        sum up :attr:`step_squares` before the step ends.
         """
         squares = part.float().square()
         if self.columns.numel() == 1:
-            self._seen_rows.add_(squares.sum() / self._numel)
+            self._step_rows.add_(squares.sum() / self._numel)
             return
         rows, inside = self._rows_of(first, part.numel())
         whole = squares.new_zeros(rows.stop - rows.start, self.columns.numel())
         whole.view(-1)[inside] = squares
-        self._seen_rows[rows].add_(whole.mean(1))
-        self._seen_columns.add_(whole.sum(0) / self.rows.numel())
+        self._step_rows[rows].add_(whole.mean(1))
+        self._step_columns.add_(whole.sum(0) / self.rows.numel())
 
     @property
-    def seen(self) -> list[Tensor]:
-        """The squares that were added in this step."""
-        return [self._seen_rows, self._seen_columns]
+    def step_squares(self) -> list[Tensor]:
+        """Row and column means of the squares in this step so far."""
+        return [self._step_rows, self._step_columns]
 
     def _rows_of(self, first: int, numel: int) -> tuple[slice, slice]:
-        """Return the rows that hold entries from ``first`` on, and where these lie in those rows."""
+        """Return the rows that hold ``numel`` entries from ``first`` on, and where these lie in the rows."""
         columns = self.columns.numel()
         start = first // columns
         rows = slice(start, -(-(first + numel) // columns))
@@ -89,30 +92,30 @@ class Moments:
     def end_step(self, *, skipped: bool, decay: float | None) -> None:
         """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
         if not skipped:
-            for mean, seen in ((self.rows, self._seen_rows), (self.columns, self._seen_columns)):
-                # Gradients that are not finite teach nothing.
+            for mean, squares in ((self.rows, self._step_rows), (self.columns, self._step_columns)):
+                # Gradients that are not finite are ignored.
                 if decay is None:
-                    mean.add_(seen.nan_to_num_(0.0, 0.0, 0.0))
+                    mean.add_(squares.nan_to_num_(0.0, 0.0, 0.0))
                 else:
-                    mean.lerp_(torch.where(seen.isfinite(), seen, mean), 1.0 - decay)
+                    mean.lerp_(torch.where(squares.isfinite(), squares, mean), 1.0 - decay)
             self.steps += 1
-        self._seen_rows.zero_()
-        self._seen_columns.zero_()
+        self._step_rows.zero_()
+        self._step_columns.zero_()
 
     def denominator(
-        self, out: Tensor, *, decay: float | None, eps: float, first: int = 0, size: float = 1.0
+        self, out: Tensor, *, decay: float | None, eps: float, first: int = 0, ratio: float = 1.0
     ) -> Tensor:
-        """``size * sqrt(second moment) + eps`` of the entries from ``first`` on into ``out`` (fp32, 1-D);
-        infinite before a step.
+        """Set ``out`` (fp32, 1-D) to ``ratio * sqrt(second moment) + eps`` of the entries from ``first`` on.
+        Before the first step it is infinite.
         """
         if self.steps == 0:
             return out.fill_(float("inf"))
-        sees = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
+        observed = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
         tiny = torch.finfo(torch.float32).tiny
-        eps = max(eps, tiny)  # nothing over nothing is nothing
+        eps = max(eps, tiny)  # 0 / 0 is to be 0
         if self.columns.numel() == 1:
-            return out.copy_((self.rows[0] / sees).sqrt().mul(size).add(eps))
-        rows = (self.rows / self.rows.mean().clamp_min(tiny) / sees).sqrt().mul(size)
+            return out.copy_((self.rows[0] / observed).sqrt().mul(ratio).add(eps))
+        rows = (self.rows / self.rows.mean().clamp_min(tiny) / observed).sqrt().mul(ratio)
         if out.numel() == self._numel:
             torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
         else:
@@ -121,16 +124,16 @@ class Moments:
         return out.add_(eps)
 
     def limit(self, decay: float | None) -> float:
-        """Return how many root mean squares a residual is believed to be, see :data:`LIMIT`."""
+        """Return the most optimizer steps by which an entry displaces a weight, see :data:`LIMIT`."""
         return LIMIT if decay is not None else math.sqrt(min(LIMIT, self.steps + self.missed))
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
-        for mean in (self.rows, self.columns, self._seen_rows, self._seen_columns):
+        for mean in (self.rows, self.columns, self._step_rows, self._step_columns):
             mean.mul_(factor * factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Means (fp32, copies on the CPU) and counts of steps."""
+        """Return the means (fp32, copies on the CPU) and the counts of steps."""
         means = {"rows": self.rows.to("cpu", copy=True), "columns": self.columns.to("cpu", copy=True)}
         return {**means, "steps": self.steps, "missed": self.missed}
 
@@ -147,21 +150,21 @@ class Moments:
 
 
 class MomentsPart(NamedTuple):
-    """The moments of a part of a tensor, for gradients of another size.
+    """The second moments of a part of a tensor, for gradients that are ``ratio`` times as large.
 
     Attributes:
-        moments: The moments of the tensor.
+        moments: The moments of the tensor, from the gradients that this rank observed.
         first: The part's first entry.
-        size: Size of those gradients, where that of the observed ones is 1.
+        ratio: Size of the optimizer's gradients relative to the observed ones.
     """
 
     moments: Moments
     first: int = 0
-    size: float = 1.0
+    ratio: float = 1.0
 
     def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
         """See :meth:`Moments.denominator`."""
-        return self.moments.denominator(out, decay=decay, eps=eps, first=self.first, size=self.size)
+        return self.moments.denominator(out, decay=decay, eps=eps, first=self.first, ratio=self.ratio)
 
     def limit(self, decay: float | None) -> float:
         """See :meth:`Moments.limit`."""
@@ -173,7 +176,7 @@ class SecondMoments:
 
     Args:
         parameters: Parameters by name of the stream.
-        decay_of: Decay of a parameter's second moment; None: it is a sum.
+        decay_of: Returns the decay of a parameter's second moment; None: it is a sum.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class SecondMoments:
     ) -> None:
         self._parameters, self._decay_of = parameters, decay_of
         self.node: NodeRanks | None = None
-        """The ranks that see the parts of one gradient, if a rank does not see the whole."""
+        """The ranks of this rank's node, if each of them observes only a part of every gradient."""
         self._moments: dict[str, Moments] = {}
         self._loaded: dict[str, Any] = {}
         self._missed = 0
@@ -212,7 +215,9 @@ class SecondMoments:
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
         if self.node is not None and self._moments and not skipped:
-            self.node.sum_up([seen for moments in self._moments.values() for seen in moments.seen])
+            self.node.sum_up(
+                [squares for moments in self._moments.values() for squares in moments.step_squares]
+            )
         for name, moments in self._moments.items():
             moments.end_step(skipped=skipped, decay=self._decay_of(self._parameters[name]))
 
@@ -226,7 +231,7 @@ class SecondMoments:
         return {**self._loaded, **{name: m.state_dict() for name, m in self._moments.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Restore :meth:`state_dict`; others start ``step`` optimizer steps into the training."""
+        """Restore :meth:`state_dict`; moments that it lacks have missed ``step`` optimizer steps."""
         self._moments.clear()
         self._loaded = {name: saved for name, saved in state.items() if name in self._parameters}
         self._missed = step

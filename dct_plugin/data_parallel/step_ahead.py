@@ -314,7 +314,9 @@ class StepAhead:
         divides by. The noise of single ranks is larger than that of their mean.
         """
         moments = self.moments.of(name)
-        return None if moments is None else MomentsPart(moments, first, self.coefficients.mean_gradient(name))
+        return (
+            None if moments is None else MomentsPart(moments, first, self.coefficients.gradient_ratio(name))
+        )
 
     def residual_length(self, name: str) -> Tensor:
         """Return the root mean square of a residual's share, in steps of the optimizer for a gradient of the

@@ -246,10 +246,10 @@ def test_a_smaller_mean_gradient_makes_longer_steps() -> None:
     moments.add(torch.ones(16))
     moments.end_step(skipped=False, decay=0.999)
     unit, out = StepUnit(0.1, True, 0.999, 1e-8), torch.empty(4, 4)
-    for size in (1.0, 0.25):
-        part = MomentsPart(moments, size=size)
+    for ratio in (1.0, 0.25):
+        part = MomentsPart(moments, ratio=ratio)
         displaced(torch.zeros(4, 4), (torch.ones(16), 1.0), part, unit, out=out)
-        torch.testing.assert_close(out, torch.full((4, 4), -0.1 / size))
+        torch.testing.assert_close(out, torch.full((4, 4), -0.1 / ratio))
 
 
 def test_a_sum_of_squares_grows_with_the_residual() -> None:
@@ -542,7 +542,7 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, float,
     ahead = reducer.add_on(StepAheadAddOn).prepare(
         list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights))
     )
-    first = ahead.coefficients.of("a"), ahead.coefficients.mean_gradient("a")
+    first = ahead.coefficients.of("a"), ahead.coefficients.gradient_ratio("a")
     generator = torch.Generator().manual_seed(1 if same else rank)
     samples = 0
     for step in range(4 * INTERVAL + 1):
@@ -555,10 +555,10 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, float,
             samples += len(ahead.coefficients._measured) - pending
         reducer.end_step(skipped=step == 5)
     assert first == (0.5 + 0.5 / world_size, 1.0)
-    found = ahead.coefficients.of("a"), ahead.coefficients.mean_gradient("a")
+    found = ahead.coefficients.of("a"), ahead.coefficients.gradient_ratio("a")
     state = reducer.state_dict()["ahead"]
     ahead.load_state_dict(state)
-    assert found == (ahead.coefficients.of("a"), ahead.coefficients.mean_gradient("a"))
+    assert found == (ahead.coefficients.of("a"), ahead.coefficients.gradient_ratio("a"))
     return *found, samples, len(state["moments"])
 
 

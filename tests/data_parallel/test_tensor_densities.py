@@ -14,14 +14,20 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, step_ahead
 from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
-from dct_plugin.data_parallel.tensor_densities import DENSEST, INTERVAL, LEAST, SHARES, TensorDensities
+from dct_plugin.data_parallel.tensor_densities import (
+    INTERVAL,
+    LENGTH_LIMITS,
+    MAX_DENSITY,
+    MIN_MEASUREMENTS,
+    TensorDensities,
+)
 
 
 def measured(lengths: dict[str, tuple[int, float]], *, skipped: bool = False) -> TensorDensities:
     """Densities after the first interval, in which every measurement was the same."""
     densities = TensorDensities()
     numels, values = zip(*lengths.values(), strict=True)
-    for step in range(INTERVAL - LEAST + 1, INTERVAL + 1):
+    for step in range(INTERVAL - MIN_MEASUREMENTS + 1, INTERVAL + 1):
         densities.measure(list(lengths), numels, values)
         densities.end_step(step, skipped=skipped)
     return densities
@@ -38,10 +44,10 @@ def test_shares_are_limited_and_keep_their_sum() -> None:
     densities = measured({"a": (1000, 1e6), "b": (9000, 1.0)})
     a, b = densities.density("a", 0.01), densities.density("b", 0.01)
     assert 1000 * a + 9000 * b == pytest.approx(10_000 * 0.01)
-    assert a / b == pytest.approx(SHARES[1] / SHARES[0])
+    assert a / b == pytest.approx(LENGTH_LIMITS[1] / LENGTH_LIMITS[0])
 
 
-@pytest.mark.parametrize("density", [1.0, 0.5, 1.01 * DENSEST])
+@pytest.mark.parametrize("density", [1.0, 0.5, 1.01 * MAX_DENSITY])
 def test_dense_steps_and_the_start_are_left_alone(density: float) -> None:
     assert measured({"a": (1000, 3.0), "b": (3000, 1.0)}).density("a", density) == density
 
