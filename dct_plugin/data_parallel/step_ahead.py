@@ -502,8 +502,11 @@ class StepAheadAddOn(AddOn):
             name: {**saved, "rows": saved["rows"] * square, "columns": saved["columns"] * square}
             for name, saved in state["moments"].items()
         }
-        products = {name: (own * square, mixed * square) for name, (own, mixed) in state["products"].items()}
-        return {**state, "moments": moments, "products": products}
+        products = {
+            key: {name: (own * square, other * square) for name, (own, other) in state.get(key, {}).items()}
+            for key in ("products", "gradients")
+        }
+        return {**state, "moments": moments, **products}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         self._loaded = state

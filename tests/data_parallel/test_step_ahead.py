@@ -101,9 +101,10 @@ def test_moments_skip_rescale_restore_and_non_finite() -> None:
     other.load_state_dict(moments.state_dict())
     other.rescale(4.0)
     assert torch.equal(other.denominator(torch.empty(48), decay=0.9, eps=0.0), 4 * found)
-    saved = {"moments": {"w": moments.state_dict()}, "products": {"w": (1.0, 2.0)}}
-    saved = StepAheadAddOn.in_unit(saved, 4.0)
-    assert str(saved) == str({"moments": {"w": other.state_dict()}, "products": {"w": (16.0, 32.0)}})
+    products = {"products": {"w": (1.0, 2.0)}, "gradients": {"w": (4.0, 3.0)}}
+    saved = StepAheadAddOn.in_unit({"moments": {"w": moments.state_dict()}, **products}, 4.0)
+    scaled = {"products": {"w": (16.0, 32.0)}, "gradients": {"w": (64.0, 48.0)}}
+    assert str(saved) == str({"moments": {"w": other.state_dict()}, **scaled})
     with pytest.raises(ValueError, match="second moment"):
         Moments((5, 8), torch.device("cpu")).load_state_dict(before)
 
