@@ -210,8 +210,7 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     rate = _rate(8.0 * model.link_rate) if link.seconds_per_byte else "without limit"
     console.print(
         f"{(model.large_entries + model.small_bytes / model.entry_bytes) / 1e6:.3g}M parameters, "
-        f"{model.ranks} ranks, "
-        f"{training.optimizer[0] if training.optimizer else 'no optimizer seen'}; "
+        f"{model.ranks} ranks, {training.optimizer[0] if training.optimizer else 'no optimizer seen'}; "
         f"link {rate}, {1e3 * link.latency:.2f} ms"
     )
     console.print(table)

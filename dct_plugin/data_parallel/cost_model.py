@@ -107,11 +107,7 @@ class CostModel(NamedTuple):
     @property
     def gathered_bytes(self) -> float:
         """Bytes of weights that a rank sends in a step, the same with every setting."""
-        return self.weight_gathers * self._other_ranks_share * self._dense_bytes
-
-    @property
-    def _other_ranks_share(self) -> float:
-        return (self.ranks - 1) / self.ranks
+        return self.weight_gathers * (self.ranks - 1) / self.ranks * self._dense_bytes
 
     @property
     def _dense_bytes(self) -> float:
@@ -119,7 +115,7 @@ class CostModel(NamedTuple):
 
     def _gradient_bytes(self, setting: Setting) -> float:
         """Return the bytes of gradients that a rank sends in a step."""
-        share = self._other_ranks_share
+        share = (self.ranks - 1) / self.ranks
         if setting.is_dense:
             return 2.0 * share * self._dense_bytes
         copies = share * (1.0 + self._server_density(setting))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..config.automatic import Setting
-from ..metrics import Metrics
 from ..stream import Compressor
 from . import lossless
 from .cost_model import Coding, Link
@@ -35,24 +34,19 @@ class ReductionTimer:
         """Return the seconds of a step's reductions, and the share of them that the backward pass did not
         hide; a collective. The wait for slower ranks, which every setting has, is left out.
         """
-        total, waited, hidden = (
-            (now - began) / steps for now, began in zip(self._totals(), self._began, strict=True)
-        )
+        pairs = zip(self._totals(), self._began, strict=True)
+        total, waited, hidden = ((now - began) / steps for now, began in pairs)
         exposed = 1.0 - hidden / total if total else 1.0
         seconds, exposed = largest(self._group, [max(total - waited, 0.0), exposed])
         return seconds, min(max(exposed, 0.05), 1.0)
 
     def _totals(self) -> tuple[float, float, float]:
-        group = self._group
-        return group.reduce_seconds, 1e-3 * group.exchange.waited_ms, _hidden_seconds(group.metrics)
-
-
-def _hidden_seconds(metrics: Metrics | None) -> float:
-    """Return the seconds of all reductions so far that the backward pass hid."""
-    if metrics is None:
-        return 0.0
-    summary = metrics.summary()
-    return 1e-3 * summary.hidden_ms * summary.steps
+        """Return the seconds of all reductions, those of waiting in them, and those that were hidden."""
+        group, hidden = self._group, 0.0
+        if group.metrics is not None:
+            summary = group.metrics.summary()
+            hidden = 1e-3 * summary.hidden_ms * summary.steps
+        return group.reduce_seconds, 1e-3 * group.exchange.waited_ms, hidden
 
 
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
@@ -78,17 +72,10 @@ def gradient_sizes(group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -
 
 def probe_link(group: StreamGroup) -> Link:
     """Time small and large messages in the job's own exchange; a collective."""
-    found = []
-    for size in (1, PROBE_BYTES):
-        message = torch.zeros(size, dtype=torch.uint8, device=group.device)
-        times = []
-        for _ in range(REPEATS + 1):
-            began = time.perf_counter()
-            group.exchange.all_gather(message)
-            times.append(time.perf_counter() - began)
-        found.append(min(times[1:]))  # the first waits for other ranks
-    latency, large = largest(group, found)
-    return Link(latency, max(large - latency, 0.0) / PROBE_BYTES)
+    small, large = (torch.zeros(n, dtype=torch.uint8, device=group.device) for n in (1, PROBE_BYTES))
+    found = [_least_seconds(partial(group.exchange.all_gather, message)) for message in (small, large)]
+    latency, seconds = largest(group, found)
+    return Link(latency, max(seconds - latency, 0.0) / PROBE_BYTES)
 
 
 def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Setting, Coding]:
@@ -99,17 +86,15 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
 
 
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
-    found = []
     encode, decode = _codec(group, setting)
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        message = encode()
-        encoded = time.perf_counter()
-        decode(message)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-        found.append((encoded - began, time.perf_counter() - encoded, message.numel()))
-    return Coding(*(min(figures) / ENTRIES for figures in zip(*found, strict=True)))
+    encode_seconds, message = _least_seconds(encode), encode()
+    figures = encode_seconds, _least_seconds(partial(decode, message)), message.numel()
+    return Coding(*(each / ENTRIES for each in figures))
+
+
+def _least_seconds(function: Callable[[], object]) -> float:
+    # The first call waits for other ranks, or allocates memory.
+    return min(timeit.repeat(function, number=1, repeat=REPEATS + 1)[1:])
 
 
 def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
@@ -121,11 +106,16 @@ def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], 
     stream = Compressor(
         group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
     )
+    total = torch.zeros_like(data)
 
     def encode() -> Tensor:
         writer = MessageWriter(group.device)
         stream.observe(stream.encode(data, [(0, ENTRIES, writer)], 1.0 - setting.sparsity))
         return writer.message
 
-    total = torch.zeros_like(data)
-    return encode, lambda message: group.backend.decode_add(message, total)
+    def decode(message: Tensor) -> None:
+        group.backend.decode_add(message, total)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+
+    return encode, decode
