@@ -74,8 +74,7 @@ class AutomaticSparsity(AddOn):
         if config.quality is None or group.world_size == 1:
             return None
         # On a device slots are laid out for one type of values.
-        allowed = settings_within(config, all_types=not group.fixed_size)
-        return cls(group, allowed, context.topologies)
+        return cls(group, settings_within(config, all_types=not group.fixed_size), context.topologies)
 
     @property
     def dense(self) -> bool:
@@ -115,7 +114,7 @@ class AutomaticSparsity(AddOn):
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
         self._holds_residuals = step > 0
-        self._topologies.use(
+        self._topologies.switch_to(
             saved["exchange"]
         )  # that of the saved residuals, even if it may not be chosen now
         self._start(known if known is not None and self._is_allowed(known) else None)
@@ -127,7 +126,7 @@ class AutomaticSparsity(AddOn):
     # -- decisions ---
 
     def _start(self, known: Setting | None) -> None:
-        self._use(self._settings[0] if known is None else known)
+        self._switch_to(self._settings[0] if known is None else known)
         self._seconds.clear()
         self._has_decided = known is not None
         self._decisions = self._decide(is_known=known is not None)
@@ -162,16 +161,14 @@ class AutomaticSparsity(AddOn):
                 AutomaticSparsity.observer(model)
                 return
             seconds = {self.current: now}
-            chosen = yield from self._try_and_choose(model, seconds)
+            chosen = yield from self._choose(model, seconds)
             yield from self._change_to(chosen)
             self._has_decided = True
             self._report(chosen, seconds, model, why)
             now, link, why = yield from self._wait_for_change(seconds[chosen], link)
             dense = None  # was measured on another link
 
-    def _try_and_choose(
-        self, model: CostModel, seconds: dict[Setting, float]
-    ) -> Generator[int, None, Setting]:
+    def _choose(self, model: CostModel, seconds: dict[Setting, float]) -> Generator[int, None, Setting]:
         """Time some settings and return the best one; ``seconds`` gets the time of a step with each."""
         rules, exchange = self.rules, self.current.exchange
         settings = [each if each.is_exact else each._replace(exchange=exchange) for each in self._settings]
@@ -209,10 +206,10 @@ class AutomaticSparsity(AddOn):
         """
         schedule, step = self._group.schedule, self._group.step
         if setting.is_exact and self._holds_residuals:
-            self._use(self._flush._replace(exchange=self.current.exchange))
+            self._switch_to(self._flush._replace(exchange=self.current.exchange))
             yield 1
             self._holds_residuals = False
-        self._use(setting)
+        self._switch_to(setting)
         if not setting.is_exact and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
@@ -236,10 +233,10 @@ class AutomaticSparsity(AddOn):
                     return now, found, f"the link takes {change:.2g} times as long"
         raise AssertionError("unreachable")
 
-    def _use(self, setting: Setting) -> None:
+    def _switch_to(self, setting: Setting) -> None:
         self.current, group = setting, self._group
         self._holds_residuals |= not setting.is_exact
-        self._topologies.use(setting.exchange)
+        self._topologies.switch_to(setting.exchange)
         if setting.value_dtype not in (None, LOSSLESS, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
@@ -290,15 +287,8 @@ class AutomaticSparsity(AddOn):
         tried_ms = {str(setting): 1e3 * measured for setting, measured in seconds.items()}
         chosen_ms = tried_ms[str(chosen)]
         if group.metrics is not None:
-            group.metrics.event(
-                "decision",
-                step=group.step,
-                setting=str(chosen),
-                reason=why,
-                predicted_ms=1e3 * predicted.total,
-                measured_ms=chosen_ms,
-                tried_ms=tried_ms,
-            )
+            times = {"predicted_ms": 1e3 * predicted.total, "measured_ms": chosen_ms, "tried_ms": tried_ms}
+            group.metrics.event("decision", step=group.step, setting=str(chosen), reason=why, **times)
         if dist.get_rank():
             return
         others = ", ".join(f"{name} {ms:.1f}" for name, ms in tried_ms.items() if name != str(chosen))

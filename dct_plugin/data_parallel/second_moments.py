@@ -142,9 +142,8 @@ class Moments:
         for name in ("rows", "columns"):
             mine, saved = getattr(self, name), state[name]
             if mine.shape != saved.shape:
-                raise ValueError(
-                    f"{name} of the second moment: {tuple(saved.shape)}, expected {tuple(mine.shape)}"
-                )
+                shapes = f"{tuple(saved.shape)}, expected {tuple(mine.shape)}"
+                raise ValueError(f"{name} of the second moment: {shapes}")
             mine.copy_(saved)
         self.steps, self.missed = int(state["steps"]), int(state["missed"])
 

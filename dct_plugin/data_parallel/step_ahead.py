@@ -1,20 +1,23 @@
-"""Step-ahead error feedback: the gradient is taken where the weights will be once the residual has arrived.
+"""Step-ahead error feedback: gradients are taken where the weights will be once the residual has arrived.
 
 Source: Xu, Huo, Huang, *Step-Ahead Error Feedback for Distributed Training with Compressed Gradient*, AAAI
-2021. Under error feedback a rank takes its gradient at weights that lack what it has not sent, up to a
-hundred steps' worth at 99 % sparsity. Adam and momentum pay for that delay. So forward and backward run at
+2021. Under error feedback a rank takes its gradient at weights that lack what it has not sent: up to a
+hundred steps' worth at 99 % sparsity. Adam and momentum lose quality by that delay. So forward and backward
+passes run at displaced weights:
 
     w - coefficient * (the step that the optimizer would make with this rank's residual)
 
-while the optimizer, checkpoints and evaluation keep ``w``. The step is in the optimizer's own units. For
-the Adam family it is ``lr * E / (s * sqrt(D) + eps)``. D is the second moment of this rank's *dense*
-gradients, kept as row and column means (Adafactor, Shazeer and Stern, ICML 2018, section 3). The optimizer
-gets the ranks' mean gradient, which has less noise: s is its size beside this rank's, and 1 between few
-ranks. For SGD with momentum mu the step is ``lr * E / (1 - mu)``. D must not come from the optimizer's own
-state: that one sees thresholded gradients, and with it training diverged.
+The optimizer, checkpoints and evaluation keep ``w``. Let E be the residual. Then the step is
 
-Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the number of
-ranks), so that their ratio has none.
+- ``lr * E / (1 - mu)`` for SGD with momentum mu;
+- ``lr * E / (s * sqrt(D) + eps)`` for the Adam family. D is the second moment of this rank's *dense*
+  gradients (:mod:`.second_moments`). The optimizer gets the mean gradient of the ranks, which has less noise.
+  So s is the size of the mean gradient relative to the own one (:mod:`.residual_coefficients`); between few
+  ranks it is 1.
+
+D must not come from the optimizer's own state: that one sees thresholded gradients, and with it training
+diverged. Both E and D are in the unit of the gradients that reach the stream (loss scale, division by the
+number of ranks), so their ratio has no unit.
 """
 
 from __future__ import annotations
@@ -39,21 +42,22 @@ from .step_units import StepUnit
 from .stream_group import Sparsity
 from .tensor_densities import TensorDensities
 
-#: How often at most an owner counts what it alone has not sent. The ranks' mean asks for the number of ranks,
-#: but what single ranks are displaced by disturbs their gradients in second order: in proportion to that
-#: number. At eight ranks 8 lost a third less than 4 (docs/quality.md#many-compressors).
-MOST_TIMES = 8
+#: The greatest factor by which an owner multiplies what it holds back (see :class:`StepAhead`). With the
+#: number of ranks as the factor the mean of the displacements is exact. But a larger displacement disturbs
+#: the owner's own gradient in second order, in proportion to the factor. At eight ranks 8 lost a third less
+#: than 4 (docs/quality.md#many-compressors).
+MAX_OWNER_FACTOR = 8
 
 
 def _in_steps(
     residual: Tensor, moments: Moments | MomentsPart, unit: StepUnit, gradient_unit: float, *, out: Tensor
 ) -> Tensor:
-    """Set ``out`` (fp32) to the steps that a residual amounts to, where a gradient of the usual size makes
-    one: at most :meth:`Moments.limit`.
+    """Set ``out`` (fp32) to a residual in optimizer steps: a gradient of the usual size is one step. An entry
+    is at most :meth:`Moments.limit` steps.
     """
     moments.denominator(out, decay=unit.decay, eps=unit.eps / gradient_unit)
-    most = moments.limit(unit.decay)
-    return torch.div(residual, out, out=out).clamp_(-most, most)
+    limit = moments.limit(unit.decay)
+    return torch.div(residual, out, out=out).clamp_(-limit, limit)
 
 
 def displaced(
@@ -67,22 +71,27 @@ def displaced(
     out: Tensor,
     scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``weight - the optimizer's step with share * residual + times * pending`` into ``out``; bitwise
-    ``weight`` where both are zero. With a second moment no entry's step is longer than :meth:`Moments.limit`
-    times the share and the learning rate.
+    """Set ``out`` to ``weight - (the optimizer's step with coefficient * residual) + factor * pending``.
+
+    Entries without residual and pending update are bitwise those of ``weight``. With a second moment the step
+    of an entry is at most the learning rate times the coefficient times :meth:`Moments.limit`.
 
     Args:
         weight: Any shape and floating type, contiguous.
-        expected: A residual, fp32 [numel] in the unit of the stream's gradients (None for none), and the
-            share of it that counts.
+        expected: A residual, fp32 [numel] in the unit of the stream's gradients (None for none), and its
+            coefficient.
         moments: Second moments of the stream's gradients; needed for preconditioned units.
         unit: Unit of the optimizer's steps.
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
-        pending: A part of the weights, what is to be added to it, fp32, and how many times.
+        pending: A part of the weights, the update (fp32) that it has not got yet, and the update's factor.
         out: A tensor like ``weight``.
-        scratch: For weights of 2 bytes, two of fp32 [numel] to overwrite; without them memory is allocated.
+        scratch: For weights of 2 bytes, two buffers of fp32 [numel] to overwrite; without them memory is
+            allocated.
+
+    Returns:
+        ``out``.
     """
-    (residual, share), flat, target = expected, weight.view(-1), out.view(-1)
+    (residual, coefficient), flat, target = expected, weight.view(-1), out.view(-1)
     # In fp32: scaled residuals can be too large for fp16.
     exact = target.dtype == torch.float32
     if exact:
@@ -93,12 +102,12 @@ def displaced(
         step.zero_()
     elif unit.preconditioned:
         assert moments is not None
-        _in_steps(residual, moments, unit, gradient_unit, out=step).mul_(-unit.lr * share)
+        _in_steps(residual, moments, unit, gradient_unit, out=step).mul_(-unit.lr * coefficient)
     else:
-        torch.mul(residual, -unit.lr * share * gradient_unit, out=step)
+        torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
     if pending is not None:
-        shard, part, times = pending
-        step[shard.start : shard.stop].add_(part, alpha=times)
+        shard, update, factor = pending
+        step[shard.start : shard.stop].add_(update, alpha=factor)
     if exact or scratch is None:
         torch.add(step, flat, out=target)
     else:
@@ -107,14 +116,16 @@ def displaced(
 
 
 class Unsent(NamedTuple):
-    """The parts of a stream that this rank has not sent. Answers are as of now, and read before the next one.
+    """Functions that return what this rank has not sent of a stream so far.
+
+    The tensors may share memory with those of the next call: read them before it.
 
     Attributes:
         residual: Returns the residual of a stream (fp32 [numel]); None if it keeps none.
-        held_back: Yields, for a stream and its number of entries, the parts of the ranks' *sum* that this
-            rank has not sent to them, and their residuals (fp32).
-        pending: Returns the part of the stream's weights that this rank owns, and what it has not sent to
-            anyone of their updates (fp32, in their unit); None for nothing.
+        held_back: Takes a stream and its number of entries. Yields each part of the ranks' *sum* that this
+            rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
+        pending: Returns the part of the stream's weights that this rank owns, and the updates that it has not
+            sent to the other ranks (fp32, in the weights' unit); None if there are none.
     """
 
     residual: Callable[[str], Tensor | None]
@@ -123,29 +134,28 @@ class Unsent(NamedTuple):
 
 
 class StepAhead:
-    """Runs a model's forward and backward passes at displaced weights; all else sees the weights themselves.
+    """Runs a model's training passes at displaced weights. All else sees the weights themselves.
 
-    Displaced weights lie in buffers of their own, the size of the thresholded parameters, and a parameter's
-    ``data`` points there from a training forward pass to the end of its backward pass. Nothing is added to
-    the weights and nothing has to be subtracted from them, so that ranks stay bitwise equal.
+    Displaced weights lie in buffers of their own, and a parameter's ``data`` points there from a training
+    forward pass to the end of its backward pass. Nothing is added to the weights and nothing has to be
+    subtracted from them, so ranks stay bitwise equal.
 
-    Args:
-        parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
-        unit_of: The optimizer's settings for a parameter, None if it does not have it; asked anew at every
-            step, since schedulers change them.
-        unsent: What the weights are displaced by.
-        world_size: Ranks whose gradients are averaged.
-        coefficient: Factor of the displacement, in (0, 1]; None: measured.
-        gradient_unit: Factor from a stream's gradients to the optimizer's.
-
-    What a rank holds back as the owner of a part of the sum (two-phase exchange) only it knows. It displaces
-    by the number of ranks, or :data:`MOST_TIMES`, times what the mean lacks: so the mean of the ranks'
-    displacements, and with it, to first order, of their gradients, is as if all had known it. The same goes
-    for updates of weights that it has not sent (thresholded parameters): that many times what its masters
-    are ahead of the working weights.
+    An owner alone knows what it holds back of its part of the sum (two-phase exchange). So it multiplies this
+    displacement by the number of ranks, at most by :data:`MAX_OWNER_FACTOR`. Then the mean of the ranks'
+    displacements is as if all ranks knew it, and so is, to first order, the mean of their gradients. With
+    thresholded updates of weights the owner alone knows the pending updates, and multiplies them, too.
 
     Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
     which they lay out their gradients.
+
+    Args:
+        parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
+        unit_of: Returns the unit of the optimizer's steps for a parameter; None if the optimizer does not
+            have it. It is called in every step, since schedulers change the unit.
+        unsent: Returns what this rank has not sent.
+        world_size: Ranks whose gradients are averaged.
+        coefficient: Factor of the displacement, in (0, 1]; None: measured.
+        gradient_unit: Returns the factor from a stream's gradients to the optimizer's.
     """
 
     def __init__(
@@ -162,7 +172,7 @@ class StepAhead:
         self._node: NodeRanks | None = None
         self._held: Mapping[str, Part] | None = None
         self._unit_of, self._unsent, self._gradient_unit = unit_of, unsent, gradient_unit
-        self._world_size, self._times = world_size, min(world_size, MOST_TIMES)
+        self._world_size, self._owner_factor = world_size, min(world_size, MAX_OWNER_FACTOR)
         self.moments = SecondMoments(self._parameters, lambda each: getattr(unit_of(each), "decay", None))
         self.coefficients = ResidualCoefficients(
             self._parameters, unsent.residual, world_size=world_size, fixed=coefficient
@@ -173,12 +183,13 @@ class StepAhead:
         self._handles: list[Any] = []
 
     def share_with(self, node: NodeRanks, held: Mapping[str, Part] | None = None) -> None:
-        """Displace by residuals of which each rank of a node has a part.
+        """Displace by the residuals of a node, of which each of its ranks has a part.
 
         Args:
             node: The ranks of the node.
-            held: By name, which entries of a tensor a parameter's data are, which the host gathers inside the
-                node; None: parameters are whole, a rank displaces its part, and parts are gathered here.
+            held: By name, the range of entries that a parameter's ``data`` holds, if the host gathers weights
+                inside the node. None: parameters are whole. Each rank displaces its part of them, and the
+                parts are gathered here.
         """
         self._node = self.moments.node = node
         self._held = held
@@ -186,8 +197,8 @@ class StepAhead:
     # -- where passes run ---
 
     def attach(self, module: torch.nn.Module, optimizer: Any = None) -> None:
-        """Displace in ``module``'s training forward passes, until the end of their backward passes; saving,
-        loading, evaluation and the steps of ``optimizer`` see the weights.
+        """Displace the weights from each training forward pass of ``module`` to the end of its backward pass.
+        Saving, loading, evaluation and the steps of ``optimizer`` see the weights themselves.
 
         Args:
             module: Called for forward passes; passes of its parts alone are not displaced.
@@ -216,7 +227,7 @@ class StepAhead:
         self._handles.clear()
 
     def displace(self) -> None:
-        """Let the parameters' data be the displaced weights; computed once per optimizer step.
+        """Let the parameters' data be the displaced weights, which are computed once per optimizer step.
 
         Raises:
             DCTError: A parameter was written while it held displaced weights.
@@ -242,7 +253,7 @@ class StepAhead:
         return self._displaced.weight(parameter)
 
     def forget(self) -> None:
-        """The weights change: :meth:`restore` them, and compute displaced ones anew when next asked."""
+        """Follow a change of the weights: restore them, and compute displaced ones anew when next asked."""
         self.restore()
         self._displaced.fresh = False
 
@@ -255,7 +266,7 @@ class StepAhead:
         self._displaced.begin()
         node, computed = self._node if self._held is None else None, []
         if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
-            return  # on all ranks of the node
+            return  # so it is on all ranks of the node
         for name, parameter in self._parameters.items():
             unit, weight = self._unit_of(parameter), parameter.data
             if not parameter.requires_grad or unit is None or not weight.is_contiguous():
@@ -281,18 +292,18 @@ class StepAhead:
                 self._moments_of(name, first),
                 unit,
                 gradient_unit=self._gradient_unit(),
-                pending=None if pending is None else (*pending, self._times),
+                pending=None if pending is None else (*pending, self._owner_factor),
                 out=buffer.view(-1)[part],
                 scratch=scratch,
             )
             computed.append((name, parameter, buffer))
         if node is not None:
             node.gather("step-ahead", [(name, buffer.view(-1)) for name, _, buffer in computed])
-        for name, parameter, buffer in computed:  # which must not be written from here on
+        for name, parameter, buffer in computed:  # from here on buffers must not be written
             self._displaced.add(name, parameter, buffer)
 
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float]:
-        """Return what this rank has not sent of a parameter's gradients, and the share of it that counts."""
+        """Return what this rank has not sent of a parameter's gradients, and its coefficient."""
         residual = self._unsent.residual(name)
         if residual is not None and self._node is not None and self._held is not None:
             parameter, held = self._parameters[name], self._held[name]
@@ -301,17 +312,17 @@ class StepAhead:
                 residual = _entries_of(held, residual, known, self._scratch.take("held", parameter.data))
         if residual is None or self.moments.of(name) is None or residual.numel() != numel:
             return None, 0.0
-        share = self.coefficients.of(name)
-        both = None  # with what is held back
+        coefficient = self.coefficients.of(name)
+        both = None  # the residual times its coefficient, and what is held back
         for shard, part in self._unsent.held_back(name, numel):
             if both is None:
-                both = torch.mul(residual, share, out=self._scratch.take("both", residual))
-            both[shard.start : shard.stop].add_(part, alpha=self._times / self._world_size)
-        return (residual, share) if both is None else (both, 1.0)
+                both = torch.mul(residual, coefficient, out=self._scratch.take("both", residual))
+            both[shard.start : shard.stop].add_(part, alpha=self._owner_factor / self._world_size)
+        return (residual, coefficient) if both is None else (both, 1.0)
 
     def _moments_of(self, name: str, first: int) -> MomentsPart | None:
-        """Return the second moments of the ranks' mean gradient, from entry ``first`` on: what the optimizer
-        divides by. The noise of single ranks is larger than that of their mean.
+        """Return the second moments of the ranks' mean gradient, by which the optimizer divides, from entry
+        ``first`` on.
         """
         moments = self.moments.of(name)
         return (
@@ -319,8 +330,9 @@ class StepAhead:
         )
 
     def residual_length(self, name: str) -> Tensor:
-        """Return the root mean square of a residual's share, in steps of the optimizer for a gradient of the
-        usual size: fp32 scalar; 0 where the optimizer has no second moment.
+        """Return the root mean square of a residual times its coefficient, in optimizer steps.
+
+        It is a scalar of fp32, and 0 if the optimizer has no second moment.
         """
         parameter, residual = self._parameters[name], self._unsent.residual(name)
         first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
@@ -334,7 +346,7 @@ class StepAhead:
     # -- gradients and steps ---
 
     def observe(self, name: str, gradient: Tensor) -> None:
-        """See a gradient of this rank that is about to be reduced (1-D, in the stream's unit)."""
+        """Add a gradient of this rank to the second moments, before its reduction (1-D, in its own unit)."""
         self.moments.observe(name, gradient, self._scratch)
 
     def end_step(self, *, skipped: bool) -> None:
@@ -351,7 +363,7 @@ class StepAhead:
     # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the second moments of this rank, and what its coefficients come from."""
+        """Return the second moments of this rank's gradients, and what the coefficients come from."""
         return {"moments": self.moments.state_dict(), **self.coefficients.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int = 0) -> None:
@@ -363,8 +375,8 @@ class StepAhead:
 
 
 def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor:
-    """Set ``out`` to the residual of the entries ``held``, as far as ``part`` has them: hosts and nodes
-    divide a tensor in places that differ by a few entries.
+    """Set ``out`` to the residual of the entries in the range ``held``. Entries outside of ``part``, the
+    range of ``residual``, are zero. Hosts and nodes divide a tensor at places that differ by a few entries.
     """
     start, stop = common(held, part)
     out.zero_()[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
@@ -372,7 +384,7 @@ def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor
 
 
 class StepAheadAddOn(AddOn):
-    """Connects a reducer with what displaces the weights of its model."""
+    """Gives a reducer the :class:`StepAhead` of its model: gradients before and after they are reduced."""
 
     missing = "step-ahead needs dct.data_parallel.feedback = 'step_ahead', it is '{feedback}'"
     key = "ahead"
@@ -382,8 +394,8 @@ class StepAheadAddOn(AddOn):
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
         self.densities = TensorDensities()
-        # Between few ranks, one density for all tensors and steps in the unit of a rank's own gradients are
-        # what was measured; at two ranks, steps in the unit of the mean gradient lost 0.006 nats.
+        # With few ranks all tensors have one density, and steps are in the unit of a rank's own gradients:
+        # all results were measured so. At two ranks, steps in the unit of the mean gradient lost 0.006 nats.
         self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0][0]
 
     @classmethod
@@ -404,20 +416,19 @@ class StepAheadAddOn(AddOn):
         pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
         held: Mapping[str, Part] | None = None,
     ) -> StepAhead:
-        """Take in what ``"feedback": "step_ahead"`` needs to know of the host; to be called before the
-        first reduction.
+        """Make the :class:`StepAhead` from what the host knows. To be called before the first reduction.
 
         Args:
             parameters: ``(name in the entries, parameter)``.
             unit_of: Returns the optimizer's settings for a parameter as they are now; None for others.
-            unit: Unit of a stream's gradients besides the loss scale, where that of the optimizer's is 1:
-                when the sum over the ranks becomes the gradient by a factor, one over that factor and over
-                the number of ranks.
-            pending_of: See :attr:`Unsent.pending`; where updates of the weights are thresholded.
-            held: See :meth:`StepAhead.share_with`; where a rank has slices of a node's weights.
+            unit: Factor, besides the loss scale, from the optimizer's gradients to the stream's. If the host
+                makes a gradient of the sum over the ranks by a factor, one over that factor and over the
+                number of ranks.
+            pending_of: See :attr:`Unsent.pending`; given if updates of the weights are thresholded.
+            held: See :meth:`StepAhead.share_with`; given if a rank has slices of a node's weights.
 
         Returns:
-            To be attached to the model, or asked to displace and restore its weights.
+            An object to attach to the model, or to ask to displace and restore its weights.
         """
         group = self._group
         self._ahead = StepAhead(
@@ -470,7 +481,9 @@ class StepAheadAddOn(AddOn):
             self.densities.measure(names, [tensors[n].tensor.numel() for n in names], lengths.tolist())
 
     def _square_of_reduced(self, plan: ReductionPlan, tensor: PlannedTensor) -> Tensor:
-        """Return a number whose mean over the ranks is the sum of the squares of their mean gradient."""
+        """Return the part of this rank in the sum of the squares of the mean gradient: the ranks' mean of
+        these numbers is that sum.
+        """
         total, ranks = torch.zeros((), device=tensor.tensor.device), self._group.world_size
         for start, stop in plan.parts_held(tensor, self._group.rank):
             total += tensor.tensor[start:stop].float().square().sum()
@@ -515,7 +528,7 @@ class StepAheadAddOn(AddOn):
             self._ahead.load_state_dict(state, step=step)
 
     def _residual_of(self, name: str, use: str = "own") -> Tensor | None:
-        """Return a residual, to be read before the next one of the same ``use``: both may share memory."""
+        """Return the residual of a stream. It may share memory with the next one of the same ``use``."""
         group = self._group
         stream = group.streams.get(name)
         if stream is not None:
@@ -524,7 +537,7 @@ class StepAheadAddOn(AddOn):
         return None if saved is None else unpacked(saved).to(group.device)
 
     def _held_back_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
-        """Yield what this rank, as an owner, has not sent back yet, one part after the other."""
+        """Yield the parts of the sum that this rank owns, and what it has not sent back of each."""
         for shard, stream in self._topologies.everywhere.held_back(name, numel):
             residual = self._residual_of(stream, "part")
             if residual is not None:

@@ -55,11 +55,7 @@ class TensorDensities:
         self._measured.clear()
 
     def _set_densities(self) -> None:
-        known = {
-            name: (numel, length)
-            for name, (numel, length, count) in self._lengths.items()
-            if count >= MIN_MEASUREMENTS
-        }
+        known = {name: each[:2] for name, each in self._lengths.items() if each[2] >= MIN_MEASUREMENTS}
         if known:
             entries = sum(numel for numel, _ in known.values())
             mean = sum(numel * length for numel, length in known.values()) / entries

@@ -1,4 +1,4 @@
-"""The topologies of one reducer: how they are chosen, and how one takes the place of another."""
+"""The choice of the topologies of one reducer, and the change from one to another in mid-training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .two_phase import TwoPhase
 
 
 class Topologies:
-    """The topologies of one reducer.
+    """The topologies of one reducer: who sends what to whom.
 
     Args:
-        group: Its streams; it gets the ranks of its node where it has nodes.
+        group: The streams of the reducer. If it has nodes, ``group.node`` is set.
 
     Attributes:
         everywhere: Topology of sums that all ranks get.
-        small: That of tensors below ``min_numel``, where it is another one.
-        scatter: Topology of sums that owners get.
-        exchange: Name of the topology in use for sums that all ranks get, as ``exchange`` has it.
-        by_rule: The one that the configuration asks for, or that has the fewest bytes.
-        alternative: The other one, if the automatic mode may choose it; else None.
-        sums_at_owners: True if the host has asked for sums that owners alone get.
+        small: Topology of tensors below ``min_numel``; None if it is that of all tensors.
+        scatter: Topology of sums of which each owner gets its part.
+        exchange: Name of the topology in ``everywhere``, ``"direct"`` or ``"two_phase"``.
+        by_rule: Name of the topology that the configuration asks for, or that has the fewest bytes.
+        alternative: Name of the other one, if the automatic mode may choose it; else None.
+        sums_at_owners: True if the host has asked for sums of which each owner gets its part.
     """
 
     everywhere: Topology
@@ -46,18 +46,21 @@ class Topologies:
                 group.nodes, group.device, group.settings.min_numel, group.metrics, group.backend
             )
         self.scatter = self._between_nodes(Scatter(group))
-        self.use(None)
+        self.switch_to(None)
 
-    def use(self, exchange: str | None) -> None:
-        """Sum by another topology from the next reduction on, on all ranks alike; None: the one by rule.
+    def switch_to(self, exchange: str | None) -> None:
+        """Sum by another topology from the next reduction on. All ranks switch in the same step.
 
-        What a rank held back as an owner becomes a part of its own residuals, so that nothing is lost.
+        Nothing is lost: what a rank held back as an owner becomes a part of its own residuals.
+
+        Args:
+            exchange: Name of the topology; None: the one by rule.
         """
         exchange, previous = exchange or self.by_rule, self.exchange
         if exchange == previous:
             return
         if previous == "two_phase":
-            self._take_over_answers()
+            self._add_owner_residuals()
         group, direct = self._group, exchange == "direct"
         self.exchange = exchange
         self.everywhere = self._between_nodes(Direct(group) if direct else TwoPhase(group))
@@ -67,15 +70,17 @@ class Topologies:
         node = self._group.node
         return topology if node is None else Hierarchical(topology, node, self._group)
 
-    def _take_over_answers(self) -> None:
-        """Add the residuals of this rank's sums to those of its gradients: ranks add up to the same sum."""
+    def _add_owner_residuals(self) -> None:
+        """Add the residuals of the sums that this rank owns to those of its gradients. The sum over the ranks
+        stays the same.
+        """
         streams = self._group.streams_state()
         for name, stream in list(streams.items()):
             if stream["residual"] is None:
                 continue
             residual = unpacked(stream["residual"]).clone()
-            for shard, answer in self.everywhere.held_back(name, residual.numel()):
-                held_back = streams.pop(answer, {}).get("residual")
+            for shard, stream_of_sum in self.everywhere.held_back(name, residual.numel()):
+                held_back = streams.pop(stream_of_sum, {}).get("residual")
                 if held_back is not None:
                     residual[shard.start : shard.stop] += unpacked(held_back)
             if name in streams:

@@ -12,7 +12,7 @@ from torch import nn
 from dct_plugin.config import DataParallelConfig, MetricsConfig, ParametersConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
-from dct_plugin.data_parallel.step_ahead import MOST_TIMES, StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead import MAX_OWNER_FACTOR, StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
@@ -195,7 +195,7 @@ def test_owners_look_ahead_by_what_they_have_not_sent(world_size: int) -> None:
         assert torch.equal(found["working"], first["working"])
         assert torch.equal(found["undisplaced"], first["working"])
         assert float((found["working"] - found["masters"]).abs().mean()) > 0.1
-        expected = found["working"].lerp(found["masters"], min(1.0, MOST_TIMES / world_size))
+        expected = found["working"].lerp(found["masters"], min(1.0, MAX_OWNER_FACTOR / world_size))
         expected[at : at + SIZES["small"]] = found["working"][at : at + SIZES["small"]]
         torch.testing.assert_close(found["mean"], expected, rtol=0, atol=1e-5)
         assert torch.equal(found["at first"], torch.zeros(TOTAL))
