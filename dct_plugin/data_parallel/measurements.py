@@ -73,8 +73,9 @@ def gradient_sizes(group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -
 def probe_link(group: StreamGroup) -> Link:
     """Time small and large messages in the job's own exchange; a collective."""
     small, large = (torch.zeros(n, dtype=torch.uint8, device=group.device) for n in (1, PROBE_BYTES))
-    found = [_least_seconds(partial(group.exchange.all_gather, message)) for message in (small, large)]
-    latency, seconds = largest(group, found)
+    # The first round waits for other ranks.
+    found = [_seconds(partial(group.exchange.all_gather, each), REPEATS + 1)[1:] for each in (small, large)]
+    latency, seconds = largest(group, [min(each) for each in found])
     return Link(latency, max(seconds - latency, 0.0) / PROBE_BYTES)
 
 
@@ -87,14 +88,13 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
 
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
     encode, decode = _codec(group, setting)
-    encode_seconds, message = _least_seconds(encode), encode()
-    figures = encode_seconds, _least_seconds(partial(decode, message)), message.numel()
+    encode_seconds, message = min(_seconds(encode, REPEATS)), encode()
+    figures = encode_seconds, min(_seconds(partial(decode, message), REPEATS)), message.numel()
     return Coding(*(each / ENTRIES for each in figures))
 
 
-def _least_seconds(function: Callable[[], object]) -> float:
-    # The first call waits for other ranks, or allocates memory.
-    return min(timeit.repeat(function, number=1, repeat=REPEATS + 1)[1:])
+def _seconds(function: Callable[[], object], times: int) -> list[float]:
+    return timeit.repeat(function, number=1, repeat=times)
 
 
 def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
