@@ -114,9 +114,8 @@ class AutomaticSparsity(AddOn):
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
         self._holds_residuals = step > 0
-        self._topologies.switch_to(
-            saved["exchange"]
-        )  # that of the saved residuals, even if it may not be chosen now
+        # The topology is that of the saved residuals, even if it may not be chosen now.
+        self._topologies.switch_to(saved["exchange"])
         self._start(known if known is not None and self._is_allowed(known) else None)
 
     def _is_allowed(self, setting: Setting) -> bool:
