@@ -87,6 +87,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.99": _section(0.99),
     "0.98 int4": _section(0.98, value_dtype="int4"),
     "0.98/0.95 int4": _section(0.98, 0.95, value_dtype="int4"),
+    "0.96 int4 direct": _section(0.96, value_dtype="int4", exchange="direct"),
     "0.96/0.92 int4": _section(0.96, 0.92, value_dtype="int4"),
     "0.96/0.934 int4": _section(0.96, 0.934, value_dtype="int4"),
     "0.97 int4": _section(0.97, value_dtype="int4"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.processes import run
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin import DCTState
 from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.config.automatic import (
     Setting,
@@ -21,7 +22,7 @@ from dct_plugin.config.automatic import (
     settings_within,
 )
 from dct_plugin.config.known_losses import Training
-from dct_plugin.data_parallel import DCTState, GradientReducer, lossless
+from dct_plugin.data_parallel import GradientReducer, lossless
 from dct_plugin.data_parallel.automatic import (
     AutomaticSparsity,
     Coding,
@@ -83,7 +84,7 @@ def test_a_changed_section_still_follows_it() -> None:
         {"data_parallel": {"min_numel": 5}}
     )
     assert for_compressors(changed.data_parallel, 8) == _config(
-        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.75}
+        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.65}
     )
     assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 
@@ -115,6 +116,7 @@ def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None
     [
         (["Adagrad"], 8, 0, 0.99),
         (["AdamW"], 4, 1, 0.99),
+        (["AdamW"], 8, 0, 0.96),
         (["AdamW"], 16, 1, 0.0),
         (["Lion"], 2, 0, 0.0),
         ([], 2, 0, 0.0),
