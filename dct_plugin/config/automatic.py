@@ -25,15 +25,15 @@ _UNTOLD = (
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
-#: Most ranks for which step-ahead at 0.99 lost nothing that could be measured; with more it loses.
-_SAFE_RANKS = 4
+#: Most ranks, and the highest sparsity at which step-ahead lost nothing measurable between so many.
+_SAFE_AHEAD = ((4, 0.99), (8, 0.96))
 
 #: Most compressors for which a sparsity, a value type and a density of owners' answers (a multiple of that of
 #: what they receive) are the default with step-ahead. Loss grows with the number of compressors at one
 #: density, and fewer bits pay for a higher one (docs/quality.md#many-compressors).
 BY_COMPRESSORS = (
     (4, 0.99, "bf16", StepAheadFeedback.server_density),
-    (math.inf, 0.96, "int4", 1.75),
+    (math.inf, 0.96, "int4", 1.65),
 )
 
 
@@ -135,7 +135,7 @@ def safe_sparsity(settings: DataParallelConfig, training: Training) -> float:
     if family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return 0.99 if settings.feedback.keeps_residual else 0.0
     if family.loses_by_delay and settings.feedback.looks_ahead:
-        return 0.99 if training.ranks <= _SAFE_RANKS else 0.0
+        return next((most for ranks, most in _SAFE_AHEAD if training.ranks <= ranks), 0.0)
     return 0.0
 
 

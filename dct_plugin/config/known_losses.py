@@ -58,8 +58,8 @@ class KnownLoss(NamedTuple):
     """The least number of ranks."""
     without_start: bool = False
     """Only without dense steps and ramp."""
-    with_updates: bool = False
-    """Only with thresholded updates of the weights (``parameters``)."""
+    updates: float | None = None
+    """Only with thresholded updates of the weights (``parameters``), of at least this sparsity."""
 
     def applies(self, settings: DataParallelConfig, training: Training) -> bool:
         """Return whether a training has this setting."""
@@ -70,8 +70,11 @@ class KnownLoss(NamedTuple):
             and self.stage in (None, training.stage)
             and training.ranks >= self.ranks
             and not (self.without_start and settings.dense_steps + settings.ramp_steps)
-            and not (self.with_updates and settings.parameters is None)
+            and (self.updates is None or self._has_updates(settings))
         )
+
+    def _has_updates(self, settings: DataParallelConfig) -> bool:
+        return settings.parameters is not None and settings.parameters.sparsity >= (self.updates or 0.0)
 
 
 _STEP_AHEAD = 'leave "feedback" out, or set it to "step_ahead"'
@@ -109,7 +112,7 @@ KNOWN_LOSSES = (
         _STEP_AHEAD,
         "updated-weights-under-zero-1",
         _NEEDS_MOMENTS,
-        with_updates=True,
+        updates=0.0,
     ),
     KnownLoss(
         "0.2 nats after 1,200 steps and 0.9 after 300 at 0.99 (char GPT, Adam, 2 ranks)",
@@ -166,12 +169,13 @@ KNOWN_LOSSES = (
     ),
     KnownLoss(
         "0.06 nats with updates at 0.97 on 8 ranks (char GPT, AdamW, 1,200 steps)",
-        'leave "parameters" out, or its "sparsity": 0.9, measured',
-        "updated-weights-under-zero-1",
+        '"sparsity": 0.96 and "parameters": {"sparsity": 0.9}, both with "value_dtype": "int4"',
+        "many-compressors",
         _NEEDS_MOMENTS,
         feedback=("step_ahead",),
+        sparsity=0.97,
         ranks=8,
-        with_updates=True,
+        updates=0.97,
     ),
 )
 

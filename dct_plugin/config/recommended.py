@@ -167,9 +167,16 @@ RECOMMENDATIONS = (
     ),
     Recommendation(
         _ADAM, tuple(LINKS), (5, 8), (0,),
-        {"sparsity": 0.96, "value_dtype": "int4", "expert": {"server_density": 1.75}},
-        Measured("48.8x", _COMPRESSORS),
-        Measured("+0.0063 ± 0.0078 nats", _COMPRESSORS), None,
+        {"sparsity": 0.96, "value_dtype": "int4", "expert": {"server_density": 1.65}},
+        Measured("50.0x", _COMPRESSORS),
+        Measured("+0.0028 ± 0.0110 nats", _COMPRESSORS), None,
+        _LONGER,
+    ),
+    Recommendation(
+        _ADAM, tuple(LINKS), (9, 16), (0,),
+        {"sparsity": 0.96, "value_dtype": "int4", "expert": {"server_density": 1.65}},
+        Measured("49.0x", _COMPRESSORS),
+        Measured("+0.0154 ± 0.0101 nats", _COMPRESSORS), None,
         _LONGER,
     ),
     Recommendation(
@@ -195,10 +202,13 @@ RECOMMENDATIONS = (
         _GENTLER,
     ),
     Recommendation(
-        _ADAM, tuple(LINKS), (5, 8), (1, 2), {"sparsity": 0.99},
-        Measured("2.9x (two ranks)", _UPDATES),
-        Measured("1.8596 nats, dense 1.8407 (600 steps, one seed)", _UPDATES), None,
-        _LONGER,
+        _ADAM, tuple(LINKS), (5, 8), (1, 2),
+        {
+            "sparsity": 0.96, "value_dtype": "int4",
+            "parameters": {"sparsity": 0.9, "value_dtype": "int4"},
+        },
+        Measured("60.7x", _COMPRESSORS), Measured("-0.0018 ± 0.0072 nats", _COMPRESSORS), None,
+        "leave `parameters` out",
     ),
     Recommendation(
         _ADAM, tuple(LINKS), (2, 2), (3,), None,

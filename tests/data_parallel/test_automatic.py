@@ -80,7 +80,7 @@ def test_a_changed_section_still_follows_it() -> None:
         {"data_parallel": {"min_numel": 5}}
     )
     assert for_compressors(changed.data_parallel, 8) == _config(
-        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.75}
+        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.65}
     )
     assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 
@@ -112,6 +112,7 @@ def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None
     [
         (["Adagrad"], 8, 0, 0.99),
         (["AdamW"], 4, 1, 0.99),
+        (["AdamW"], 8, 0, 0.96),
         (["AdamW"], 16, 1, 0.0),
         (["Lion"], 2, 0, 0.0),
         ([], 2, 0, 0.0),

@@ -13,8 +13,8 @@ from support.processes import run
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
 STEPS, WIDTH, SEQUENCE, SYMBOLS = 12, 16, 8, 95
 
-#: gloo adds more than two ranks up in another order. So four ranks begin without dense steps, and measure
-#: nothing; what they send in messages is added up in the order of the ranks.
+#: gloo adds more than two ranks up in another order. So four and eight ranks begin without dense steps, and
+#: measure nothing; what they send in messages is added up in the order of the ranks.
 EXACT = {"warmup_steps": 0, "sparsity_warmup_steps": 3, "expert": {"step_ahead_coefficient": 0.5}}
 START = {"warmup_steps": 2, "sparsity_warmup_steps": 3}
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "4 ranks, direct": (4, 1, {"exchange": "direct", **EXACT}),
     "4 ranks, two-phase": (4, 1, {"exchange": "two_phase", **EXACT}),
     "2 nodes of 2 ranks": (4, 2, START),
+    "8 ranks, two-phase": (8, 1, {"exchange": "two_phase", "value_dtype": "int4", **EXACT}),
 }
 
 
@@ -54,7 +55,7 @@ def _in_processes(rank: int, world_size: int, names: list[str]) -> dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, 4, 8])
 def test_threads_get_the_bits_of_processes(count: int, studies: None) -> None:
     import one_process
 

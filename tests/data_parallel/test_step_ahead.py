@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
-from dct_plugin.data_parallel.plan import MIN_SHARD, Shard
+from dct_plugin.data_parallel.plan import MIN_SHARD, Shard, shards_in
 from dct_plugin.data_parallel.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.second_moments import LIMIT, Moments, MomentsPart
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, Unsent, displaced
@@ -535,7 +535,9 @@ def test_a_module_is_pickled_without_what_displaces_it(probe: Any) -> None:
 # -- the coefficient ---
 
 
-def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, float, int, int]:
+def _coefficients(
+    rank: int, world_size: int, same: bool, at_owners: bool = False
+) -> tuple[float, float, int, int]:
     """Two parameters, of which one is too small; the sizes of all-reduces go into the bytes sent."""
     config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=1000)
     reducer = GradientReducer(config)
@@ -552,7 +554,11 @@ def _coefficients(rank: int, world_size: int, same: bool) -> tuple[float, float,
             entries = [
                 (n, torch.randn(w.numel(), generator=generator)) for n, w in zip("ab", weights, strict=True)
             ]
-            reducer.all_reduce(entries, scale=1 / world_size)
+            if at_owners:
+                shards = {n: shards_in(0, t.numel(), -(-t.numel() // world_size)) for n, t in entries}
+                reducer.reduce_scatter([(n, t, shards[n]) for n, t in entries], scale=1 / world_size)
+            else:
+                reducer.all_reduce(entries, scale=1 / world_size)
             samples += len(ahead.coefficients._measured) - pending
         reducer.end_step(skipped=step == 5)
     assert first == (0.5 + 0.5 / world_size, 1.0)
@@ -573,6 +579,13 @@ def test_coefficient_and_size_are_what_ranks_share(world_size: int) -> None:
     for coefficient, size, _, _ in run(world_size, _coefficients, False):
         assert coefficient == pytest.approx(1 / world_size, abs=0.1)
         assert size == pytest.approx(world_size**-0.5 if world_size > 4 else 1.0, abs=0.1)
+
+
+@pytest.mark.slow
+def test_the_size_of_a_mean_gradient_of_which_owners_have_parts() -> None:
+    for same, expected in ((True, 1.0), (False, 5**-0.5)):
+        for _, size, _, _ in run(5, _coefficients, same, True):
+            assert size == pytest.approx(expected, abs=0.1)
 
 
 # -- owners ---
