@@ -113,6 +113,7 @@ def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None
         (["Adagrad"], 8, 0, 0.99),
         (["AdamW"], 4, 1, 0.99),
         (["AdamW"], 8, 0, 0.96),
+        (["RMSprop"], 8, 0, 0.0),
         (["AdamW"], 16, 1, 0.0),
         (["Lion"], 2, 0, 0.0),
         ([], 2, 0, 0.0),
