@@ -57,7 +57,7 @@ PICTURES = {
     "tensor": [Panel(CLASSES, 3, "TP 2, sequence parallelism", NATS, limit=0.45)],
     "criteo": [Panel(RECOMMENDERS, 0, "DLRM, Criteo", AUC)],
     "diabetes": [Panel(RECOMMENDERS, 1, "DLRM, Diabetes", AUC)],
-    "compressors": [Panel("Many compressors", 0, "GPT, 2 to 32 compressors", NATS)],
+    "compressors": [Panel("Many compressors", 0, "GPT, 2 to 64 compressors", NATS)],
     "values": [
         Panel(VALUES, 0, "GPT, 0.99 (bytes of the second half)", NATS),
         Panel(VALUES, 1, "DLRM, Criteo, 0.99 (bytes of the whole run)", AUC),
