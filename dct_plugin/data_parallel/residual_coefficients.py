@@ -131,7 +131,7 @@ class ResidualCoefficients:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Products that it lacks are measured anew."""
-        self._measured.clear()
+        self.end_step(skipped=True)
         self._residuals, self._gradients = (
             {name: (own, other) for name, (own, other) in state.get(key, {}).items()}
             for key in ("products", "gradients")

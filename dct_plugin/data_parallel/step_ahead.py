@@ -402,11 +402,6 @@ class StepAheadAddOn(AddOn):
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
         return cls(context) if context.config.feedback.looks_ahead else None
 
-    @property
-    def prepared(self) -> bool:
-        """True after :meth:`prepare`."""
-        return self._ahead is not None
-
     def prepare(
         self,
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
