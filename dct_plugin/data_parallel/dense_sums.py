@@ -86,7 +86,10 @@ class DenseSums:
     def _sum(self, planned: Sequence[PlannedTensor], whole: Record) -> None:
         """Sum tensors of one type."""
         group, same = self._group, [each.tensor for each in planned]
-        flat = torch.cat(same)
+        adjoined = _adjoined(same)
+        flat = torch.cat(same) if adjoined is None else adjoined
+        if not group.nonfinite_reported:
+            self._look_for_nonfinite(planned, flat)
         if any(each.lossless for each in self.add_ons):
             size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
             sent = lossless.all_reduce(group, flat, whole)
@@ -94,19 +97,17 @@ class DenseSums:
             with whole.timed("exchange"):
                 size = sent = group.exchange.all_reduce(flat)
         group.record(Record("gradient_warmup", size, sent, flat.numel()), whole)
-        if not group.nonfinite_reported:
-            self._look_for_nonfinite(planned, flat)
+        if adjoined is not None:
+            return
         for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(reduced)
 
-    def _look_for_nonfinite(self, planned: Sequence[PlannedTensor], reduced: Tensor) -> None:
+    def _look_for_nonfinite(self, planned: Sequence[PlannedTensor], flat: Tensor) -> None:
         if self._group.fixed_size:
             flags = overflow_flags([each.tensor for each in planned])
             self._suspects.append(([each.name for each in planned], flags))
-        elif has_overflow(reduced):  # perhaps because of other ranks alone
-            name = next((each.name for each in planned if has_overflow(each.tensor)), None)
-            if name is not None:
-                self._group.report_nonfinite(name)
+        elif has_overflow(flat):
+            self._group.report_nonfinite(next(each.name for each in planned if has_overflow(each.tensor)))
 
     def _add_loaded_residuals(self, plan: ReductionPlan) -> None:
         """Add what a checkpoint of several ranks had not sent: a single rank thresholds nothing."""
@@ -115,3 +116,16 @@ class DenseSums:
             if saved is not None and saved["residual"] is not None and each.name not in self._flushed:
                 each.tensor.add_(unpacked(saved["residual"]).to(each.tensor))
                 self._flushed.add(each.name)
+
+
+def _adjoined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return all tensors as one, of the same memory, if they lie one behind the other as in a bucket."""
+    ordered = sorted((each for each in tensors if each.numel()), key=Tensor.data_ptr)
+    if not ordered:
+        return None
+    storage = ordered[0].untyped_storage().data_ptr()
+    for each, following in itertools.pairwise(ordered):
+        end = each.data_ptr() + each.nbytes
+        if end != following.data_ptr() or following.untyped_storage().data_ptr() != storage:
+            return None
+    return ordered[0].as_strided((sum(each.numel() for each in ordered),), (1,))

@@ -19,8 +19,9 @@ from .stream_group import StreamGroup
 
 #: Entries on which a setting is timed, and bytes of a large message of the link's probe.
 ENTRIES, PROBE_BYTES = 1 << 17, 1 << 17
-#: Repetitions of each measurement; the least time counts.
-REPEATS = 3
+#: Repetitions of each measurement; the least time counts. A stream measures its threshold in its first three
+#: steps, and then seldom: it encodes as often as it takes to see the others.
+REPEATS, ENCODES = 3, 8
 
 
 class ReductionTimer:
@@ -88,7 +89,7 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
 
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
     encode, decode = _codec(group, setting)
-    encode_seconds, message = min(_seconds(encode, REPEATS)), encode()
+    encode_seconds, message = min(_seconds(encode, ENCODES)), encode()
     figures = encode_seconds, min(_seconds(partial(decode, message), REPEATS)), message.numel()
     return Coding(*(each / ENTRIES for each in figures))
 
