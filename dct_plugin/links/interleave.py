@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,13 +86,16 @@ def interleaved(take: Take, methods: Sequence[str], seconds: float) -> list[Figu
         for name, block in first.items()
     }
     blocks: dict[str, list[Block]] = {name: [] for name in methods}
-    number, slowest = 0, 0.0
+    number, slowest, order, generator = 0, 0.0, list(methods), random.Random(1)
     while number < LEAST_ROUNDS or time.monotonic() + slowest / 2 < end:
         began = time.monotonic()
-        shift = number % len(methods)
-        order = [*methods[shift:], *methods[:shift]]
-        # Back and forth, so that nobody always comes after the same other.
-        for name in order if number % 2 == 0 else reversed(order):
+        # Back and forth, against drift; drawn anew for each pair of rounds, so that nobody always comes after
+        # the same other.
+        if number % 2:
+            order.reverse()
+        else:
+            generator.shuffle(order)
+        for name in order:
             blocks[name].append(take(name, turns[name]))
         slowest = max(slowest, time.monotonic() - began)
         number += 1
