@@ -3,10 +3,13 @@
 Every rank gets a network namespace of its own (Linux, root or user namespaces). On each link the automatic
 mode decides, keeps its decision, and then all methods take turns. Figures of a cell (job, ranks, link) are
 kept in a file; a cell that it has is not measured again. With ``--drop`` one job sees three links in turn.
-With ``--rules`` what the mode does not try takes turns instead: overlap and topology.
+With ``--rules`` what the mode does not try takes turns instead: overlap and topology. With ``--nodes`` the
+ranks are spread over nodes, only links between these are limited, and fixed settings run with and without
+``nodes``.
 
     python benchmarks/regret.py
     python benchmarks/regret.py --workload megatron --ranks 2 --rates 1gbit
+    python benchmarks/regret.py --nodes 2 --ranks 4 --workload ddp
     python benchmarks/regret.py --drop --metrics drop.jsonl && dct report drop.jsonl
     python benchmarks/regret.py --rules --rates 10gbit 1gbit
 """
@@ -74,11 +77,23 @@ DROP = [("10gbit", 150), ("100mbit", 150), ("10gbit", 200)]
 
 def _prepare(options: Mapping[str, Any]) -> None:
     SECTION["data_parallel"]["quality"] = options["quality"]
-    if options["ranks"] > 2:
+    if options["per_node"] > 1:
+        _spread_over_nodes(options["per_node"])
+    elif options["ranks"] > 2:
         SECTIONS.update(DIRECT)
     if options["keeps"]:
         # Other methods' turns are no part of its steps.
         AutomaticSparsity.rules = DecisionRules(window_steps=10**9)
+
+
+def _spread_over_nodes(per_node: int) -> None:
+    """Fixed settings run with nodes and without, the automatic mode with them, as is the rule."""
+    for name, section in list(SECTIONS.items()):
+        settings = section["data_parallel"]
+        SECTIONS[name] = {"data_parallel": {**settings, "nodes": 1}}
+        if name == AUTOMATIC or settings["sparsity"] == 0.99:
+            key = name if name == AUTOMATIC else f"{name}, nodes"
+            SECTIONS[key] = {"data_parallel": {**settings, "nodes": per_node}}
 
 
 class DDP(ddp.DDP):
@@ -93,7 +108,7 @@ class DDP(ddp.DDP):
         width = width_of(self._millions)
         shared, one_bucket = (ddp.Trained(perceptron(width), batch(width), mb) for mb in (25, 1e6))
         if not self._keeps:
-            return [self._method(shared, AUTOMATIC, SECTION)]
+            return [self._method(shared, AUTOMATIC, SECTIONS[AUTOMATIC])]
         hosts = [each for each in ddp.methods_of(shared, one_bucket, []) if each.name not in APART]
         return [*hosts, *(self._method(shared, name, section) for name, section in SECTIONS.items())]
 
@@ -279,6 +294,7 @@ def _lines(path: Path) -> list[str]:
 def regret(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """Return a row for every workload, number of ranks and link, and print each when it is there."""
     suffix = "" if arguments.quality == "bytes" else f", {arguments.quality}"
+    suffix += f", {arguments.nodes} nodes" if arguments.nodes else ""
     kept = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     rows = {row.where: row for row in (Row(**json.loads(line)) for line in kept)}
     cells: dict[str, tuple[int, str, str, str]] = {
@@ -311,8 +327,9 @@ def _measured(
     target = WORKLOADS[name][0]
     options = {"parameters": arguments.parameters, "keeps": True, "metrics": None, "ranks": ranks}
     options["quality"] = arguments.quality
+    options["per_node"] = ranks // arguments.nodes if arguments.nodes else 1
     with (
-        Links(ranks, NETWORKS) as links,
+        Links(arguments.nodes or ranks, NETWORKS) as links,
         Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
     ):
         for where, (_, _, variant, rate) in cells.items():
@@ -353,7 +370,7 @@ def drop(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the steps of one job while the link between its ranks changes."""
     metrics = None if arguments.metrics is None else str(arguments.metrics.resolve())
     options = {"parameters": arguments.parameters, "ranks": 2, "keeps": False, "metrics": metrics}
-    options["quality"] = "bytes"
+    options |= {"quality": "bytes", "per_node": 1}
     with (
         Links(2, NETWORKS) as links,
         Team("regret:DDP", 2, links, options=options, folder=folder, name="drop") as team,
@@ -381,6 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--quality", default="bytes", choices=["exact", "bytes"], help="exact: beside fp32 alone"
     )
+    parser.add_argument("--nodes", type=int, default=0, help="nodes that the ranks are spread over")
     parser.add_argument("--drop", action="store_true", help="one job, whose link changes")
     parser.add_argument("--rules", action="store_true", help="overlap and topology in place of the mode")
     parser.add_argument("--out", type=Path, default=Path("out/regret.jsonl"), help="figures of the cells")

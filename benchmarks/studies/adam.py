@@ -64,6 +64,8 @@ def _updates(sparsity: float, **more: Any) -> dict[str, Any]:
 
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
+    # What follows from the optimizer and the number of ranks.
+    "default": {},
     "local-0.9": {"sparsity": 0.9, **LOCAL, **START},
     "local-0.99": {"sparsity": 0.99, **LOCAL, **START},
     "ahead-0.9": {"sparsity": 0.9, **AHEAD, **START},
