@@ -55,6 +55,8 @@ from benchmarks.links.perceptron import batch, perceptron, width_of
 AUTOMATIC, RULES = "automatic", "by the rules"
 BEGAN = time.monotonic()
 SECTION: dict[str, Any] = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
+#: Millions of parameters of the perceptron.
+PARAMETERS = 4.0
 #: Steps in which the automatic mode decides.
 DECIDES = 150
 FIXED = [(0.9, "bf16"), (0.97, "bf16"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4")]
@@ -295,6 +297,7 @@ def regret(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """Return a row for every workload, number of ranks and link, and print each when it is there."""
     suffix = "" if arguments.quality == "bytes" else f", {arguments.quality}"
     suffix += f", {arguments.nodes} nodes" if arguments.nodes else ""
+    suffix += "" if arguments.parameters == PARAMETERS else f", {arguments.parameters:g} million parameters"
     kept = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     rows = {row.where: row for row in (Row(**json.loads(line)) for line in kept)}
     cells: dict[str, tuple[int, str, str, str]] = {
@@ -393,7 +396,7 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["unlimited", "10gbit", "1gbit", "100mbit"])
-    parser.add_argument("--parameters", type=float, default=4.0, help="millions")
+    parser.add_argument("--parameters", type=float, default=PARAMETERS, help="millions")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
     parser.add_argument(
         "--quality", default="bytes", choices=["exact", "bytes"], help="exact: beside fp32 alone"
@@ -404,6 +407,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/regret.jsonl"), help="figures of the cells")
     parser.add_argument("--metrics", type=Path, help="with --drop: metrics file, for dct report")
     arguments = parser.parse_args()
+    if arguments.nodes and any(
+        ranks % arguments.nodes or ranks == arguments.nodes for ranks in arguments.ranks
+    ):
+        parser.error(f"--nodes {arguments.nodes}: --ranks must be multiples of it, at least two per node")
+    if arguments.nodes and (arguments.drop or arguments.rules):
+        parser.error("--nodes goes neither with --drop nor with --rules")
     here = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:

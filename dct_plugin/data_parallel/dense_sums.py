@@ -119,13 +119,16 @@ class DenseSums:
 
 
 def _adjoined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return all tensors as one, of the same memory, if they lie one behind the other as in a bucket."""
-    ordered = sorted((each for each in tensors if each.numel()), key=Tensor.data_ptr)
-    if not ordered:
+    """Return all tensors as one, of the same memory, if they lie one behind the other as in a bucket.
+
+    Not in another order: the tensors of another rank may lie elsewhere, and are summed in the order given.
+    """
+    filled = [each for each in tensors if each.numel()]
+    if not filled:
         return None
-    storage = ordered[0].untyped_storage().data_ptr()
-    for each, following in itertools.pairwise(ordered):
+    storage = filled[0].untyped_storage().data_ptr()
+    for each, following in itertools.pairwise(filled):
         end = each.data_ptr() + each.nbytes
         if end != following.data_ptr() or following.untyped_storage().data_ptr() != storage:
             return None
-    return ordered[0].as_strided((sum(each.numel() for each in ordered),), (1,))
+    return filled[0].as_strided((sum(each.numel() for each in filled),), (1,))
