@@ -22,6 +22,8 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
+from dct_plugin.links.interleave import orders
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links.ddp import Trained, methods_of
 from benchmarks.links.perceptron import batch, perceptron, width_of
@@ -52,8 +54,8 @@ def run(rank: int, arguments: argparse.Namespace) -> None:
     made = methods_of(shared, unused, settings, per_node)
     methods = {m.name: m for m in made if m.name.removesuffix(", nodes") in METHODS}
     found: dict[str, list[Counter[str]]] = {name: [] for name in methods}
-    for turn in range(arguments.turns + 2):
-        for name in methods:
+    for turn, order in zip(range(arguments.turns + 2), orders(list(methods)), strict=False):
+        for name in order:
             with methods[name].around():
                 dist.barrier()
                 before = milliseconds()

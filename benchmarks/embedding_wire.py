@@ -41,6 +41,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
 from dct_plugin.embedding import ShardedTables
 from dct_plugin.interfaces import InterfaceCounter, interface_bytes
+from dct_plugin.links.interleave import orders
 from dct_plugin.links.namespaces import Links, LinksError, Network
 from dct_plugin.links.team import free_port
 from dct_plugin.metrics import Metrics, format_bytes
@@ -225,9 +226,9 @@ def work(arguments: argparse.Namespace) -> None:
     clicks = load(arguments.format, arguments.data)
     names = list(dict.fromkeys(["dense", *arguments.settings]))
     runs = []
-    for batch_size, repeat in itertools.product(arguments.batch_size, range(arguments.repeats)):
-        turn = repeat % len(names)  # a slow spell of the machine does not always meet the same setting
-        for name in names[turn:] + names[:turn]:
+    rounds = itertools.product(arguments.batch_size, range(arguments.repeats))
+    for (batch_size, repeat), order in zip(rounds, orders(names), strict=False):
+        for name in order:
             outcome = train(clicks, name, batch_size, repeat, mlps, arguments)
             runs.append({"setting": name, "batch_size": batch_size, "repeat": repeat, **outcome})
             if rank == 0:

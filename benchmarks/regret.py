@@ -66,11 +66,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     }
     for sparsity, values in FIXED
 } | {AUTOMATIC: SECTION}
-#: With more than two ranks, where two phases are the rule.
-DIRECT: dict[str, dict[str, Any]] = {
-    f"{name} direct": {"data_parallel": {**SECTIONS[name]["data_parallel"], "exchange": "direct"}}
-    for name in ("DCT 0.99 bf16", "DCT 0.99 int8", "DCT 0.99 int4")
-}
 #: Not methods to choose from.
 APART = ("ideal", "latency floor", "top-k 1 %", "fp16", "PowerSGD 1", "PowerSGD 4")
 #: Link and steps, one after the other.
@@ -80,22 +75,24 @@ DROP = [("10gbit", 150), ("100mbit", 150), ("10gbit", 200)]
 def _prepare(options: Mapping[str, Any]) -> None:
     SECTION["data_parallel"]["quality"] = options["quality"]
     if options["per_node"] > 1:
-        _spread_over_nodes(options["per_node"])
-    elif options["ranks"] > 2:
-        SECTIONS.update(DIRECT)
+        # Nodes are the rule, which the automatic mode follows.
+        nodes = {"nodes": options["per_node"]}
+        SECTION["data_parallel"] |= nodes
+        SECTIONS.update(_variants("{}, nodes", nodes))
+    elif options["ranks"] > 2:  # two phases are the rule
+        SECTIONS.update(_variants("{} direct", {"exchange": "direct"}))
     if options["keeps"]:
         # Other methods' turns are no part of its steps.
         AutomaticSparsity.rules = DecisionRules(window_steps=10**9)
 
 
-def _spread_over_nodes(per_node: int) -> None:
-    """Fixed settings run with nodes and without, the automatic mode with them, as is the rule."""
-    for name, section in list(SECTIONS.items()):
-        settings = section["data_parallel"]
-        SECTIONS[name] = {"data_parallel": {**settings, "nodes": 1}}
-        if name == AUTOMATIC or settings["sparsity"] == 0.99:
-            key = name if name == AUTOMATIC else f"{name}, nodes"
-            SECTIONS[key] = {"data_parallel": {**settings, "nodes": per_node}}
+def _variants(named: str, changed: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the fixed settings at 0.99 with other values, each by a name made from its own."""
+    strongest = ("DCT 0.99 bf16", "DCT 0.99 int8", "DCT 0.99 int4")
+    return {
+        named.format(name): {"data_parallel": {**SECTIONS[name]["data_parallel"], **changed}}
+        for name in strongest
+    }
 
 
 class DDP(ddp.DDP):
@@ -110,7 +107,7 @@ class DDP(ddp.DDP):
         width = width_of(self._millions)
         shared, one_bucket = (ddp.Trained(perceptron(width), batch(width), mb) for mb in (25, 1e6))
         if not self._keeps:
-            return [self._method(shared, AUTOMATIC, SECTIONS[AUTOMATIC])]
+            return [self._method(shared, AUTOMATIC, SECTION)]
         hosts = [each for each in ddp.methods_of(shared, one_bucket, []) if each.name not in APART]
         return [*hosts, *(self._method(shared, name, section) for name, section in SECTIONS.items())]
 
@@ -328,11 +325,11 @@ def _measured(
     cells: dict[str, tuple[int, str, str, str]],
 ) -> Iterator[Row]:
     target = WORKLOADS[name][0]
+    nodes = arguments.nodes or ranks
     options = {"parameters": arguments.parameters, "keeps": True, "metrics": None, "ranks": ranks}
-    options["quality"] = arguments.quality
-    options["per_node"] = ranks // arguments.nodes if arguments.nodes else 1
+    options |= {"quality": arguments.quality, "per_node": ranks // nodes}
     with (
-        Links(arguments.nodes or ranks, NETWORKS) as links,
+        Links(nodes, NETWORKS) as links,
         Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
     ):
         for where, (_, _, variant, rate) in cells.items():

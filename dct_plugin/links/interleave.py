@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .team import Block
@@ -69,6 +69,19 @@ def warmed(take: Take, methods: Mapping[str, int]) -> None:
         take(name, steps)
 
 
+def orders(methods: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the order of every round, without end and the same on all ranks.
+
+    Back and forth, against drift; drawn anew for each pair of rounds, so that nobody always comes after the
+    same other.
+    """
+    generator = random.Random(1)
+    while True:
+        order = generator.sample(methods, len(methods))
+        yield order
+        yield order[::-1]
+
+
 def interleaved(take: Take, methods: Sequence[str], seconds: float) -> list[Figures]:
     """Measure methods in rounds in which each has one turn, in another order every time.
 
@@ -86,17 +99,12 @@ def interleaved(take: Take, methods: Sequence[str], seconds: float) -> list[Figu
         for name, block in first.items()
     }
     blocks: dict[str, list[Block]] = {name: [] for name in methods}
-    number, slowest, order, generator = 0, 0.0, list(methods), random.Random(1)
-    while number < LEAST_ROUNDS or time.monotonic() + slowest / 2 < end:
+    slowest = 0.0
+    for number, order in enumerate(orders(methods)):
         began = time.monotonic()
-        # Back and forth, against drift; drawn anew for each pair of rounds, so that nobody always comes after
-        # the same other.
-        if number % 2:
-            order.reverse()
-        else:
-            generator.shuffle(order)
+        if number >= LEAST_ROUNDS and began + slowest / 2 >= end:
+            break
         for name in order:
             blocks[name].append(take(name, turns[name]))
         slowest = max(slowest, time.monotonic() - began)
-        number += 1
     return [Figures.of(name, first[name], blocks[name]) for name in methods]
