@@ -25,8 +25,8 @@ def attach(
 ) -> DCTState | ReplicaCompression | None:
     """Compress the gradients of a model; :func:`dct_plugin.attach` for what ``prepare`` returned.
 
-    ``accelerator.save_state`` saves the residuals, and ``load_state`` restores them. The metrics go to the
-    accelerator's trackers, if it has any.
+    ``accelerator.save_state`` saves the residuals of every rank that calls it, and ``load_state`` restores them
+    if all ranks have theirs. The metrics go to the accelerator's trackers, if it has any.
 
     Args:
         accelerator: The ``Accelerator``; its gradient scaler is followed.
@@ -40,7 +40,9 @@ def attach(
     if state is not None:
         if accelerator.is_main_process:
             state.metrics.add_sink(partial(_log, accelerator))
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: state.save(folder))
+        # Scripts call save_state on the main process alone; for FSDP Accelerate's own part is a collective.
+        save = state.save_alone if isinstance(state, DCTState) else state.save
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
     return state
 

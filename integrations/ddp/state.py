@@ -99,6 +99,7 @@ class DCTState:
             self._optimizer.register_step_pre_hook(self._before_step)
         self.steps = StepHooks([])
         self._loaded = reducer_files.FRESH
+        self._topic = "ddp"
         self._reducer: GradientReducer | None = None
         self._overlap: Overlap | None = None
         """Made when the ranks have agreed, at the first bucket."""
@@ -233,6 +234,7 @@ class DCTState:
 
     def _agree(self, device: torch.device) -> Overlap:
         agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=_HINT)
+        self._topic = agreement.topic
         with startup.reported(agreement):
             _settle(self, "register_comm_hook does not tell the model, DCTState.register does")
             feedback = self.config.data_parallel.feedback
@@ -312,6 +314,20 @@ class DCTState:
         reducer_files.save(
             folder,
             lambda: self.state_dict()["reducer"],
+            group=self.process_group,
+            configuration=self.config.fingerprint(),
+            progress=self.steps.progress,
+        )
+
+    def save_alone(self, folder: str | os.PathLike[str]) -> None:
+        """Write this rank's file without waiting for another rank; :meth:`load` compares the files.
+
+        Residuals of ranks that do not call it are not saved.
+        """
+        reducer_files.save_alone(
+            folder,
+            self.state_dict()["reducer"],
+            self._topic,
             group=self.process_group,
             configuration=self.config.fingerprint(),
             progress=self.steps.progress,

@@ -53,22 +53,52 @@ def save(
     Raises:
         DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-
-    def content(identity: str) -> State:
-        return checkpoint.content_of(
-            state(),
-            rank=rank,
-            world_size=world_size,
-            unit=unit,
-            identity=identity,
-            configuration=configuration,
-        )
-
+    rank = dist.get_rank(group)
+    content = _content(state, group, unit, configuration)
     identity = rank_files.save(checkpoint.file_of(folder, rank), content, group=None if parts else group)
     if rank == 0 and progress is not None:
         progress.follow(folder)
     return identity
+
+
+def save_alone(
+    folder: Folder,
+    state: State,
+    topic: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    configuration: str = "",
+    progress: Progress | None = None,
+) -> None:
+    """Write this rank's state without waiting for another rank.
+
+    Ranks that save the same step of the same job give their files one identity, which :func:`load` compares.
+
+    Args:
+        folder, group, configuration, progress: As for :func:`save`.
+        state: ``GradientReducer.state_dict()``.
+        topic: Name of the job, the same on all ranks and used once in the life of the store.
+    """
+    rank = dist.get_rank(group)
+    identity = rank_files.identity_of(f"{topic}/{state['step']}")
+    content = _content(lambda: state, group, 1.0, configuration)
+    checkpoint.write(checkpoint.file_of(folder, rank), content(identity))
+    if rank == 0 and progress is not None:
+        progress.follow(folder)
+
+
+def _content(
+    state: Callable[[], State], group: dist.ProcessGroup | None, unit: float, configuration: str
+) -> Callable[[str], State]:
+    """Return a function that makes the content of this rank's file from the identity of the save."""
+    return lambda identity: checkpoint.content_of(
+        state(),
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        unit=unit,
+        identity=identity,
+        configuration=configuration,
+    )
 
 
 def load(

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import CONFIGS
+import torch
+from support import CONFIGS, processes
 from support.deepspeed_launch import run_script
+from support.processes import logged as logged_lines
+
+from dct_plugin import DCTState
+from dct_plugin.errors import DCTError
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -105,6 +110,70 @@ def test_one_call_for_torch_ddp(tmp_path: Path) -> None:
         assert f"step-ahead for AdamW, after {steps // 10} dense steps" in whole["log"][1]
         assert f"(of {steps} steps)" in whole["log"][1]
         assert f"dct: {steps} steps, rank 0 sent" in printed
+
+
+def _saves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], bool, list[str]]:
+    """Save on the main process, then on both; load each; at last a mixture of two saves."""
+    from accelerate import Accelerator
+
+    from dct_plugin.accelerate import attach
+
+    both, main, mixed = (f"{folder}/{name}" for name in ("both", "main", "mixed"))
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    section = {"data_parallel": {"sparsity": 0.9, "min_numel": 1, "feedback": "local", "warmup_steps": 0}}
+    state = attach(accelerator, model, optimizer, section)
+    assert isinstance(state, DCTState)
+
+    def save(target: str) -> None:
+        if accelerator.is_main_process:
+            accelerator.save_state(target)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            accelerator.backward(model(torch.full((4, 64), step + rank + 1.0)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def residual() -> torch.Tensor:
+        streams = state.state_dict()["reducer"]["streams"]
+        return torch.cat([stream["residual"].view(-1).clone() for stream in streams.values()])
+
+    save(f"{folder}/before")  # before the first step, too
+    train(2)
+    accelerator.save_state(mixed)
+    train(2)
+    save(main)
+    save(mixed)
+    accelerator.save_state(both)
+    saved = residual()
+    train(2)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(both)
+    is_same = torch.equal(residual(), saved)
+    with logged_lines() as lines:
+        accelerator.load_state(main)
+    try:
+        accelerator.load_state(mixed)
+        error = ""
+    except DCTError as found:
+        error = str(found)
+    return lines, is_same, error.splitlines()
+
+
+def test_accelerate_saves_on_the_main_process_alone(tmp_path: Path) -> None:
+    """As most scripts do; the residuals of the others are then missing, which the load says."""
+    results = processes.run(2, _saves_alone, str(tmp_path))
+    assert all(is_same for _, is_same, _ in results)
+    assert "no residuals for 1 of 2 ranks (rank 1: dct_rank_*.pt files are missing)" in results[0][0][0]
+    for _, _, error in results:
+        assert error[0] == "cannot load residuals"
+        assert "rank 0: " in error[1]
+        assert "step 4" in error[1]
+        assert "rank 1: " in error[2]
+        assert "step 2" in error[2]
 
 
 def test_lightning(tmp_path: Path) -> None:
