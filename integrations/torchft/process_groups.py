@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -103,8 +103,15 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         """Follow the steps of the manager that this group was made for; to be called before its first step.
 
         Residuals are then kept and taken back as the manager commits, and thresholds are part of the state
-        that a replica gets when it heals.
+        that a replica gets when it heals. Wrappers between the two, such as torchft's
+        ``ErrorSwallowingProcessGroupWrapper``, then pass errors on to the manager.
+
+        Raises:
+            ConfigError: The manager has another process group.
         """
+        for wrapper in self._wrappers_in(manager):
+            # torchft's wrappers pass on everything but this, which also tells that a round is over.
+            wrapper.errored = partial(_first_error, self.errored, wrapper.errored)
         self._manager = manager
         manager.register_state_dict_fn(_STATE, self._residuals.load_state_dict, self._residuals.state_dict)
 
@@ -120,9 +127,13 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         enabled = self.config.enabled and self.config.data_parallel.enabled
         if not (enabled and (averages or operation == dist.ReduceOp.SUM) and _all_floating(tensors)):
             return super().allreduce(tensors, opts)
+        if self._manager is None:
+            raise self._no_manager()
+        if self._peers is None and self._failure is None:
+            return super().allreduce(tensors, opts)  # raises: there was no quorum
         device = tensors[0].device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        if self._failure is not None or self._peers is None:
+        if self._failure is not None:
             future.set_result(tensors)
             return _Pending(future)
         try:
@@ -158,15 +169,16 @@ class _ThresholdedGroup(ProcessGroupWrapper):
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup | None:
         """Make the group of a new quorum; torchft's two versions both call this. Errors are kept for
         :meth:`errored`.
+
+        Raises:
+            ConfigError: No manager is followed, so that none would ask for the error.
         """
         self._leave_quorum()
         self._failure = None
+        if self._manager is None:
+            self._failure = self._no_manager()
+            raise self._failure
         try:
-            if self._manager is None:
-                raise ConfigError(
-                    f"{type(self).__name__} does not know its manager; call pg.follow(manager) before the "
-                    "first step"
-                )
             self._settle()
             self._residuals.leave()
             dense: dist.ProcessGroup = super()._create_pg(store, rank, world_size)
@@ -182,6 +194,26 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             return None
 
     # -- inside ---
+
+    def _no_manager(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__} does not know its manager: call pg.follow(manager) before the first step; "
+            "without a torchft.Manager use torchft's own group"
+        )
+
+    def _wrappers_in(self, manager: torchft.Manager) -> list[Any]:
+        """Return the process groups through which a manager reaches this one, the outermost first."""
+        wrappers, group = [], manager._pg
+        while group is not self:
+            wrappers.append(group)
+            group = getattr(group, "_pg", None)
+            if not isinstance(group, dist.ProcessGroup):
+                raise ConfigError(
+                    f"{type(self).__name__}.follow: the manager's process group is "
+                    f"{type(wrappers[0]).__name__}, which is no torchft ProcessGroupWrapper around this one; "
+                    "make the manager with pg=pg"
+                )
+        return wrappers
 
     def _call(self, tensor: Tensor, *, averages: bool) -> partial[None]:
         """Return the reduction of a tensor as a call without arguments."""
@@ -300,6 +332,10 @@ class _Pending(dist._Work):
         return self._future
 
 
+def _first_error(*sources: Callable[[], Exception | None]) -> Exception | None:
+    return next((error for source in sources if (error := source()) is not None), None)
+
+
 def _in_place(tensor: Tensor, reduce: partial[None]) -> None:
     """Reduce a tensor of any strides."""
     flat = tensor.detach().reshape(-1)
@@ -314,8 +350,9 @@ def _after(ready: Any) -> Iterator[None]:
     if ready is None:
         yield
         return
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    # A new thread has device 0, whatever the device of the tensors is.
+    with torch.cuda.device(ready.device), torch.cuda.stream(torch.cuda.Stream(ready.device)):
+        stream = torch.cuda.current_stream()
         stream.wait_event(ready)
         yield
         stream.synchronize()

@@ -26,6 +26,11 @@ from support.torchft_replicas import LIMIT, in_threads, lighthouse, manager_of
 from support.torchft_worker import Job, batch, model_of, work
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import WorldSizeMode
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ProcessGroupWrapper,
+)
 
 from dct_plugin.errors import ConfigError
 from dct_plugin.torchft import ProcessGroupGloo, ProcessGroupNCCL
@@ -191,13 +196,18 @@ def _refused(name: str, address: str, section: Any) -> dict[str, Any]:
     return _steps(name, address, section, 6)
 
 
-def _steps(name: str, address: str, section: Any, steps: int, **options: Any) -> dict[str, Any]:
-    """Train without DDP: an all-reduce for each gradient."""
+def _steps(
+    name: str, address: str, section: Any, steps: int, wrap: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Train without DDP: an all-reduce for each gradient; ``wrap`` makes the manager's group of ours."""
     model, pg = model_of(), group_of(section)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
     manager = manager_of(
-        pg, name, address, state={"model": model, "optimizer": optimizer}, init_sync=False, **options
+        pg if wrap is None else wrap(pg), name, address, state=state, init_sync=False, **options
     )
+    if wrap is not None:
+        pg.follow(manager)
     stepper, residuals = torchft.Optimizer(manager, optimizer), []
     try:
         for attempt in range(20):
@@ -208,10 +218,13 @@ def _steps(name: str, address: str, section: Any, steps: int, **options: Any) ->
             F.mse_loss(model(points), wanted).backward()
             for parameter in model.parameters():
                 manager.allreduce(parameter.grad).wait()
+                if attempt == 3 and wrap is not None:
+                    pg._peers.close()  # as if the connection were lost in mid-step
             if attempt == 3 and "fails" in (section or {}).get("metrics", {}).get("path", ""):
                 manager.report_error(RuntimeError("a gradient was damaged"))
             stepper.step()
-            pg._settle()
+            if wrap is None:
+                pg._settle()
             residuals.append(residuals_of(pg))
     finally:
         manager.shutdown(wait=False)
@@ -251,6 +264,54 @@ def test_steps_that_are_not_committed_leave_residuals_alone(tmp_path: Path) -> N
         assert torch.equal(before, after)
         assert not torch.equal(each["residuals"][1], before)
         assert before.any()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        ErrorSwallowingProcessGroupWrapper,
+        lambda pg: ProcessGroupWrapper(pg=FakeProcessGroupWrapper(pg)),
+    ],
+    ids=["swallowing", "twice"],
+)
+def test_wrappers_of_torchft(wrap: Any) -> None:
+    """Rounds end, so that tensors keep their streams, and a step with an error is not committed."""
+    with lighthouse(2) as address:
+        found = in_threads(lambda name: _steps(name, address, SPARSE, 6, wrap), [("a",), ("b",)])
+    check_same(found)
+    for each in found:
+        assert each["counts"].steps_rolled_back == 1
+        assert {residual.numel() for residual in each["residuals"]} == {found[0]["residuals"][0].numel()}
+        assert each["residuals"][-1].any()
+
+
+class Holder(torchft.process_group.ProcessGroup):
+    """A wrapper that does not say what it wraps."""
+
+    def __init__(self, pg: Any) -> None:
+        super().__init__(0, 1)
+        self.held = pg
+
+
+def test_a_manager_of_another_group_is_refused() -> None:
+    with lighthouse(1) as address:
+        pg = group_of(SPARSE)
+        manager = manager_of(Holder(pg), "a", address, state={}, min_replicas=1)
+        with pytest.raises(ConfigError, match="the manager's process group is Holder, which is no torchft"):
+            pg.follow(manager)
+        manager.shutdown(wait=False)
+
+
+def test_a_group_without_a_manager_is_refused() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pg = group_of(SPARSE)
+    with pytest.raises(ConfigError, match=r"call pg\.follow\(manager\) before the first step; without"):
+        pg.allreduce([torch.ones(1000)], dist.ReduceOp.SUM)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"call pg\.follow\(manager\) before the first step; without"):
+            pg.configure(f"127.0.0.1:{store.port}/prefix", "a", 0, 1)
+    with pytest.raises(ConfigError, match=r"pg\.follow"):
+        pg.allreduce([torch.ones(1000)], dist.ReduceOp.SUM)
 
 
 def test_spares_keep_their_residuals() -> None:
