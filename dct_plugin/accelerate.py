@@ -25,7 +25,7 @@ def attach(
 ) -> DCTState | ReplicaCompression | None:
     """Compress the gradients of a model; :func:`dct_plugin.attach` for what ``prepare`` returned.
 
-    ``accelerator.save_state`` saves the residuals of every rank that calls it, and ``load_state`` restores them
+    ``accelerator.save_state`` saves the residuals of every rank that calls it. ``load_state`` restores them
     if all ranks have theirs. The metrics go to the accelerator's trackers, if it has any.
 
     Args:

@@ -197,8 +197,8 @@ class _ThresholdedGroup(ProcessGroupWrapper):
 
     def _no_manager(self) -> ConfigError:
         return ConfigError(
-            f"{type(self).__name__} does not know its manager: call pg.follow(manager) before the first step; "
-            "without a torchft.Manager use torchft's own group"
+            f"{type(self).__name__} does not know its manager: call pg.follow(manager) before the first "
+            "step; without a torchft.Manager use torchft's own group"
         )
 
     def _wrappers_in(self, manager: torchft.Manager) -> list[Any]:
