@@ -1,10 +1,11 @@
 """Parameters that hold displaced weights during training passes, and how writes to them are noticed.
 
-Between a training forward pass and the end of its backward pass, and after a forward pass that has no
-backward pass, a parameter's data are displaced weights, which differ from rank to rank. ``state_dict()``
-saves the weights all the same. What reads or writes parameters by itself (``copy.deepcopy``,
-``torch.save(list)``, ``AveragedModel.update_parameters``, an exchange with averaged weights) does so within
-``with dct_plugin.data_parallel.weights(model):``. A write outside of it is undone, and refused by name.
+Between a training forward pass and the end of its backward pass, and up to the optimizer's step if it has
+none or keeps its graph, a parameter's data are displaced weights, which differ from rank to rank
+(:mod:`.training_passes`). ``state_dict()`` saves the weights all the same. What reads or writes parameters by
+itself (``copy.deepcopy``, ``torch.save(list)``, ``AveragedModel.update_parameters``, an exchange with
+averaged weights) does so within ``with dct_plugin.data_parallel.weights(model):``. A write outside of it is
+undone, and refused by name.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class DisplacedWeights:
         """Weights of the parameters that hold displaced ones."""
         self.fresh = False
         """True if the displaced weights are those of the coming passes."""
+        self.version = 0
+        """How often the displaced weights were computed."""
         self._saving = 0
         """Depth of calls of ``state_dict`` that began while displaced weights were shown."""
 
@@ -80,6 +83,7 @@ class DisplacedWeights:
         """Forget all buffers, to :meth:`add` those of the coming passes."""
         self._computed.clear()
         self.fresh = True
+        self.version += 1
 
     def add(self, name: str, parameter: torch.nn.Parameter, buffer: Tensor) -> None:
         """Show the displaced weights ``buffer``, which are complete, in ``parameter`` from now on."""
@@ -90,6 +94,11 @@ class DisplacedWeights:
         self._saving = 0
         for name, (parameter, buffer, _, _) in self._computed.items():
             self._weights[name], parameter.data = parameter.data, buffer
+
+    def show_again(self) -> None:
+        """:meth:`show`, unless a weight was written meanwhile."""
+        if not self.shown and not self.outdated:
+            self.show()
 
     def restore(self, *, thorough: bool = True) -> None:
         """Let the parameters hold their weights again.
@@ -150,8 +159,8 @@ class DisplacedWeights:
         shown = self.shown
         self.restore()
         yield
-        if shown and not self.shown and not self.outdated:
-            self.show()
+        if shown:
+            self.show_again()
 
     def _written(self, name: str, thorough: bool) -> bool:
         parameter, buffer, version, sample = self._computed[name]

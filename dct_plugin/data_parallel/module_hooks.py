@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 
 class ModuleHook:
@@ -49,7 +47,7 @@ def register_hooks(
         before_saving, after_saving: Called around ``state_dict`` of the module or of a part of it, also for
             every part of what is saved.
         before_loading: Called before ``load_state_dict`` of the module or of a part of it.
-        after_pass: Called after a forward pass; is told its output.
+        after_pass: Called after a forward pass, before other hooks; is told its output, None if it failed.
 
     Returns:
         Handles that remove the hooks.
@@ -60,7 +58,9 @@ def register_hooks(
 
     handles: list[Any] = [
         module.register_forward_pre_hook(ModuleHook(forward, module), prepend=True),
-        module.register_forward_hook(ModuleHook(lambda _, __, output: after_pass(output), module)),
+        module.register_forward_hook(
+            ModuleHook(lambda _, __, output: after_pass(output), module), prepend=True, always_call=True
+        ),
     ]
     for part in module.modules():
         save, saved, load = (
@@ -73,33 +73,3 @@ def register_hooks(
             part._register_load_state_dict_pre_hook(load, with_module=True),
         ]
     return handles
-
-
-def call_after_backward(output: Any, function: Callable[[], None]) -> None:
-    """Call ``function`` at the end of the backward pass of what a forward pass returned; it may be called
-    several times.
-    """
-
-    # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
-    # inside the backward pass, which must not end it.
-    def queue(_: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(function)
-
-    for tensor in _tensors_of(output):
-        if tensor.requires_grad:
-            tensor.register_hook(queue)
-
-
-def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward pass returned: nested containers, and attributes of objects."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif not callable(leaf):
-            slots = [name for kind in type(leaf).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n, None) for n in slots)]
-            yield from (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots

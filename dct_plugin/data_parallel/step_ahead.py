@@ -33,7 +33,7 @@ from ..errors import ConfigError
 from ..feedback import ScratchBuffers, unpacked
 from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
-from .module_hooks import call_after_backward, register_hooks
+from .module_hooks import register_hooks
 from .node_ranks import NodeRanks, Part, common
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
@@ -41,6 +41,7 @@ from .second_moments import Moments, MomentsPart, SecondMoments
 from .step_units import StepUnit
 from .stream_group import Sparsity
 from .tensor_densities import TensorDensities
+from .training_passes import TrainingPasses
 
 #: The greatest factor by which an owner multiplies what it holds back (see :class:`StepAhead`). With the
 #: number of ranks as the factor the mean of the displacements is exact. But a larger displacement disturbs
@@ -137,8 +138,8 @@ class StepAhead:
     """Runs a model's training passes at displaced weights. All else sees the weights themselves.
 
     Displaced weights lie in buffers of their own, and a parameter's ``data`` points there from a training
-    forward pass to the end of its backward pass. Nothing is added to the weights and nothing has to be
-    subtracted from them, so ranks stay bitwise equal.
+    forward pass to the end of its backward pass (:mod:`.training_passes`). Nothing is added to the weights
+    and nothing has to be subtracted from them, so ranks stay bitwise equal.
 
     An owner alone knows what it holds back of its part of the sum (two-phase exchange). So it multiplies this
     displacement by the number of ranks, at most by :data:`MAX_OWNER_FACTOR`. Then the mean of the ranks'
@@ -180,6 +181,7 @@ class StepAhead:
         self._buffers: dict[str, Tensor] = {}
         self._scratch = ScratchBuffers()
         self._displaced = DisplacedWeights()
+        self._passes = TrainingPasses(self._displaced, self.displace)
         self._handles: list[Any] = []
 
     def share_with(self, node: NodeRanks, held: Mapping[str, Part] | None = None) -> None:
@@ -207,15 +209,15 @@ class StepAhead:
         self._displaced.register(module)
         self._handles += register_hooks(
             module,
-            before_pass=lambda trains: self.displace() if trains else self.restore(),
-            after_pass=self._after_forward,
+            before_pass=self._passes.before_forward,
+            after_pass=self._passes.after_forward,
             before_saving=self._displaced.before_saving,
             after_saving=self._displaced.after_saving,
             before_loading=self.forget,
         )
         if hasattr(optimizer, "register_step_pre_hook"):
             self._handles += [
-                optimizer.register_step_pre_hook(lambda *_: self.restore()),
+                optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(lambda *_: self.forget()),
             ]
 
@@ -235,17 +237,19 @@ class StepAhead:
         if self._displaced.shown and self._displaced.fresh:
             self._displaced.check()
             return
-        self.restore()
+        self._displaced.restore()
         if not self._displaced.fresh or self._displaced.outdated:
             self._compute()
         self._displaced.show()
 
     def restore(self) -> None:
-        """Let the parameters' data be the weights again.
+        """Let the parameters' data be the weights again, for an optimizer's step: no backward pass of an
+        earlier forward pass comes any more.
 
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
+        self._passes.end()
         self._displaced.restore()
 
     def weight(self, parameter: Tensor) -> Tensor:
@@ -257,10 +261,20 @@ class StepAhead:
         self.restore()
         self._displaced.fresh = False
 
-    def _after_forward(self, output: Any) -> None:
-        if self._displaced.shown:
-            # Without waiting for a device in every step.
-            call_after_backward(output, lambda: self._displaced.restore(thorough=False))
+    def _before_step(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Restore the weights for an optimizer's step, also after the passes of its closure."""
+        self.restore()
+        optimizer, *rest = arguments
+        closure = rest[0] if rest else keywords.get("closure")
+        if closure is None:
+            return None
+
+        def restoring() -> Any:
+            loss = closure()
+            self.restore()
+            return loss
+
+        return (optimizer, restoring, *rest[1:]), {k: v for k, v in keywords.items() if k != "closure"}
 
     def _compute(self) -> None:
         self._displaced.begin()
