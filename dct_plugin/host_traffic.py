@@ -1,7 +1,8 @@
 """The traffic of the host framework: what its own collectives send, counted by their sizes.
 
 Every collective that Python code starts goes through a method of ``ProcessGroup``. These methods are wrapped
-while a job runs, and put back afterwards. Collectives that C++ code or compiled graphs start are not seen,
+while a job runs, and put back afterwards; a group takes no attributes of its own that could be wrapped in
+their place. Collectives that C++ code or compiled graphs start are not seen,
 but for DDP's broadcast of buffers.
 """
 
@@ -133,21 +134,21 @@ class HostTraffic:
 
     def start(self) -> None:
         """Begin to record."""
-        if not _started:
-            for name, (operation, position) in _METHODS.items():
-                _wrap(dist.ProcessGroup, name, operation, position)
-            # DDP asks the module for it: (group, tensors, bytes of a bucket, source).
-            _wrap(dist, "_broadcast_coalesced", "broadcast", 0)
+        for name, (operation, position) in _METHODS.items():
+            _wrap(dist.ProcessGroup, name, operation, position)
+        # DDP asks the module for it: (group, tensors, bytes of a bucket, source).
+        _wrap(dist, "_broadcast_coalesced", "broadcast", 0)
         _started.append(self)
         self._metrics.counts_host = True
 
     def stop(self) -> None:
-        """Record no more; the last one puts everything back."""
+        """Record no more; the last one puts everything back, but for what somebody else has wrapped since."""
         if self in _started:
             _started.remove(self)
-        if not _started:
-            while _wrapped:
-                setattr(*_wrapped.pop())
+        for (owner, name), (original, ours) in () if _started else list(_wrapped.items()):
+            if vars(owner)[name] is ours:
+                setattr(owner, name, original)
+                del _wrapped[owner, name]
 
     def __enter__(self) -> Self:
         self.start()
@@ -184,12 +185,13 @@ class HostTraffic:
 
 
 _started: list[HostTraffic] = []
-_wrapped: list[tuple[Any, str, Any]] = []
+_wrapped: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""By owner and name: the function from before, and the one in its place."""
 
 
 def _wrap(owner: Any, name: str, operation: str, position: int) -> None:
     original = getattr(owner, name, None)
-    if original is None:  # in other versions of torch
+    if original is None or (owner, name) in _wrapped:  # not in all versions of torch
         return
 
     @functools.wraps(original)
@@ -200,7 +202,7 @@ def _wrap(owner: Any, name: str, operation: str, position: int) -> None:
             _started[-1].record(operation, group, tensors, splits)
         return original(group, *arguments, **keywords)
 
-    _wrapped.append((owner, name, vars(owner)[name]))  # what getattr returns would not bind the group
+    _wrapped[owner, name] = vars(owner)[name], collective  # what getattr returns would not bind the group
     setattr(owner, name, collective)
 
 

@@ -10,29 +10,29 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
-from ..host import build_lock
 from ..host.post_import import when_imported
 
-ENGINE_MODULE = "deepspeed.runtime.engine"
+#: The engines of DeepSpeed that have a constructor of their own and are supported, by module.
+ENGINES = {
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.pipe.engine": "PipelineEngine",
+}
 
 
 def activate() -> None:
-    """Wait for the DeepSpeed engine, or hook it if it is already imported. Idempotent.
-
-    Compilations that DeepSpeed starts are watched, too: others may wait for them.
-    """
-    when_imported(build_lock.BUILDER, build_lock.watch_builder)
-    when_imported(ENGINE_MODULE, _hook_engines)
+    """Wait for the DeepSpeed engines, or hook them if they are already imported. Idempotent."""
+    for module in ENGINES:
+        when_imported(module, _hook_engine)
 
 
-def _hook_engines(module: ModuleType) -> None:
+def _hook_engine(module: ModuleType) -> None:
     try:
-        from .activation import hook_engines
+        from .activation import hook_engine
 
-        hook_engines(module)
+        hook_engine(getattr(module, ENGINES[module.__name__]))
     except Exception as error:
         warnings.warn(
-            f"dct-plugin: could not hook {ENGINE_MODULE}: {error!r}; a 'dct' section will have no effect",
+            f"dct-plugin: could not hook {module.__name__}: {error!r}; a 'dct' section will have no effect",
             RuntimeWarning,
             stacklevel=2,
         )

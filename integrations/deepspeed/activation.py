@@ -1,105 +1,65 @@
 """Activation by the JSON alone: every DeepSpeed engine whose JSON has a ``dct`` section is attached to.
 
-An engine whose JSON has no section is left as it is. For one that has, :mod:`.attach` is imported, and what
-it raises reaches the user. Until then only the standard library is imported.
+The constructor of the engine is wrapped, and nothing else. An engine whose JSON has no section is left as it
+is. For one that has, :mod:`.attach` is imported, and what it raises reaches the user. Until then only the
+standard library is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import warnings
-from types import ModuleType
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..host.patches import Function, intercept_for_good
-from ..host.post_import import when_imported
+from ..host.patches import Function, Patches
 from .features import FEATURES, Feature
-from .section import SECTION, TOPIC, configuration_of, find_section, misplaced_section
+from .section import KEYS, SECTION, asks, configuration_of, find_section, misplaced_section
 
-ENGINE_CLASS = "DeepSpeedEngine"
-
-_WRAPPED = "_dct_wrapped"
-_DEPTH = "_dct_init_depth"
+_hooked: set[type] = set()
 
 
-def hook_engines(module: ModuleType) -> None:
-    """Have :func:`engine_ready` called for every engine once its outermost ``__init__`` has returned.
+def hook_engine(cls: type) -> None:
+    """Have :func:`engine_ready` called for every engine of a class whose constructor has returned.
 
     Args:
-        module: ``deepspeed.runtime.engine``.
+        cls: ``DeepSpeedEngine``, or a class derived from it.
     """
-    engine_class = getattr(module, ENGINE_CLASS)
-    if engine_class.__dict__.get(_WRAPPED):
+    if cls not in _hooked:
+        _hooked.add(cls)
+        Patches().intercept(cls, "__init__", functools.partial(_init, cls))
+
+
+def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: Any) -> None:
+    if cls is not next(base for base in type(engine).__mro__ if base in _hooked):
+        original(engine, *args, **keywords)  # the constructor of a derived class goes on
         return
-    previous = engine_class.__dict__.get("__init_subclass__")
-
-    def __init_subclass__(subclass: type, **keywords: Any) -> None:
-        if previous is not None:
-            previous.__get__(None, subclass)(**keywords)
-        else:
-            super(engine_class, subclass).__init_subclass__(**keywords)
-        _wrap_init(subclass)
-
-    engine_class.__init_subclass__ = classmethod(__init_subclass__)
-    for known in _with_subclasses(engine_class):
-        _wrap_init(known)
-    setattr(engine_class, _WRAPPED, True)
-    for feature in FEATURES:
-        for name in feature.modules:
-            when_imported(name, functools.partial(_prepare, feature))
+    given = getattr(keywords.get("config_class"), "_param_dict", None)
+    asked = [feature for feature in FEATURES if feature.asks(given)]
+    with _prepared(given, asked):
+        try:
+            original(engine, *args, **keywords)
+        except Exception as error:
+            explanations = (feature.load().explain(given) for feature in asked if feature.load is not None)
+            if explanation := next(filter(None, explanations), None):
+                raise explanation from error
+            raise
+    engine_ready(engine)
 
 
-def _prepare(feature: Feature, module: ModuleType) -> None:
-    try:
-        assert feature.load is not None
-        feature.load().prepare(module)
-    except Exception as error:
-        warnings.warn(
-            f"dct-plugin: could not hook {module.__name__}: {error!r}; {feature.name} will not work",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+@contextlib.contextmanager
+def _prepared(configuration: Any, asked: list[Feature]) -> Iterator[None]:
+    """Prepare DeepSpeed, inside the block, for an engine whose JSON asks for the plugin."""
+    with contextlib.ExitStack() as prepared:
+        if asks(configuration):
+            from ..host import build_lock
 
-
-def _with_subclasses(cls: type) -> list[type]:
-    found = [cls]
-    subclass: type
-    for subclass in cls.__subclasses__():
-        found += _with_subclasses(subclass)
-    return found
-
-
-def _wrap_init(cls: type) -> None:
-    if "__init__" in cls.__dict__:
-        intercept_for_good(cls, "__init__", _init)
-
-
-def _init(original: Function, engine: Any, *args: Any, **keywords: Any) -> None:
-    state = engine.__dict__  # not by attribute: torch modules take none before their own __init__
-    depth = state.get(_DEPTH, 0)
-    state[_DEPTH] = depth + 1
-    try:
-        original(engine, *args, **keywords)
-    except Exception as error:
-        if explanation := _explanation(engine):
-            raise explanation from error
-        raise
-    finally:
-        state[_DEPTH] = depth
-    if depth == 0:
-        del state[_DEPTH]
-        engine_ready(engine)
-
-
-def _explanation(engine: Any) -> Exception | None:
-    """Return a better error than DeepSpeed's for an engine that could not be made; None if there is none."""
-    with contextlib.suppress(ImportError):
-        for feature in FEATURES:
-            if feature.load is not None and (error := feature.load().explain(configuration_of(engine))):
-                return error
-    return None
+            prepared.enter_context(build_lock.builder_watched())
+        for feature in asked:
+            if feature.load is not None:
+                prepared.enter_context(feature.load().prepared())
+        yield
 
 
 def engine_ready(engine: Any) -> None:
@@ -111,8 +71,7 @@ def engine_ready(engine: Any) -> None:
     """
     section = find_section(engine)
     if section is None:
-        _announce_absence()
-        _refuse_misplaced(engine)
+        _warn_of_misplaced(engine)
         return
     try:
         from .attach import attach
@@ -124,18 +83,16 @@ def engine_ready(engine: Any) -> None:
     attach(engine, section)
 
 
-def _announce_absence() -> None:
-    # A courtesy to the other ranks: without a process group or a store they find out by waiting.
-    with contextlib.suppress(Exception):
-        if sys.modules["torch.distributed"].is_initialized():
-            from ..host.startup import join
-
-            join(TOPIC).abstain()
+def _warn_of_misplaced(engine: Any) -> None:
+    """Warn of a section that nothing reads: the job trains dense."""
+    found = misplaced_section(configuration_of(engine))
+    if found is not None and _is_section(found[1]) and engine.__dict__.get("global_rank", 0) == 0:
+        logging.getLogger("dct_plugin").warning("dct: %s; this job trains without dct", found[0])
 
 
-def _refuse_misplaced(engine: Any) -> None:
-    """Raise an error for a section that nothing reads: the job would train dense without a word."""
-    if found := misplaced_section(configuration_of(engine)):
-        from dct_plugin.errors import ConfigError
-
-        raise ConfigError(found[0])
+def _is_section(content: Any) -> bool:
+    """Return whether a mapping has keys of the section; ``enabled``, which others have, not beside theirs."""
+    if not isinstance(content, Mapping) or not content:
+        return False
+    known = KEYS & content.keys()
+    return bool(known - {"enabled"}) or len(known) == len(content)

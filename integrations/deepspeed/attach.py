@@ -9,14 +9,15 @@ import deepspeed
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.transport.agreement import HINT
 
-from ..host import lost_peers, startup
+from ..host import startup
 from ..host.automatic import settled, steps_of
 from .attachment import Attachment
 from .checkpointing import tell_what_is_dropped
 from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
 from .rules import advice, applied, obstacle, require, unread_keys
-from .section import TOPIC, configuration_of, gradient_path_of_optimizer
+from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .support import check_version, has_optimizer, job_of
 
 logger = logging.getLogger("dct_plugin")
@@ -43,7 +44,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
     if ATTRIBUTE in engine.__dict__:
         attached: Attachment = engine.__dict__[ATTRIBUTE]
         return attached
-    agreement = startup.join(TOPIC)
+    agreement = startup.join(TOPIC, hint=f"its configuration has no {SECTION!r} section, or {HINT}")
     with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=dist.get_rank())
         if not config.enabled and gradient_path_of_optimizer(engine) is None:
@@ -63,7 +64,6 @@ def attach(engine: Any, section: Any) -> Attachment | None:
         tell_what_is_dropped(engine)
         return None
     attachment.install()
-    lost_peers.watch(attachment, lambda attachment: attachment.steps.step)
     engine.__dict__[ATTRIBUTE] = attachment
     if dist.get_rank() == 0:
         _report(engine, attachment, note)

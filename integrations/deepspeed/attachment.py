@@ -12,6 +12,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Event, Metrics, Sink
 
+from ..host import lost_peers
 from ..host.patches import Function, Patches
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
@@ -130,6 +131,7 @@ class Attachment:
         ]
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
+        self._unwatch = lost_peers.watch(self, lambda attachment: attachment.steps.step)
         self._patches.intercept(engine, "_take_model_step", self._step)
         self._patches.intercept(engine, "destroy", self._destroy)
 
@@ -150,6 +152,7 @@ class Attachment:
         for part in reversed(self._parts):
             part.close()
         self._reporting.finish()
+        self._unwatch()
         self._patches.undo()
         return original(*args, **keywords)
 

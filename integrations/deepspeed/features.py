@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .section import asks_for_slot
 
 
 class Feature(NamedTuple):
@@ -16,15 +18,15 @@ class Feature(NamedTuple):
     Attributes:
         name: The name that ``dct doctor`` shows.
         file: The file of DeepSpeed that offers it.
-        modules: Modules of DeepSpeed that must be hooked when they are imported.
-        load: Imports the module of this package that hooks them. It has two functions: ``prepare(module)``
-            hooks one of the modules; ``explain(configuration)`` returns a better error, or None, for an
-            engine that could not be made from this JSON.
+        asks: Returns whether a JSON needs DeepSpeed to be changed while its engine is made.
+        load: Imports the module of this package that changes it. It has two functions: ``prepared()`` returns
+            a context manager, inside which DeepSpeed is changed; ``explain(configuration)`` returns a better
+            error, or None, for an engine that could not be made from this JSON.
     """
 
     name: str
     file: str
-    modules: tuple[str, ...] = ()
+    asks: Callable[[Any], bool] = lambda configuration: False
     load: Callable[[], ModuleType] | None = None
 
 
@@ -43,11 +45,7 @@ FEATURES = (
     Feature(
         '1-bit Adam, 1-bit LAMB, 0/1 Adam (comm_backend_name "dct")',
         "runtime/fp16/onebit/adam.py",
-        (
-            "deepspeed.runtime.fp16.onebit.adam",
-            "deepspeed.runtime.fp16.onebit.lamb",
-            "deepspeed.runtime.fp16.onebit.zoadam",
-        ),
+        asks_for_slot,
         _onebit,
     ),
 )

@@ -11,11 +11,12 @@ Deleting this file and its row in :mod:`.features` removes the feature.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +29,10 @@ from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.stream import Compressor
 
-from ..host.patches import Function, Patches, intercept_for_good
+from ..host.patches import Function, Patches
 from .part import EngineContext
 from .rules import without_slot
-from .section import PATH_ATTRIBUTE, SECTION, backend_name, inner_optimizer
+from .section import PATH_ATTRIBUTE, SECTION, inner_optimizer
 from .stage0 import Stage0Path
 from .support import precision_of
 
@@ -49,9 +50,17 @@ _STAND_IN = "deepspeed.runtime.comm.compressed", "CompressedBackend", "compresse
 _ALL = "momentum"
 
 
-def prepare(module: ModuleType) -> None:
-    """Make the optimizer of one of the modules in :data:`OPTIMIZERS` accept the name."""
-    intercept_for_good(getattr(module, OPTIMIZERS[module.__name__]), "__init__", _init)
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Make the optimizers in :data:`OPTIMIZERS` accept the name, inside the block."""
+    patches = Patches()
+    try:
+        for module, name in OPTIMIZERS.items():
+            with suppress(ImportError):  # explain() says more
+                patches.intercept(getattr(importlib.import_module(module), name), "__init__", _init)
+        yield
+    finally:
+        patches.undo()
 
 
 def _init(original: Function, *args: Any, **keywords: Any) -> None:
@@ -72,8 +81,6 @@ def _init(original: Function, *args: Any, **keywords: Any) -> None:
 
 def explain(config: Any) -> VersionError | None:
     """Return the error for a JSON that asks for the slot in a DeepSpeed that has none; None otherwise."""
-    if backend_name(config) != BACKEND_NAME:
-        return None
     try:
         present = [importlib.util.find_spec(name) is not None for name in OPTIMIZERS]
     except ImportError:

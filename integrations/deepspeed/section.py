@@ -15,11 +15,13 @@ from ..host.measured_job import SECTION as MEASURING
 
 SECTION = "dct"
 
+#: Keys of the section.
+KEYS = frozenset(("enabled", "data_parallel", "model_parallel", "embedding", "kernels", "metrics"))
+
 #: Top-level keys of the JSON that the plugin reads.
 READ_BY_PLUGIN = (SECTION, "dlrm")
 
-#: The topic of the agreement between ranks at start-up, see :mod:`..host.startup`. An engine without the
-#: section says so under this topic: a rank whose JSON lacks it is then named at once, not after a time limit.
+#: The topic of the agreement between ranks at start-up, see :mod:`..host.startup`.
 TOPIC = "deepspeed"
 
 #: The attribute in which an optimizer names its own class of gradient path. Such an optimizer asks for the
@@ -70,6 +72,16 @@ def backend_name(config: Any) -> Any:
         return config["optimizer"]["params"].get("comm_backend_name")
     except (AttributeError, KeyError, TypeError):
         return None
+
+
+def asks_for_slot(config: Any) -> bool:
+    """Return whether a JSON has momentum exchanged through the plugin."""
+    return bool(backend_name(config) == SECTION)
+
+
+def asks(config: Any) -> bool:
+    """Return whether a JSON asks for the plugin."""
+    return isinstance(config, dict) and (SECTION in config or asks_for_slot(config))
 
 
 def misplaced_section(config: Any) -> tuple[str, Any] | None:

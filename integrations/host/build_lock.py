@@ -3,7 +3,7 @@
 At the first start on a machine DeepSpeed has torch compile an operator, for minutes and in silence. A
 process that is killed meanwhile leaves a lock file, and all others wait for it forever. Here a lock names its
 process, and a lock of a process that is gone is removed. From torch 2.15 on the kernel frees the lock; a
-process then only says that it compiles or waits. Imports the standard library only.
+process then only says that it compiles or waits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dct_plugin import processes
 
-from .patches import Function, Patches, intercept_for_good
+from .patches import Function, Patches
 
-#: DeepSpeed's module with the class that starts compilations.
-BUILDER = "deepspeed.ops.op_builder.builder"
 #: Seconds after which a process says what it is doing.
 SAY_AFTER = 10.0
 #: Seconds without a change in the folder after which a compilation is taken for dead.
@@ -60,18 +57,21 @@ def advice(lock: str | os.PathLike[str]) -> str:
     return f"waiting for another process to compile a part of DeepSpeed: {held}: rm {lock}"
 
 
-def watch_builder(module: ModuleType) -> None:
-    """Watch every compilation that DeepSpeed starts.
-
-    Args:
-        module: :data:`BUILDER`.
-    """
+@contextlib.contextmanager
+def builder_watched() -> Iterator[None]:
+    """Watch the compilations that DeepSpeed starts inside the block."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
     def jit_load(original: Function, *args: Any, **keywords: Any) -> Any:
         with watched():
             return original(*args, **keywords)
 
-    intercept_for_good(module.OpBuilder, "jit_load", jit_load)
+    patches = Patches()
+    patches.intercept(OpBuilder, "jit_load", jit_load)
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 @contextlib.contextmanager

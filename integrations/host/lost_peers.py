@@ -51,7 +51,8 @@ class _ExceptHook:
 
     def remove(self, steps: Callable[[], int | None]) -> None:
         """Undo :meth:`add`; after the last job the hook from before is put back, unless one is in front."""
-        self.jobs.remove(steps)
+        if steps in self.jobs:
+            self.jobs.remove(steps)
         if not self.jobs and sys.excepthook is self and self._previous is not None:
             sys.excepthook, self._previous = self._previous, None
 
@@ -60,22 +61,28 @@ _excepthook = _ExceptHook()
 Job = TypeVar("Job")
 
 
-def watch(job: Job, step_of: Callable[[Job], int]) -> None:
-    """As long as ``job`` lives, name the lost ranks when an error of the transport ends this process.
+def watch(job: Job, step_of: Callable[[Job], int]) -> Callable[[], None]:
+    """Name the lost ranks when an error of the transport ends this process while ``job`` runs.
 
     Args:
-        job: An object that lives as long as the training; it is not kept alive.
+        job: The training; it is not kept alive.
         step_of: Returns the optimizer steps of the job so far.
+
+    Returns:
+        A function to call when the job ends; the end of ``job``'s life calls it at the latest.
     """
     lost_ranks.register_process()
-    reference = weakref.ref(job)
+    reference = weakref.ref(job, lambda _: end())
 
     def steps() -> int | None:
         alive = reference()
         return None if alive is None else step_of(alive)
 
+    def end() -> None:
+        _excepthook.remove(steps)
+
     _excepthook.add(steps)
-    weakref.finalize(job, _excepthook.remove, steps)
+    return end
 
 
 def _of_transport(error: BaseException) -> bool:

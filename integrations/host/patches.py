@@ -10,7 +10,6 @@ from typing import Any
 Function = Callable[..., Any]
 
 _INHERITED = object()
-_FOR_GOOD = "_dct_wrapped"
 
 
 class Patches:
@@ -58,10 +57,3 @@ class Patches:
                 setattr(owner, name, value)
             elif name in vars(owner):
                 delattr(owner, name)
-
-
-def intercept_for_good(owner: Any, name: str, function: Function) -> None:
-    """Do what :meth:`Patches.intercept` does, until the process ends; a repeated call changes nothing."""
-    if not hasattr(getattr(owner, name), _FOR_GOOD):
-        Patches().intercept(owner, name, function)
-        setattr(getattr(owner, name), _FOR_GOOD, True)

@@ -61,7 +61,7 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
         session.close()
         raise
     _session = session
-    lost_peers.watch(session, lambda session: session.step)
+    session.at_end(lost_peers.watch(session, lambda session: session.step))
     return list(session.active)
 
 

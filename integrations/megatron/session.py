@@ -92,7 +92,7 @@ class Session:
         self.hooks: list[Hook] = []
         self.active: list[Active] = []
         self._open = False
-        self._awaited: list[Callable[[], None]] = []
+        self._at_end: list[Callable[[], object]] = []
         self._reporting: Reporting | None = None
         self._monitors: set[str] = set()
 
@@ -120,7 +120,11 @@ class Session:
         """Call ``function(module)`` as soon as that module has run, if it does before the hooks are taken
         out.
         """
-        self._awaited.append(when_imported(module, function))
+        self.at_end(when_imported(module, function))
+
+    def at_end(self, function: Callable[[], object]) -> None:
+        """Call a function when the hooks are taken out."""
+        self._at_end.append(function)
 
     def begin(self, training: bool) -> None:
         """Begin an iteration."""
@@ -192,8 +196,8 @@ class Session:
         if self._reporting is not None:
             self._reporting.finish()
         self.patches.undo()
-        for cancel in self._awaited:
-            cancel()
+        for function in self._at_end:
+            function()
         for hook in self.hooks:
             hook.close()
 

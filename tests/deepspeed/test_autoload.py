@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
+from support import ROOT
 
 #: One small module, and the packages in which it lies.
 STUB = ["dct_plugin", "dct_plugin.integrations", "dct_plugin.integrations.autoload"]
@@ -24,7 +26,9 @@ class DeepSpeedEngine:
 
     def method(self):
         return "original"
-
+"""
+PIPELINE_ENGINE = """
+from ..engine import DeepSpeedEngine
 
 class PipelineEngine(DeepSpeedEngine):
     def __init__(self, config=None):
@@ -49,6 +53,9 @@ def package(tmp_path: Path) -> Path:
     (tmp_path / "deepspeed" / "__init__.py").write_text("")
     (runtime / "__init__.py").write_text("")
     (runtime / "engine.py").write_text(ENGINE)
+    (runtime / "pipe").mkdir()
+    (runtime / "pipe" / "__init__.py").write_text("")
+    (runtime / "pipe" / "engine.py").write_text(PIPELINE_ENGINE)
     return tmp_path
 
 
@@ -112,7 +119,8 @@ def test_a_process_without_the_plugin_is_left_as_it_was(package: Path) -> None:
         print(added, sys.excepthook is excepthook, cpp_baton is file_baton.FileBaton)
         print(file_baton.FileBaton.wait.__module__, DistributedDataParallel.register_comm_hook.__module__)
         import deepspeed.runtime.engine
-        print(any("WaitForDeepSpeed" in type(finder).__name__ for finder in sys.meta_path))
+        import deepspeed.runtime.pipe.engine
+        print(any(type(finder).__module__.startswith("dct_plugin") for finder in sys.meta_path))
         """,
         path=package,
     )
@@ -150,15 +158,15 @@ def test_start_orders_with_deepspeed(order: str, automatic: str) -> None:
         order,
         """
         from deepspeed.runtime.engine import DeepSpeedEngine
-        from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
-        engines = DeepSpeedEngine, DeepSpeedHybridEngine, PipelineEngine
-        print([hasattr(engine.__init__, "_dct_wrapped") for engine in engines])
+        from dct_plugin.integrations.deepspeed import activation
+        print(activation._hooked == {DeepSpeedEngine, PipelineEngine})
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD=automatic,
+        LOCAL_RANK="0",
         DS_ACCELERATOR="cpu",
     )
-    assert out.strip().split("\n")[-1] == "[True, True, True]"
+    assert out.strip().split("\n")[-1] == "True"
 
 
 @pytest.mark.slow
@@ -178,22 +186,23 @@ def test_start_orders(package: Path, order: str) -> None:
         order,
         NOTE,
         """
+        import deepspeed.runtime.pipe.engine as pipe
         module = sys.modules["deepspeed.runtime.engine"]
-        assert not any(getattr(finder, "name", "") == module.__name__ for finder in sys.meta_path)
-        class Own(module.PipelineEngine):
+        assert not any("dct_plugin" in type(finder).__module__ for finder in sys.meta_path)
+        class Own(pipe.PipelineEngine):
             def __init__(self):
                 super().__init__()
                 self.ready = "own"
         class Plain(module.DeepSpeedEngine):
             pass
-        for cls in (module.DeepSpeedEngine, module.PipelineEngine, Own, Plain):
+        for cls in (module.DeepSpeedEngine, pipe.PipelineEngine, Own, Plain):
             assert cls().method() == "original"
         print(seen)
         """,
         path=package,
     )
-    # Once per engine, when its outermost __init__ is through.
-    expected = [("DeepSpeedEngine", None), ("PipelineEngine", True), ("Own", "own"), ("Plain", None)]
+    # Once per engine, when the constructor of DeepSpeed's own class is through.
+    expected = [("DeepSpeedEngine", None), ("PipelineEngine", True), ("Own", True), ("Plain", None)]
     assert out.strip() == str(expected)
 
 
@@ -242,13 +251,12 @@ def test_a_failing_init_is_not_attached_to(package: Path) -> None:
         HOOKED,
         NOTE,
         """
-        class Failing(engine.DeepSpeedEngine):
-            def __init__(self):
-                super().__init__()
-                raise OSError("no")
+        import deepspeed.runtime.pipe.engine as pipe
+        class Failing(pipe.PipelineEngine):
+            ready = property(lambda self: None)  # cannot be set
         try:
             Failing()
-        except OSError:
+        except AttributeError:
             print(seen)
         """,
         path=package,
@@ -302,3 +310,139 @@ def test_never_raises_at_import(package: Path) -> None:
     )
     assert out.startswith("1 [")
     assert "could not hook deepspeed.runtime.engine" in out
+
+
+#: A training of two steps that prints what differs from a process without the plugin: functions of hosts that
+#: come from its files, its modules, keys in the store, hooks.
+TRAINING = """
+import atexit, json, logging, pathlib, sys, threading, types, warnings
+import torch, deepspeed, deepspeed.runtime.pipe.engine, deepspeed.runtime.zero.stage3
+import torch.distributed as dist
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+ours = [pathlib.Path(name).resolve().as_posix() for name in OURS]
+
+def functions():
+    found = set()
+    def look(path, value):
+        value = getattr(value, "__func__", value) if isinstance(value, (classmethod, staticmethod)) else value
+        if isinstance(value, types.FunctionType):
+            file = pathlib.Path(value.__code__.co_filename).resolve().as_posix()
+            if any(file.startswith(folder) for folder in ours):
+                found.add(path)
+    for name, host in list(sys.modules.items()):
+        if name.split(".")[0] in ("deepspeed", "torch"):
+            for key, value in list(vars(host).items()):
+                if isinstance(value, type):
+                    for member, inner in list(vars(value).items()):
+                        look(f"{value.__module__}.{value.__qualname__}.{member}", inner)
+                else:
+                    look(f"{name}.{key}", value)
+    return sorted(found)
+
+def state():
+    return {
+        "functions": functions(),
+        "excepthook": sys.excepthook is sys.__excepthook__,
+        "finders": [type(finder).__name__ for finder in sys.meta_path],
+        "hooks": len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
+        + len(optimizers._global_optimizer_pre_hooks) + len(optimizers._global_optimizer_post_hooks),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "at exit": atexit._ncallbacks(),
+    }
+
+def job(content):
+    said.clear()
+    before, model = state(), torch.nn.Linear(40, 40)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        **content,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 40)).square().mean())
+        engine.step()
+    during = state()
+    engine.destroy()
+    return {
+        "before": before, "during": during, "after": state(),
+        "attributes": sorted(engine.__dict__),
+        "hooks": len(model._forward_pre_hooks) + len(model._forward_hooks),
+        "modules": sorted(name for name in sys.modules if name.startswith("dct_plugin")),
+        "keys": pathlib.Path(FOLDER, "store").read_bytes().count(b"dct"),
+        "said": list(said),
+    }
+
+dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=0, world_size=1)
+deepspeed.init_distributed()
+said = []
+warnings.showwarning = lambda message, *more: said.extend([str(message)] if "dct" in str(message) else [])
+keep = logging.Handler()
+keep.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("dct_plugin").addHandler(keep)
+print("RESULT" + json.dumps([job(content) for content in CONTENTS]))
+"""
+
+
+def trained(folder: Path, *contents: dict[str, object], automatic: str = "1") -> list[dict[str, Any]]:
+    """Results of engines, one after the other in one process."""
+    folder.mkdir()
+    folders = [str(ROOT / name) for name in ("dct_plugin", "integrations")]
+    out = python(
+        f"OURS, FOLDER, CONTENTS = {folders!r}, {str(folder)!r}, {contents!r}",
+        TRAINING,
+        TORCH_DEVICE_BACKEND_AUTOLOAD=automatic,
+        LOCAL_RANK="0",
+        DS_ACCELERATOR="cpu",
+    )
+    results: list[dict[str, Any]] = json.loads(out.partition("RESULT")[2].splitlines()[0])
+    return results
+
+
+#: Keys of other people's tools.
+OTHERS = ["dict", "dit", "det", "dst", "dpt", "dt", "ct", "act"]
+CONSTRUCTORS = [
+    "deepspeed.runtime.engine.DeepSpeedEngine.__init__",
+    "deepspeed.runtime.pipe.engine.PipelineEngine.__init__",
+]
+
+
+@pytest.mark.slow
+def test_what_a_job_is_left_with(tmp_path: Path) -> None:
+    """Without a section: what a process without the plugin has, and two constructors. With one: the same,
+    when the engine is destroyed.
+    """
+    pytest.importorskip("deepspeed")
+    others = {name: {"size": 3, "enabled": True} for name in OTHERS}
+    (plain,) = trained(tmp_path / "plain", others, automatic="0")
+    section: Any = {"dct": {"data_parallel": {"sparsity": 0.5, "min_numel": 1}}}
+    without, section = trained(tmp_path / "installed", others, section)
+    assert plain["modules"] == []
+    assert {*without.pop("modules"), *plain.pop("modules")} <= {
+        *STUB,
+        "dct_plugin.integrations.deepspeed",
+        "dct_plugin.integrations.deepspeed.activation",
+        "dct_plugin.integrations.deepspeed.features",
+        "dct_plugin.integrations.deepspeed.section",
+        "dct_plugin.integrations.host",
+        "dct_plugin.integrations.host.deepspeed_keys",
+        "dct_plugin.integrations.host.measured_job",
+        "dct_plugin.integrations.host.patches",
+        "dct_plugin.integrations.host.post_import",
+    }
+    for when in ("before", "during", "after"):
+        assert plain[when]["functions"] == []
+        plain[when]["functions"] = CONSTRUCTORS
+    assert without == plain
+    assert (without["keys"], without["said"]) == (0, [])
+
+    assert not section["during"]["excepthook"]
+    assert section["during"]["functions"] != CONSTRUCTORS
+    # An interpreter counts what was taken off, too, and modules of torch that were loaded since.
+    assert {**section["after"], "at exit": plain["after"]["at exit"]} == plain["after"]
+    assert section["hooks"] == plain["hooks"]
+    assert set(section["attributes"]) - {"dct"} == set(plain["attributes"])

@@ -37,8 +37,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Results:
     plan = [
         start("sparsity", good, section(sparsity=0.8)),
         start("two-keys", good, {**section(value_dtype="fp32"), "metrics": {"every": 7}}),
-        start("absent", good, None),
-        start("absent-on-0", None, good),
+        start("absent", good, None, limit=1.0),
+        start("absent-on-0", None, good, limit=1.0),
         start("disabled", good, {"enabled": False}),
         start("invalid", good, section(sparsety=0.5)),
         start("both-invalid", section(sparsity=2), section(sparsity=2)),
@@ -64,12 +64,23 @@ def test_every_differing_key_is_named(started: Results) -> None:
         assert "dct.metrics.every differs: 50 on rank 0; 7 on rank 1" in error
 
 
-@pytest.mark.parametrize(("name", "without"), [("absent", 1), ("absent-on-0", 0), ("disabled", 1)])
-def test_a_rank_without_the_section_is_named_at_once(started: Results, name: str, without: int) -> None:
+def test_a_rank_that_is_switched_off_is_named_at_once(started: Results) -> None:
+    first, second = errors(started, "disabled")
+    assert second == ""
+    assert not started[1]["disabled"]["attached"]
+    assert "rank 1 has no dct section" in first
+
+
+@pytest.mark.parametrize(("name", "without"), [("absent", 1), ("absent-on-0", 0)])
+def test_a_rank_without_the_section_is_named_after_the_time_limit(
+    started: Results, name: str, without: int
+) -> None:
+    """It is not touched, and says nothing."""
     found = errors(started, name)
     assert found[without] == ""
     assert not started[without][name]["attached"]
-    assert f"rank {without} has no dct section" in found[1 - without]
+    silent = f"rank {without} did not report within 1 s: crashed, or its configuration has no 'dct' section"
+    assert silent in found[1 - without]
 
 
 def test_a_fault_on_one_rank_stops_the_others(started: Results) -> None:

@@ -29,6 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dct_plugin.integrations.host import startup
 from dct_plugin.metrics import HOST
 
 
@@ -288,6 +289,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     logger = logging.getLogger("dct_plugin")
     logger.addHandler(recorder)
     result: dict[str, Any] = {}
+    startup.join.__kwdefaults__["limit"] = run.get("limit", startup.TIME_LIMIT)
     try:
         if run.get("mean_backend"):
             onebit_mean.install()
@@ -386,7 +388,10 @@ def main(plan: str, folder: str) -> None:
         overrides = run.get("ranks", {}).get(str(rank))
         if overrides:
             run = {**run, **overrides}
-        results[run["id"]] = execute(run)
+        results[run["id"]] = result = execute(run)
+        if "limit" in run and "error" not in result:
+            # Such a job ends; here the next run begins, and all ranks must have joined as often.
+            dist.distributed_c10d._get_default_store().add(f"dct_plugin/deepspeed/joined/{rank}", 1)
         dist.barrier()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()  # a rank that takes down its connections while others still use them can abort them
