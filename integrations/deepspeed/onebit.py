@@ -53,14 +53,11 @@ _ALL = "momentum"
 @contextmanager
 def prepared() -> Iterator[None]:
     """Make the optimizers in :data:`OPTIMIZERS` accept the name, inside the block."""
-    patches = Patches()
-    try:
+    with Patches() as patches:
         for module, name in OPTIMIZERS.items():
             with suppress(ImportError):  # explain() says more
                 patches.intercept(getattr(importlib.import_module(module), name), "__init__", _init)
         yield
-    finally:
-        patches.undo()
 
 
 def _init(original: Function, *args: Any, **keywords: Any) -> None:

@@ -66,12 +66,9 @@ def builder_watched() -> Iterator[None]:
         with watched():
             return original(*args, **keywords)
 
-    patches = Patches()
-    patches.intercept(OpBuilder, "jit_load", jit_load)
-    try:
+    with Patches() as patches:
+        patches.intercept(OpBuilder, "jit_load", jit_load)
         yield
-    finally:
-        patches.undo()
 
 
 @contextlib.contextmanager
@@ -116,12 +113,9 @@ def watched() -> Iterator[None]:
             self.timer.cancel()
             super().release()
 
-    patches = Patches()
-    patches.replace(cpp_extension, "FileBaton", WatchedBaton)
-    try:
+    with Patches() as patches:
+        patches.replace(cpp_extension, "FileBaton", WatchedBaton)
         yield
-    finally:
-        patches.undo()
 
 
 def _clear(lock: Path, ended: threading.Event) -> None:

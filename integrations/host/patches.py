@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Function = Callable[..., Any]
 
@@ -13,10 +16,16 @@ _INHERITED = object()
 
 
 class Patches:
-    """Attributes that were replaced, to be put back in reverse order."""
+    """Attributes that were replaced, to be put back in reverse order; also a context manager, which does."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` and remember what was there.
