@@ -221,8 +221,9 @@ class DataParallelConfig(Section):
     with residuals as they were before it.
 
     `"skip"` for long runs in fp32 and bf16: one pass over the gradients, and a second copy of the
-    residuals. fp16 loss scaling always skips. DDP needs `DCTState(..., optimizer=optimizer)`, Megatron
-    `--no-check-for-nan-in-loss-and-grad`.
+    residuals. fp16 loss scaling always skips. DDP and FSDP2 then also take back a step that the script
+    rejects: its gradients are cleared without `optimizer.step()`. DDP needs
+    `DCTState(..., optimizer=optimizer)`, Megatron `--no-check-for-nan-in-loss-and-grad`.
     """
     expert: ExpertSettings = ExpertSettings()
     """Settings for tests and studies."""

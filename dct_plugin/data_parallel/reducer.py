@@ -286,6 +286,19 @@ class GradientReducer(StreamGroup):
             self.loss_scale = reduced_at
         ratio = 1.0 if loss_scale is None else loss_scale / self.loss_scale
         self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
+        self._close(skipped=skipped, ratio=ratio)
+        self.loss_scale = self.loss_scale if loss_scale is None else loss_scale
+        self.step += 1
+
+    def reject_step(self) -> None:
+        """Close a step that the optimizer never made: no step is counted, and the gradients reduced since the
+        last one are taken back as in a skipped step.
+        """
+        self.finish()
+        self._dense.end_step(skipped=True)
+        self._close(skipped=True, ratio=1.0)
+
+    def _close(self, *, skipped: bool, ratio: float) -> None:
         kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]  # which may change streams
         for each in kept:
             each.end_step(skipped=skipped and self._transactional)
@@ -293,8 +306,6 @@ class GradientReducer(StreamGroup):
                 each.rescale(ratio)
         if skipped and self.config.nonfinite_action == "skip":
             self.nonfinite_reported = False  # the next one may be another rank's and parameter's
-        self.loss_scale = self.loss_scale if loss_scale is None else loss_scale
-        self.step += 1
 
     # -- state ---
 

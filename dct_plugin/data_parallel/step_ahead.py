@@ -365,7 +365,8 @@ class StepAhead:
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
-        self._displaced.fresh = False
+        if not skipped:
+            self._displaced.fresh = False
         self.coefficients.end_step(skipped=skipped)
         self.moments.end_step(skipped=skipped)
 

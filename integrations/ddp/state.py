@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of, unwrapped
@@ -25,15 +24,16 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import lost_peers, reducer_files, startup
 from ..host.automatic import settled
-from ..host.loss_scale import LossScale
 from ..host.nodes import nodes_of
 from ..host.nonfinite import PoisonedSteps
+from ..host.optimizer_steps import OptimizerSteps
 from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
 from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
+from .next_pass import NextPass
 from .parameter_names import ParameterNames
 
 _HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
@@ -53,8 +53,10 @@ class DCTState:
         scaler: The gradient scaler of mixed precision. Residuals follow its scale, and a step that it skips
             is taken back. A step ends when the gradients of the next one come.
         optimizer: The model's optimizer, or a wrapper of it, which ``feedback`` and ``adaptive:
-            "accordion"`` follow. With ``nonfinite_action: "skip"`` its steps on gradients that are not finite
-            change nothing; a ``scaler`` skips them itself.
+            "accordion"`` follow. Its steps are counted; without it every backward pass that reduces gradients
+            is a step. With ``nonfinite_action: "skip"`` its steps on gradients that are not finite change
+            nothing (a ``scaler`` skips them itself), and gradients that are cleared without
+            ``optimizer.step()`` leave residuals as they were.
         total_steps: Optimizer steps of the run, to which the start adapts; None if not known.
         time_limit: Seconds in which the other ranks must reach their first bucket.
 
@@ -85,19 +87,26 @@ class DCTState:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.time_limit = process_group, time_limit
         self.parameters = ParameterNames(named_parameters)
-        self._scale = LossScale(scaler)
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self.successor: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         """Reduces buckets in place of this state, which was switched off."""
         self._total_steps, self._is_settled, self._note = total_steps, False, ""
-        self._nonfinite = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
-        if self._nonfinite.skips and scaler is None:
-            if self._optimizer is None:
-                raise ConfigError(
-                    "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
-                )
-            self._optimizer.register_step_pre_hook(self._before_step)
+        poisoned = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
+        if poisoned.skips and scaler is None and self._optimizer is None:
+            raise ConfigError(
+                "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
+            )
         self.steps = StepHooks([])
+        self._optimizer_steps = OptimizerSteps(
+            self.steps,
+            lambda: [] if self._reducer is None else [self._reducer],
+            scaler,
+            poisoned,
+            sharded=False,
+        )
+        if self._optimizer is not None:
+            self._optimizer_steps.follow([self._optimizer])
+        self._next_pass = NextPass(self._optimizer_steps)
         self._loaded = reducer_files.FRESH
         self._topic = "ddp"
         self._reducer: GradientReducer | None = None
@@ -108,8 +117,6 @@ class DCTState:
         self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
         """Buckets of this backward pass."""
-        self._step_open = False
-        """Whether all gradients of a step were reduced, and the step has not ended."""
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -140,6 +147,8 @@ class DCTState:
         self.parameters.add(model.module.named_parameters())
         _settle(self)
         model.register_comm_hook(self, dct_hook)
+        if self._optimizer_steps.optimizers:
+            self._next_pass.watch(model.module)
         self.watch(model)
         feedback, optimizer = self.config.data_parallel.feedback, self._optimizer
         if optimizer is not None and feedback.looks_ahead and self._ahead is None:
@@ -155,6 +164,8 @@ class DCTState:
     def close(self) -> None:
         """Take off what :meth:`watch` and :meth:`step_ahead` put on the model."""
         self._early.unwatch()
+        self._next_pass.unwatch()
+        self._optimizer_steps.close()
         if self._ahead is not None:
             self._ahead.detach()
 
@@ -167,15 +178,15 @@ class DCTState:
             ConfigError: The step of this ``optimizer`` is not known, or ``feedback`` is another one.
         """
         model, optimizer = getattr(model, "module", model), unwrapped(optimizer)
-        self._optimizer = self._optimizer or optimizer
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            self._optimizer_steps.follow([optimizer])
         _settle(self)
         units, named = units_of(optimizer), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
         self._ahead = self.reducer(device).add_on(StepAheadAddOn).prepare(named.items(), units)
         self._ahead.attach(model, optimizer)
-        # With a scaler it is known only now whether the last step was skipped.
-        forward = ModuleHook(lambda called, *_: self._end_step() if called.training else None, model)
-        model.register_forward_pre_hook(forward, prepend=True)
+        self._next_pass.watch(model)  # before weights are displaced
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """Return the reducer; the first call makes it for gradients on ``device``."""
@@ -186,7 +197,7 @@ class DCTState:
                 metrics=self.metrics,
                 device=device,
                 kernels=self.config.kernels,
-                transactional=self._scale.scaler is not None,
+                transactional=self._optimizer_steps.scale.scaler is not None,
                 optimizer=self._optimizer,
             )
             self.steps.members, self.steps.metrics = [self._reducer], self.metrics
@@ -210,8 +221,10 @@ class DCTState:
         # Outside a backward pass DDP reduces zeros for a rank without inputs (join()).
         joined = torch._C._current_graph_task_id() < 0
         if joined:
-            refuse_join(self.config.data_parallel, overlap.reducer, has_scaler=self._scale.scaler is not None)
+            has_scaler = self._optimizer_steps.scale.scaler is not None
+            refuse_join(self.config.data_parallel, overlap.reducer, has_scaler=has_scaler)
         found = self._early.full(bucket)
+        self._optimizer_steps.begin(found.parameters)
         if not joined:
             found.note_gradients()
             self._reduced.append(found)
@@ -221,15 +234,14 @@ class DCTState:
         overlap.finish(reduction, done, last=bucket.is_last())
         if bucket.is_last():
             if joined:
-                self._end_backward()
+                self._end_backward(joined=True)
             else:  # queued before DDP's own wait for the futures
                 _after_backward(self._end_backward)
 
     def _begin_step(self, device: torch.device) -> Overlap:
         if self._overlap is None:
             self._overlap = self._agree(device)
-        self._end_step()
-        self.steps.begin()
+        self._optimizer_steps.end_due()
         return self._overlap
 
     def _agree(self, device: torch.device) -> Overlap:
@@ -245,7 +257,8 @@ class DCTState:
                     "state.step_ahead(model, optimizer) before the first step"
                 )
             reducer = self.reducer(device)
-        agreement.confirm(startup.facts_of(self.config, {"optimizer steps so far": reducer.step}))
+        facts = {"optimizer steps so far": reducer.step, "optimizer given": self._optimizer is not None}
+        agreement.confirm(startup.facts_of(self.config, facts))
         lost_peers.watch(self, lambda state: state.steps.step)
         if reducer.group_rank == 0 and reducer.group_size > 1:
             startup.log_active(
@@ -262,33 +275,17 @@ class DCTState:
             self._begun[bucket] = _reduction(overlap, bucket, self.parameters)
         overlap.advance(self._begun[bucket], bucket.available)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, *, joined: bool = False) -> None:
         assert self._overlap is not None
         reduced, self._reduced = self._reduced, []
         self._overlap.wait()
-        self._step_open = True
-        # With a scaler, or where steps may be skipped, it is known only later what becomes of this one.
-        if self._scale.scaler is None and not self._nonfinite.skips:
-            self._end_step()
+        self._overlap.record_hidden_time()
+        self._optimizer_steps.end_pass(joined=joined)
+        self._next_pass.backward_done()
         if reduced:  # after DDP's own callback, which has been queued since
             _after_backward(
                 functools.partial(_take_back_unused, self._overlap.reducer, self.parameters, reduced)
             )
-
-    # -- a step ---
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Decide what becomes of the step that ``optimizer`` is about to make."""
-        if self._step_open:
-            self._end_step(self._nonfinite.keep_from(optimizer, self.steps.step))
-
-    def _end_step(self, skipped: bool = False) -> None:
-        if self._reducer is None or self._overlap is None or not self._step_open:
-            return
-        self._step_open = False
-        self._overlap.record_hidden_time()
-        skipped |= self._scale.skipped_since(self._reducer.loss_scale)
-        self.steps.end(skipped=skipped, loss_scale=self._scale.current())
 
     # -- saved states ---
 
@@ -296,7 +293,7 @@ class DCTState:
         """Return residuals, thresholds and counters of this rank, between two steps; save one per rank."""
         if self._overlap is not None:
             self._overlap.wait()
-        self._end_step()
+        self._optimizer_steps.end_or_reject()
         return {"reducer": self._loaded if self._reducer is None else self._reducer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -304,9 +301,9 @@ class DCTState:
         if self._overlap is not None:
             self._overlap.wait()
         self._loaded = state["reducer"] or reducer_files.FRESH
-        self._step_open = False
+        self._optimizer_steps.forget()
         if self._reducer is not None:
-            self._reducer.load_state_dict(self._loaded, loss_scale=self._scale.current())
+            self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.scale.current())
             self.steps.step = self._reducer.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -23,9 +23,9 @@ from dct_plugin.metrics import Metrics
 
 from ..host import lost_peers, startup
 from ..host.automatic import settled
-from ..host.loss_scale import LossScale
 from ..host.measured_job import SECTION, VARIABLE
 from ..host.nonfinite import PoisonedSteps
+from ..host.optimizer_steps import OptimizerSteps
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
@@ -63,7 +63,8 @@ class ReplicaCompression:
             ``torch.distributed._composable.replicate_with_fsdp``.
         config: The configuration, or a mapping with the keys of the ``dct`` section.
         optimizer: The model's optimizer, made after ``fully_shard``. Its steps are counted; without it a
-            step ends with every backward pass that reduces gradients.
+            step ends with every backward pass that reduces gradients. With ``nonfinite_action: "skip"``
+            gradients that are cleared without ``optimizer.step()`` leave residuals as they were.
         scaler: The gradient scaler of fp16.
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
         metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
@@ -106,19 +107,22 @@ class ReplicaCompression:
             metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
             Reporting(metrics)
         self.metrics, self.steps = metrics, StepHooks([], metrics, rank=dist.get_rank())
-        self._scale = LossScale(scaler, self._scaler_updated)
-        self._nonfinite = PoisonedSteps(self.config.data_parallel, self._gradients, agree=True)
-        self._agreed: set[GradientReducer] = set()
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
-        self._step_due = self._skipped = False
-        """They say that the scaler is done with a step, and that the optimizer was kept from making it."""
-        self._step_scale = 1.0
-        """Loss scale of the gradients of this step."""
+        self._optimizer_steps = OptimizerSteps(
+            self.steps,
+            self._reducers.values,
+            scaler,
+            PoisonedSteps(self.config.data_parallel, self._gradients, agree=True),
+            sharded=True,
+        )
+        self._agreed: set[GradientReducer] = set()
         self._reduced: set[GradientReducer] = set()
         """Reducers that have reduced gradients of this step."""
+        self._pass = -1
+        """The backward pass of the last exchange."""
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
         self.steps.members = list(self._reducers.values())
-        self._follow_steps(scaler)
+        self._follow_steps()
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
         lost_peers.watch(self, lambda compression: compression.steps.step)
@@ -155,7 +159,7 @@ class ReplicaCompression:
             metrics=self.metrics,
             device=device,
             kernels=self.config.kernels,
-            transactional=self._scale.scaler is not None,
+            transactional=self._optimizer_steps.scale.scaler is not None,
             optimizer=self._optimizer,
         )
 
@@ -166,15 +170,12 @@ class ReplicaCompression:
         self.steps.replicas.append(Replicas(settings, weights, replicas))
         return reducer
 
-    def _follow_steps(self, scaler: torch.amp.GradScaler | None) -> None:
-        if self._optimizer is None:
-            return
-        if scaler is None:
-            self._optimizer.register_step_pre_hook(self._before_step)
-            self._optimizer.register_step_post_hook(lambda *_: self._end_step())
-        else:  # whether the last step was skipped is known at the next pass, without waiting for a device
-            forward = ModuleHook(lambda *_: self._end_due_step(), self._model)
-            self._model.register_forward_pre_hook(forward, prepend=True)
+    def _follow_steps(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer_steps.follow([self._optimizer])
+        # Whether a scaler skipped the last step is known at the next pass, without waiting for a device.
+        forward = ModuleHook(lambda *_: self._optimizer_steps.end_due(), self._model)
+        self._model.register_forward_pre_hook(forward, prepend=True)
 
     def _step_ahead(self) -> None:
         """Displace the shards that FSDP gathers in training passes."""
@@ -195,15 +196,19 @@ class ReplicaCompression:
     # -- a backward pass ---
 
     def _before_exchange(self, group: ReplicaGroup) -> None:
-        self._end_due_step()
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            self._optimizer_steps.end_or_reject()
+            torch.autograd.Variable._execution_engine.queue_callback(self._optimizer_steps.end_pass)
+        if not self.steps.open:
+            self._reduced.clear()
         if group.reducer not in self._agreed:
             self._agree(group)
             self._agreed.add(group.reducer)
         self._follow_unit(group)
-        if not self.steps.open and self._optimizer is None and self._scale.scaler is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         self._reduced.add(group.reducer)
-        self.steps.begin()
+        self._optimizer_steps.begin(each.sharded for each in group.expected)
 
     def _agree(self, group: ReplicaGroup) -> None:
         hint = "its model was not passed to compress_replicas, or it is far behind"
@@ -226,8 +231,7 @@ class ReplicaCompression:
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
-        self._step_scale = self._scale.current() or 1.0
-        reducer, unit = group.reducer, group.unit * self._step_scale
+        reducer, unit = group.reducer, group.unit * (self._optimizer_steps.scale.current() or 1.0)
         if reducer.loss_scale == unit:
             return
         if reducer in self._reduced:
@@ -245,34 +249,13 @@ class ReplicaCompression:
             if each.sharded.grad is not None and each.shape.numel():
                 yield each.name, each.sharded.grad.to_local()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Decide what becomes of the step that the optimizer is about to make."""
-        self._skipped = self.steps.open and self._nonfinite.keep_from(optimizer, self.steps.step)
-
-    def _scaler_updated(self) -> None:
-        self._step_due = self.steps.open
-
-    def _end_due_step(self) -> None:
-        """End the step that the gradient scaler has made or skipped."""
-        if self._step_due:
-            self._skipped = self._scale.skipped_since(self._step_scale)
-            self._end_step()
-
-    def _end_step(self) -> None:
-        if not self.steps.open:  # get_state_dict() lets a fresh optimizer step without gradients
-            return
-        skipped, self._skipped = self._skipped, False
-        self._step_due = False
-        self._reduced.clear()
-        self.steps.end(skipped=skipped)
-
     # -- saved states ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return residuals as DTensors, and this rank's thresholds and counters, between two steps; a
         collective, which ``torch.distributed.checkpoint.save`` calls.
         """
-        self._end_due_step()
+        self._optimizer_steps.end_or_reject()
         return saved_residuals.state_of(self.groups, self.steps.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -304,8 +287,7 @@ class ReplicaCompression:
         return found
 
     def _restored(self) -> None:
-        self.steps.open = self._step_due = False
-        self._reduced.clear()
+        self._optimizer_steps.forget()
         self.steps.step = self.groups[0].reducer.step
 
 

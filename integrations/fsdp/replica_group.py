@@ -29,6 +29,7 @@ class ReplicaGroup(dist.ProcessGroup):
         before: Called with this group before every exchange.
 
     Attributes:
+        expected: Parameters of the reduction that runs now.
         divided_by: What FSDP divides the result of the all-reduce by.
         averages: Whether FSDP asks for the average of the replicas, as it then does of the shards.
     """
@@ -44,8 +45,8 @@ class ReplicaGroup(dist.ProcessGroup):
         self.replicas, self.parameters, self.reducer = replicas, list(parameters), reducer
         self._before = before
         self._by_id = {id(each.fsdp): each for each in parameters}
-        self._expected: list[ShardedParameter] = []
         self._failure: Exception | None = None
+        self.expected: list[ShardedParameter] = []
         self.divided_by, self.averages = 1.0, True
 
     @contextmanager
@@ -57,9 +58,9 @@ class ReplicaGroup(dist.ProcessGroup):
             DesyncError: The tensor is not of these parameters; or see
                 :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
         """
-        self._expected = [self._by_id[id(each)] for each in fsdp_parameters]
+        self.expected = [self._by_id[id(each)] for each in fsdp_parameters]
         yield
-        self._expected = []
+        self.expected = []
         if self._failure is not None:
             raise self._failure
 
@@ -83,7 +84,7 @@ class ReplicaGroup(dist.ProcessGroup):
                 "replicas; sum and average are supported"
             )
         entries, offset = [], 0
-        for each in self._expected:
+        for each in self.expected:
             if each.shape.numel():
                 entries.append((each.name, flat[offset : offset + each.shape.numel()]))
             offset += each.padded_numel

@@ -54,13 +54,13 @@ class PoisonedSteps:
         self._gradients, self._agree = gradients, agree
         self._count = 0
 
-    def keep_from(self, optimizer: torch.optim.Optimizer, step: int) -> bool:
-        """Keep an optimizer of torch from making step ``step`` if it is to be skipped; return whether it is.
+    def keep_from(self, optimizers: Iterable[torch.optim.Optimizer], step: int) -> bool:
+        """Keep optimizers of torch from making step ``step`` if it is to be skipped; return whether it is.
 
         torch's optimizers leave parameters without gradients, and their states, alone.
         """
         skips = self.found(step)
-        for group in optimizer.param_groups if skips else ():
+        for group in (group for each in optimizers for group in each.param_groups) if skips else ():
             for parameter in group["params"]:
                 parameter.grad = None
         return skips

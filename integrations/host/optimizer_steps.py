@@ -1,0 +1,234 @@
+"""Steps of torch's optimizers, for hosts whose scripts call ``optimizer.step()`` themselves."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.host_traffic import own_traffic
+from dct_plugin.transport import lost_ranks
+
+from .loss_scale import LossScale
+from .nonfinite import PoisonedSteps, collective_device
+from .steps import StepHooks
+
+logger = logging.getLogger("dct_plugin")
+
+
+class OptimizerSteps:
+    """Ends a step when the optimizer makes it, and takes back gradients that no optimizer used.
+
+    A step is *rejected* if its gradients are cleared without ``optimizer.step()``: they are None or zero when
+    the next backward pass begins. It is not counted. Several backward passes may belong to a step.
+
+    Args:
+        steps: Ended with each optimizer step.
+        reducers: Returns the reducers of the gradients.
+        scaler: The gradient scaler. A step ends when the next pass begins: until then it is not known
+            whether it was skipped.
+        poisoned: Decides which steps are skipped; a scaler does so itself.
+        sharded: Whether ranks hold different gradients. Then the host itself tells the reducers in which unit
+            the gradients are.
+    """
+
+    def __init__(
+        self,
+        steps: StepHooks,
+        reducers: Callable[[], Iterable[GradientReducer]],
+        scaler: torch.amp.GradScaler | None,
+        poisoned: PoisonedSteps,
+        *,
+        sharded: bool,
+    ) -> None:
+        self.steps, self.scale = steps, LossScale(scaler, self._scaler_updated)
+        self.optimizers: list[Any] = []
+        self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
+        self._transactional = scaler is not None or poisoned.skips
+        self._reduced: dict[int, Tensor] = {}
+        """Parameters whose gradients were reduced since the last step."""
+        self._scale_before: float | None = None
+        """Loss scale of these gradients."""
+        self._updated = self._stepped = self._stepping = self._skips = False
+        self._passes, self._passes_before = 0, 1
+        """Backward passes of this step so far, and of the step before."""
+        self._rejected = 0
+        self._handles: list[Any] = []
+
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
+        self.optimizers.extend(each for each in optimizers if isinstance(each, torch.optim.Optimizer))
+        if self.optimizers and not self._handles:
+            before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+            self._handles += [
+                register_optimizer_step_pre_hook(lambda *step: _call(before, *step)),
+                register_optimizer_step_post_hook(lambda *step: _call(after, *step)),
+            ]
+            weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def awaits_optimizer(self) -> bool:
+        """True if gradients were reduced that the optimizer has not used yet."""
+        return self.steps.open and bool(self.optimizers) and not self._stepping
+
+    @property
+    def reduced(self) -> Iterable[Tensor]:
+        """Parameters whose gradients were reduced since the last step."""
+        return self._reduced.values()
+
+    def close(self) -> None:
+        """Follow the optimizers no longer."""
+        _remove(self._handles)
+
+    # -- called by the host ---
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Note that gradients of these parameters are reduced; any number of times in a step."""
+        if not self.steps.open:
+            self._scale_before = self.scale.current()
+        self._reduced.update((id(each), each) for each in parameters)
+        self.steps.begin()
+
+    def end_pass(self, *, joined: bool = False) -> None:
+        """Note the end of a backward pass that reduced gradients.
+
+        Args:
+            joined: This rank has no more inputs, and goes along with the others' passes. Then a step has as
+                many passes as the last one of its own.
+        """
+        self._passes += 1
+        is_last = joined and self._passes >= self._passes_before
+        if is_last or not (self.optimizers or self.scale.scaler):
+            self.end()
+
+    def end_due(self) -> None:
+        """End the step that the gradient scaler has made or skipped, before the next gradients come."""
+        if self.scale.scaler is None or not (self._updated or self._stepped):
+            return
+        was_left_out = bool(self.optimizers) and not self._stepped
+        lowered = self._scale_before is not None and self.scale.skipped_since(self._scale_before)
+        self.end(skipped=was_left_out or lowered)
+
+    def end_or_reject(self) -> None:
+        """End or reject the last step, before a backward pass adds to gradients or a state is saved. For
+        sharded gradients it is a collective.
+        """
+        self.end_due()
+        if self.awaits_optimizer and self._cleared(zeros=True):
+            self._reject()
+
+    def end(self, *, skipped: bool = False) -> None:
+        """End a step, if gradients were reduced since the last one."""
+        if self.steps.open:
+            self._passes_before = self._passes
+            self.forget()
+            self.steps.end(skipped=skipped, loss_scale=None if self._sharded else self.scale.current())
+
+    def forget(self) -> None:
+        """Forget the gradients reduced since the last step."""
+        self.steps.open = self._updated = self._stepped = self._skips = False
+        self._passes = 0
+        self._reduced.clear()
+
+    # -- called by the optimizer and the scaler ---
+
+    def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
+        if any(each is optimizer for each in self.optimizers):
+            return True
+        return any(id(p) in self._reduced for group in optimizer.param_groups for p in group["params"])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Decide what becomes of the step that an optimizer is about to make."""
+        if not self._is_followed(optimizer):
+            return
+        self._stepping = True  # closures clear gradients that the optimizer has used
+        if not self.steps.open:
+            return
+        with_scaler = self.scale.scaler is not None
+        self._skips = self._cleared(zeros=self._poisoned.skips and not with_scaler)
+        if self._skips:
+            self._report_rejected()
+        elif not with_scaler:
+            self._skips = self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_followed(optimizer):
+            return
+        self._stepping = False
+        if self.scale.scaler is None:
+            self.end(skipped=self._skips)
+        else:
+            self._stepped = self.steps.open and not self._skips
+
+    def _scaler_updated(self) -> None:
+        self._updated = self.steps.open
+
+    # -- rejected gradients ---
+
+    def _cleared(self, *, zeros: bool) -> bool:
+        """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
+        told = (
+            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+        gradients = [each.grad for each in told if id(each) in self._reduced]
+        left = [_local(gradient) for gradient in gradients if gradient is not None]
+        if not left or not zeros:
+            return bool(gradients) and not left
+        is_nonzero = any(bool(gradient.any()) for gradient in left)
+        if self._sharded and self._transactional:
+            is_nonzero = _any_rank(is_nonzero, self.steps.step)
+        return not is_nonzero
+
+    def _reject(self) -> None:
+        self._report_rejected()
+        self.forget()
+        for reducer in self._reducers():
+            reducer.reject_step()
+
+    def _report_rejected(self) -> None:
+        self._rejected += 1
+        rank = dist.get_rank() if self._sharded else next(iter(self._reducers())).group_rank
+        if rank or self._rejected & (self._rejected - 1):
+            return
+        what = f"dct: step {self.steps.step}: its gradients were cleared without optimizer.step()"
+        if self._transactional:
+            logger.warning("%s: residuals are as before it; so far: %d", what, self._rejected)
+        elif self._rejected == 1:
+            logger.warning(
+                "%s, and what was not sent of them stays in the residuals and is sent in later steps. Set "
+                "dct.data_parallel.nonfinite_action = 'skip' to leave residuals as before such steps, which "
+                "takes a second residual buffer",
+                what,
+            )
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    if (function := method()) is not None:
+        function(*arguments)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    local: Callable[[], Tensor] | None = getattr(gradient, "to_local", None)
+    return gradient if local is None else local()
+
+
+@own_traffic(recorded=False)
+def _any_rank(flag: bool, step: int) -> bool:
+    """Return whether a flag is set on any rank of the job; a collective."""
+    flags = torch.tensor(int(flag), device=collective_device())
+    with lost_ranks.reported("agreement on gradients that were cleared", step=step):
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
