@@ -5,14 +5,18 @@
 
 Kernel times are those of many calls in a row, by CUDA events: what the device takes, unless the host cannot
 keep up. Steps are those of a GPT with 124 million parameters: in one process with messages that go back to
-where they came from (what DCT costs the device), and in two processes on this device over gloo, whose
-transfers go through the host: not what nccl would give.
+where they came from (what DCT costs the device), and in two processes that share this device, with torch DDP
+and AdamW. These exchange over nccl where it is 2.30 or newer (it takes several ranks on one GPU then, with
+``NCCL_MULTI_RANK_GPU_ENABLE=1``), else over gloo, whose transfers go through the host. No slow link is in
+between: the figures say what DCT costs, not what it saves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -28,16 +32,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import dct_plugin
 from dct_plugin import Compressor
 from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
 from dct_plugin.codecs.slots import slot_bytes
 from dct_plugin.codecs.stats import read_figures
 from dct_plugin.kernels import Job, get_backend
 from dct_plugin.kernels.reference import ReferenceBackend
+from dct_plugin.links.interleave import orders
 
 AIM = 0.7  # of the copy bandwidth, on the bytes that selection has to move
 Row = dict[str, Any]
@@ -155,12 +162,15 @@ class GPT(nn.Module):
             width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        """Return the mean loss of predicting ``wanted`` from ``x``, both int64 [sequences, length]."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         hidden = self.layers(hidden, mask=mask, is_causal=True)
-        return functional.cross_entropy((hidden @ self.tokens.weight.T).flatten(0, 1), x.flatten())
+        return functional.cross_entropy((hidden @ self.tokens.weight.T).flatten(0, 1), wanted.flatten())
 
 
 class Training:
@@ -169,12 +179,12 @@ class Training:
     def __init__(self, batch: int) -> None:
         torch.manual_seed(0)
         self.model = GPT().cuda()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.batch = torch.randint(50_304, (batch, 512), device="cuda")
 
     def step(self, forward: nn.Module, reduce: Callable[[], None] | None = None) -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = forward(self.batch)
+            loss = forward(self.batch, self.batch)
         loss.backward()
         if reduce is not None:
             reduce()
@@ -237,7 +247,8 @@ def timed_steps(step: Callable[[], None], warm: int, steps: int) -> Row:
     torch.cuda.set_sync_debug_mode("default")
     waits = sum("synchroniz" in str(warning.message) for warning in caught)
     memory = torch.cuda.max_memory_allocated() / 2**20
-    return {"ms": statistics.median(times), "min_ms": min(times), "peak_mib": memory, "host_waits": waits}
+    row: Row = {"ms": statistics.median(times), "min_ms": min(times), "peak_mib": memory}
+    return {**row, "host_waits": waits, "times": times}
 
 
 def one_process(batch: int, sparsity: float) -> list[Row]:
@@ -247,6 +258,7 @@ def one_process(batch: int, sparsity: float) -> list[Row]:
         reduce = BackToSender(job.model, sparsity) if what == "dct" else None
         # Thresholds are measured in steps 0, 1, 2, 4, 8 and 16: step 17 on is what most steps are.
         row = timed_steps(lambda j=job, r=reduce: j.step(j.model, r), warm=17, steps=12)
+        del row["times"]
         row["reduction_launches"] = 0
         if reduce is not None:
             row["reduction_launches"] = sum(event.count for event in kernels_of(reduce))
@@ -256,32 +268,93 @@ def one_process(batch: int, sparsity: float) -> list[Row]:
     return rows
 
 
-def _rank(rank: int, folder: str, batch: int, sparsity: float) -> None:
-    from dct_plugin import DCTState, dct_hook
+#: Methods of two processes; a section for DCT. Without a start, which is dense.
+SECTION = {"warmup_steps": 2, "sparsity_warmup_steps": 0}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "dense fp32": None,
+    "dense bf16": None,
+    "PowerSGD, rank 4": None,
+    "dct": SECTION,
+    "dct, local feedback": {**SECTION, "feedback": "local"},
+}
+#: Thresholds are measured in steps 0, 1, 2, 4, 8 and 16 after the start: later ones are what most steps are.
+WARM, TURN, ROUNDS = 20, 4, 6
 
-    store = dist.FileStore(f"{folder}/store", 2)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+def nccl_version() -> int:
+    """Return the version of the nccl that is loaded, as 23004 for 2.30.4."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def _job(what: str, batch: int) -> tuple[Callable[[], None], Any]:
+    """Return a function that makes one training step, and what DCT has attached."""
+    training = Training(batch)
+    wrapped = DistributedDataParallel(training.model, device_ids=[0], gradient_as_bucket_view=True)
+    state = None
+    if what == "dense bf16":
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    elif what.startswith("PowerSGD"):
+        powersgd = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(powersgd, powerSGD_hook.powerSGD_hook)
+    elif (section := METHODS[what]) is not None:
+        state = dct_plugin.attach(wrapped, training.optimizer, {"data_parallel": section})
+    return lambda: training.step(wrapped), state
+
+
+def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", NCCL_MULTI_RANK_GPU_ENABLE="1")
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    jobs, memory, times = {}, {}, {}
+    for what in METHODS:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        jobs[what] = _job(what, batch)
+        for _ in range(WARM):
+            jobs[what][0]()
+        memory[what], times[what] = (torch.cuda.max_memory_allocated() - before) / 2**20, []
+    for _, order in zip(range(ROUNDS), orders(list(METHODS)), strict=False):
+        for what in order:
+            dist.barrier()
+            times[what] += timed_steps(jobs[what][0], warm=1, steps=TURN)["times"]
     rows = []
-    for what in ("dense fp32", "dense bf16", "dct"):
-        job = Training(batch)
-        wrapped = DistributedDataParallel(job.model, device_ids=[0])
-        if what == "dct":
-            section = {"data_parallel": {"sparsity": sparsity}}
-            wrapped.register_comm_hook(DCTState(section), dct_hook)
-        elif what == "dense bf16":
-            wrapped.register_comm_hook(None, bf16_compress_hook)
-        row = timed_steps(lambda j=job, w=wrapped: j.step(w), warm=5, steps=5)
-        rows.append({"what": f"{what}, two processes over gloo", **row})
-        del job, wrapped
-        torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    for what, (step, state) in jobs.items():
+        row: Row = {"what": f"{what}, two processes over {backend}", "ms": statistics.median(times[what])}
+        row |= {"min_ms": min(times[what]), "max_ms": max(times[what]), "peak_mib": memory[what]}
+        row["sent_mb"] = None
+        if state is not None:
+            before = _sent(state)
+            step()
+            torch.cuda.synchronize()
+            row["sent_mb"] = (_sent(state) - before) / 1e6
+        row["host_waits"] = timed_steps(step, warm=1, steps=1)["host_waits"]
+        rows.append(row)
+    if rank == 0:
+        with torch.profiler.profile() as profile:
+            jobs["dct"][0]()
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(f"{folder}/trace.json.gz")
+    else:
+        jobs["dct"][0]()
     Path(f"{folder}/rank{rank}.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def two_processes(batch: int, sparsity: float) -> list[Row]:
+def _sent(state: Any) -> float:
+    return float(sum(part.sent_bytes for part in state.metrics.summary().classes.values()))
+
+
+def two_processes(batch: int, trace: Path | None) -> list[Row]:
+    """Compare methods in two processes that share this device."""
+    backend = "nccl" if nccl_version() >= 23000 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (folder, batch, sparsity), nprocs=2)
+        mp.spawn(_rank, (folder, backend, batch), nprocs=2)
+        if trace is not None:
+            shutil.copyfile(f"{folder}/trace.json.gz", trace)
         rows: list[Row] = json.loads(Path(f"{folder}/rank0.json").read_text())
         return rows
 
@@ -319,6 +392,7 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences of 512 tokens in a step.")] = 8,
     steps: Annotated[bool, typer.Option(help="Measure whole steps, too.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here, too.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace of a DCT step here (.json.gz).")] = None,
 ) -> None:
     """Measure the Triton kernels and whole steps on a GPU."""
     console = Console(width=140)
@@ -337,11 +411,13 @@ def main(
             json_file.write_text(json.dumps(result, indent=1) + "\n")
 
     write()
-    for name, measure in (("one_process", one_process), ("two_processes", two_processes)):
-        if steps:
-            result[name] = measure(batch, 1 - density)
-            show(result[name], f"steps: {name}", console)
-            write()
+    if steps:
+        result["one_process"] = one_process(batch, 1 - density)
+        show(result["one_process"], "steps: one process", console)
+        write()
+        result["two_processes"] = two_processes(batch, trace)
+        show(result["two_processes"], "steps: two processes on this device", console)
+        write()
 
 
 if __name__ == "__main__":

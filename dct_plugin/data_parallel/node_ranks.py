@@ -114,7 +114,7 @@ class NodeRanks:
     def share(self, messages: Sequence[Tensor], fingerprint: int) -> list[list[Tensor]]:
         """Return the messages that each rank of the node gives; a collective. All give as many."""
         with self.failing_together():
-            sizes = torch.tensor([message.numel() for message in messages], dtype=torch.int64)
+            sizes = torch.tensor([message.numel() for message in messages], device=self.exchange.device)
             own = torch.cat([sizes.view(torch.uint8), *messages])
         begin = 8 * len(messages)
         with self._recorded():

@@ -359,3 +359,27 @@ def test_the_self_check_passes() -> None:
     assert self_check.first_difference(TRITON, torch.device("cuda")) is None
     assert get_backend("cuda").name == "triton"
     assert problem_with("triton", "cuda") is None
+
+
+def test_entries_beyond_2_to_the_31() -> None:
+    """A gradient of more entries than an int32 counts: what is planted comes back, at its place."""
+    numel = 2**31 + 5 * 4096 + 77
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of device memory")
+    places = torch.tensor([0, 3, 70_000, 2**31 - 1, 2**31, 2**31 + 4096, numel - 1], device="cuda")
+    grad = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    grad[places] = torch.arange(1.0, 8.0, device="cuda").bfloat16()
+    residual = torch.zeros(numel, device="cuda")
+    residual[2**31 + 9] = 0.25
+    bound = payload_bound(numel, 1000, ValueDtype.BF16)
+    out = torch.empty(bound, dtype=torch.uint8, device="cuda")
+    job = Job(grad, residual, 0.5, out, capacity=1000, value_dtype=ValueDtype.BF16)
+    stats = TRITON.compress(job)
+    assert stats.nnz == 7
+    payload = Payload.from_tensor(out[: stats.nbytes], verify=True)
+    del grad
+    assert residual.nonzero().flatten().tolist() == [2**31 + 9]
+    residual.zero_()
+    assert TRITON.decode_add(payload, residual) == 7
+    assert torch.equal(residual.nonzero().flatten(), places)
+    assert residual[places].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]

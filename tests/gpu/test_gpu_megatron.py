@@ -1,11 +1,14 @@
-"""A GPT of megatron-core's own parts with CUDA tensors: two processes on one device, over gloo."""
+"""A GPT of megatron-core's own parts with CUDA tensors: two processes on one device.
+
+gloo has no coalesced collectives of CUDA tensors, so they need nccl.
+"""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from support.processes import run
+from support.gpu import NCCL, run_on_gpu
 
 pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -23,10 +26,11 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("backend", [NCCL])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_gpt_learns_with_the_same_weights_on_both_ranks(name: str) -> None:
+def test_a_gpt_learns_with_the_same_weights_on_both_ranks(name: str, backend: str) -> None:
     job = LAYOUTS[name]
-    outcomes = run(2, train_all, [job.with_dct(DCT)])
+    outcomes = run_on_gpu(backend, 2, train_all, [job.with_dct(DCT)])
     (one,), (other,) = outcomes
     # Gathers that overlap have not brought every rank the last step's weights yet.
     assert (one.parameters == other.parameters) or job.distributed_optimizer
@@ -37,9 +41,12 @@ def test_a_gpt_learns_with_the_same_weights_on_both_ranks(name: str) -> None:
     assert one.classes["gradient"]["sent_bytes"] < 0.3 * one.classes["gradient"]["dense_bytes"]
 
 
+@pytest.mark.parametrize("backend", [NCCL])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_everything_sent_trains_as_megatron_does(overlap: bool) -> None:
+def test_everything_sent_trains_as_megatron_does(overlap: bool, backend: str) -> None:
     job = Job(bf16=True, overlap_grad_reduce=overlap, device="cuda")
     everything = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
-    (plain, through), _ = run(2, train_all, [job, job.with_dct(everything, through_codec=True)])
+    (plain, through), _ = run_on_gpu(
+        backend, 2, train_all, [job, job.with_dct(everything, through_codec=True)]
+    )
     assert through.losses == pytest.approx(plain.losses, rel=1e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -180,47 +179,3 @@ def test_ddp_training() -> None:
     for one, other in zip(sparse[0][0], sparse[1][0], strict=True):
         assert torch.equal(one, other)
     assert sparse[0][1][-1] < sparse[0][1][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_deepspeed_training(precision: str) -> None:
-    pytest.importorskip("deepspeed", reason="needs deepspeed")
-    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
-        pytest.skip("DS_ACCELERATOR asks for another accelerator")
-    outcomes = run(2, _deepspeed, precision)
-    for losses, skipped, scales in outcomes:
-        assert losses[-1] < losses[0]
-        # The scale is too large at first: steps are skipped and taken back until it fits.
-        assert (skipped > 0) == (precision == "fp16")
-        assert (scales[-1] < scales[0]) == (precision == "fp16")
-    assert outcomes[0][1:] == outcomes[1][1:]
-
-
-def _deepspeed(rank: int, world_size: int, precision: str) -> tuple[list[float], int, list[float]]:
-    import deepspeed
-
-    from dct_plugin.integrations.autoload import autoload
-
-    autoload()  # an installation calls it at `import torch`; these tests do without one
-    os.environ["LOCAL_RANK"] = "0"
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-    scaling = {"initial_scale_power": 24, "hysteresis": 1} if precision == "fp16" else {}
-    section = {
-        "train_micro_batch_size_per_gpu": 32,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-        precision: {"enabled": True, **scaling},
-        "zero_optimization": {"stage": 0},  # gloo carries no other collectives of CUDA tensors
-        "dct": {"data_parallel": {"sparsity": 0.9, "min_numel": 0}},
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=section)
-    losses, scales = [], []
-    for step in range(24):
-        x = gradient(64 * 32, 10 * step + rank).view(32, 64).to(engine.device, next(model.parameters()).dtype)
-        loss = (engine(x) - x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-        scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
-    return losses, int(engine.skipped_steps), scales

@@ -630,10 +630,17 @@ def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
     if VALUE == INT8:  # returned at the end: all returns of a function have one type
         checks = _put(body, values_at + rank, code, kept, 1)
     else:
-        WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-        PER_BYTE: tl.constexpr = 8 // WIDTH
-        together = tl.reshape(code, (CHUNK // PER_BYTE, PER_BYTE))
-        byte = tl.sum(together << (tl.arange(0, PER_BYTE) * WIDTH)[None, :], axis=1)
+        PER_BYTE: tl.constexpr = 2 if VALUE == INT4 else 4
+        # Not by a sum along an axis: its result lies twice in a warp, and Triton 3.6 then counts some of it
+        # twice in the checksums (seen on an H100; its interpreter does not show it).
+        if VALUE == INT4:
+            first, second = tl.split(tl.reshape(code, (CHUNK // 2, 2)))
+            byte = first | (second << 4)
+        else:
+            even, odd = tl.split(tl.reshape(code, (CHUNK // 4, 2, 2)))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            byte = first | (second << 2) | (third << 4) | (fourth << 6)
         place = chunk * (CHUNK // PER_BYTE) + tl.arange(0, CHUNK // PER_BYTE)
         checks = _put(body, values_at + place, byte, place * PER_BYTE < nnz, 1)
     return checks
