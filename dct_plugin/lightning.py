@@ -58,7 +58,7 @@ class DCTCallback(Callback):
         steps = trainer.estimated_stepping_batches
         state = attach(
             trainer.strategy.model,
-            trainer.optimizers[0] if len(trainer.optimizers) == 1 else None,
+            trainer.optimizers,
             self.section,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             total_steps=int(steps) if steps != float("inf") else None,

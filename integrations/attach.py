@@ -16,6 +16,7 @@ from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
 from .fsdp import ReplicaCompression, compress_replicas
+from .host.optimizers import optimizers_of
 
 logger = logging.getLogger("dct_plugin")
 
@@ -33,7 +34,7 @@ def attach(
     Args:
         model: A ``DistributedDataParallel``, or what ``fully_shard`` returned for a mesh of two dimensions
             (:func:`.fsdp.compress_replicas`).
-        optimizer: The optimizer of its parameters, or a wrapper such as Accelerate's.
+        optimizer: The optimizer of its parameters, a wrapper such as Accelerate's, or a list of optimizers.
         section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
         scaler: The gradient scaler, in fp16.
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
@@ -43,8 +44,10 @@ def attach(
         ``load(folder)``. None on a single process, where nothing is exchanged.
 
     Raises:
-        ConfigError: The section is wrong, or nothing reduces the gradients of ``model`` as it is.
+        ConfigError: The section or the optimizer is wrong, or nothing reduces the gradients of ``model`` as
+            it is.
     """
+    optimizers_of(optimizer, "dct_plugin.attach")
     config = DCTConfig.given(section)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, DistributedDataParallel):

@@ -198,13 +198,13 @@ class StepAhead:
 
     # -- where passes run ---
 
-    def attach(self, module: torch.nn.Module, optimizer: Any = None) -> None:
+    def attach(self, module: torch.nn.Module, *optimizers: Any) -> None:
         """Displace the weights from each training forward pass of ``module`` to the end of its backward pass.
-        Saving, loading, evaluation and the steps of ``optimizer`` see the weights themselves.
+        Saving, loading, evaluation and the steps of ``optimizers`` see the weights themselves.
 
         Args:
             module: Called for forward passes; passes of its parts alone are not displaced.
-            optimizer: A torch optimizer; None if the host calls :meth:`restore` before its steps.
+            optimizers: Those of torch; other hosts call :meth:`restore` before their steps.
         """
         self._displaced.register(module)
         self._handles += register_hooks(
@@ -215,7 +215,7 @@ class StepAhead:
             after_saving=self._displaced.after_saving,
             before_loading=self.forget,
         )
-        if hasattr(optimizer, "register_step_pre_hook"):
+        for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(lambda *_: self.forget()),

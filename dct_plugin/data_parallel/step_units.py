@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,3 +111,29 @@ def units_of(
         return None if index is None else StepUnit.of(inner, optimizer.param_groups[index])
 
     return unit_of
+
+
+def units_of_all(optimizers: Iterable[Any]) -> Callable[[torch.nn.Parameter], StepUnit | None]:
+    """Return a look-up of a parameter's unit in the first of several optimizers that has it.
+
+    Raises:
+        ConfigError: See :func:`units_of`.
+    """
+    look_ups = [units_of(optimizer) for optimizer in optimizers]
+
+    def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
+        units = (look_up(parameter) for look_up in look_ups)
+        return next((unit for unit in units if unit is not None), None)
+
+    return unit_of
+
+
+class ParameterGroups:
+    """The parameter groups of several optimizers, as those of one."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -17,7 +17,7 @@ from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
-from dct_plugin.data_parallel.step_units import units_of, unwrapped
+from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
@@ -27,6 +27,7 @@ from ..host.automatic import settled
 from ..host.nodes import nodes_of
 from ..host.nonfinite import PoisonedSteps
 from ..host.optimizer_steps import OptimizerSteps
+from ..host.optimizers import check_parameters, optimizers_of
 from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
@@ -52,10 +53,10 @@ class DCTState:
             it :meth:`register` takes the names of its model.
         scaler: The gradient scaler of mixed precision. Residuals follow its scale, and a step that it skips
             is taken back. A step ends when the gradients of the next one come.
-        optimizer: The model's optimizer, or a wrapper of it, which ``feedback`` and ``adaptive:
-            "accordion"`` follow. Its steps are counted; without it every backward pass that reduces gradients
-            is a step. With ``nonfinite_action: "skip"`` its steps on gradients that are not finite change
-            nothing (a ``scaler`` skips them itself), and gradients that are cleared without
+        optimizer: The model's optimizer, a wrapper of it, or a list of its optimizers, which ``feedback`` and
+            ``adaptive: "accordion"`` follow. Its steps are counted; without it every backward pass that
+            reduces gradients is a step. With ``nonfinite_action: "skip"`` its steps on gradients that are not
+            finite change nothing (a ``scaler`` skips them itself), and gradients that are cleared without
             ``optimizer.step()`` leave residuals as they were.
         total_steps: Optimizer steps of the run, to which the start adapts; None if not known.
         time_limit: Seconds in which the other ranks must reach their first bucket.
@@ -76,7 +77,7 @@ class DCTState:
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         scaler: torch.amp.GradScaler | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         total_steps: int | None = None,
         time_limit: float = startup.TIME_LIMIT,
     ) -> None:
@@ -87,12 +88,12 @@ class DCTState:
             raise refuse("torch DistributedDataParallel")
         self.process_group, self.time_limit = process_group, time_limit
         self.parameters = ParameterNames(named_parameters)
-        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+        self._optimizers = optimizers_of(optimizer, "DCTState")
         self.successor: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         """Reduces buckets in place of this state, which was switched off."""
         self._total_steps, self._is_settled, self._note = total_steps, False, ""
         poisoned = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
-        if poisoned.skips and scaler is None and self._optimizer is None:
+        if poisoned.skips and scaler is None and not self._optimizers:
             raise ConfigError(
                 "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
             )
@@ -104,8 +105,7 @@ class DCTState:
             poisoned,
             sharded=False,
         )
-        if self._optimizer is not None:
-            self._optimizer_steps.follow([self._optimizer])
+        self._optimizer_steps.follow(self._optimizers)
         self._next_pass = NextPass(self._optimizer_steps)
         self._loaded = reducer_files.FRESH
         self._topic = "ddp"
@@ -146,13 +146,21 @@ class DCTState:
             self.process_group = model.process_group
         self.parameters.add(model.module.named_parameters())
         _settle(self)
+        check_parameters(
+            self._optimizers,
+            model.module,
+            {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore},
+            call="dct_plugin.attach",
+            remedy="make it from model.parameters()",
+            sparsity=self.config.data_parallel.sparsity,
+            warns=dist.get_rank(self.process_group) == 0,
+        )
         model.register_comm_hook(self, dct_hook)
         if self._optimizer_steps.optimizers:
             self._next_pass.watch(model.module)
         self.watch(model)
-        feedback, optimizer = self.config.data_parallel.feedback, self._optimizer
-        if optimizer is not None and feedback.looks_ahead and self._ahead is None:
-            self.step_ahead(model, optimizer)
+        if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
+            self.step_ahead(model, self._optimizers)
         return self
 
     def watch(self, model: DistributedDataParallel) -> None:
@@ -169,7 +177,9 @@ class DCTState:
         if self._ahead is not None:
             self._ahead.detach()
 
-    def step_ahead(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step_ahead(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    ) -> None:
         """Train ``model`` (which DDP wraps) at displaced weights, as ``"feedback": "step_ahead"`` needs.
 
         :meth:`register` does it by itself where the state was given the optimizer.
@@ -177,15 +187,15 @@ class DCTState:
         Raises:
             ConfigError: The step of this ``optimizer`` is not known, or ``feedback`` is another one.
         """
-        model, optimizer = getattr(model, "module", model), unwrapped(optimizer)
-        if self._optimizer is None:
-            self._optimizer = optimizer
-            self._optimizer_steps.follow([optimizer])
+        model, optimizers = getattr(model, "module", model), optimizers_of(optimizer, "DCTState.step_ahead")
+        if not self._optimizers:
+            self._optimizers = optimizers
+            self._optimizer_steps.follow(optimizers)
         _settle(self)
-        units, named = units_of(optimizer), self.parameters.add(model.named_parameters())
+        units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
         self._ahead = self.reducer(device).add_on(StepAheadAddOn).prepare(named.items(), units)
-        self._ahead.attach(model, optimizer)
+        self._ahead.attach(model, *optimizers)
         self._next_pass.watch(model)  # before weights are displaced
 
     def reducer(self, device: torch.device) -> GradientReducer:
@@ -198,7 +208,7 @@ class DCTState:
                 device=device,
                 kernels=self.config.kernels,
                 transactional=self._optimizer_steps.scale.scaler is not None,
-                optimizer=self._optimizer,
+                optimizer=ParameterGroups(self._optimizers),
             )
             self.steps.members, self.steps.metrics = [self._reducer], self.metrics
 
@@ -257,7 +267,7 @@ class DCTState:
                     "state.step_ahead(model, optimizer) before the first step"
                 )
             reducer = self.reducer(device)
-        facts = {"optimizer steps so far": reducer.step, "optimizer given": self._optimizer is not None}
+        facts = {"optimizer steps so far": reducer.step, "optimizer given": bool(self._optimizers)}
         agreement.confirm(startup.facts_of(self.config, facts))
         lost_peers.watch(self, lambda state: state.steps.step)
         if reducer.group_rank == 0 and reducer.group_size > 1:
@@ -362,7 +372,7 @@ def _settle(state: DCTState, obstacle: str = "") -> None:
         state._is_settled = True
         state.config, state._note = settled(
             state.config,
-            state._optimizer,
+            state._optimizers,
             ranks=ranks,
             steps=state._total_steps,
             obstacle=obstacle,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
-from dct_plugin.data_parallel.step_units import unwrapped
+from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
@@ -26,6 +26,7 @@ from ..host.automatic import settled
 from ..host.measured_job import SECTION, VARIABLE
 from ..host.nonfinite import PoisonedSteps
 from ..host.optimizer_steps import OptimizerSteps
+from ..host.optimizers import check_parameters, optimizers_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
@@ -39,7 +40,7 @@ from .parameter_groups import (
     replicated_groups,
 )
 from .replica_group import ReplicaGroup
-from .sharded_weights import GatheredShard, check_displaceable, shard_units
+from .sharded_weights import GatheredShard, check_displaceable
 
 #: The seam in torch, once in a process.
 _seam = lru_cache(maxsize=None)(lambda: ReductionSeam(ReplicaGroup))
@@ -62,9 +63,10 @@ class ReplicaCompression:
             the first counts the replicas, or to the ``replicate`` of
             ``torch.distributed._composable.replicate_with_fsdp``.
         config: The configuration, or a mapping with the keys of the ``dct`` section.
-        optimizer: The model's optimizer, made after ``fully_shard``. Its steps are counted; without it a
-            step ends with every backward pass that reduces gradients. With ``nonfinite_action: "skip"``
-            gradients that are cleared without ``optimizer.step()`` leave residuals as they were.
+        optimizer: The model's optimizer or a list of them, made after ``fully_shard``. Its steps are counted;
+            without it a step ends with every backward pass that reduces gradients. With
+            ``nonfinite_action: "skip"`` gradients that are cleared without ``optimizer.step()`` leave
+            residuals as they were.
         scaler: The gradient scaler of fp16.
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
         metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
@@ -81,7 +83,7 @@ class ReplicaCompression:
         model: nn.Module,
         config: DCTConfig | Mapping[str, Any] | None = None,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         total_steps: int | None = None,
         metrics: Metrics | None = None,
@@ -91,18 +93,27 @@ class ReplicaCompression:
         if VARIABLE in os.environ:  # the job is measured by `dct advise`
             config = SECTION
         written = DCTConfig.given(config, rank=dist.get_rank())
-        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+        self._optimizers = optimizers_of(optimizer, "compress_replicas")
         self._model, self._time_limit = model, time_limit
         groups = replicated_groups(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
         self.config, self._note = settled(
             written,
-            optimizer,
+            self._optimizers,
             ranks=replicas,
             steps=total_steps,
             untold="compress_replicas(model, section, optimizer=optimizer) takes what suits it",
         )
-        _check_settings(self.config, has_optimizer=optimizer is not None)
+        _check_settings(self.config, has_optimizer=bool(self._optimizers))
+        check_parameters(
+            self._optimizers,
+            model,
+            {each.name: each.sharded for _, parameters in groups for each in parameters},
+            call="compress_replicas",
+            remedy="make it after fully_shard, which replaces the parameters",
+            sparsity=self.config.data_parallel.sparsity,
+            warns=dist.get_rank() == 0,
+        )
         if metrics is None:
             metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
             Reporting(metrics)
@@ -160,7 +171,7 @@ class ReplicaCompression:
             device=device,
             kernels=self.config.kernels,
             transactional=self._optimizer_steps.scale.scaler is not None,
-            optimizer=self._optimizer,
+            optimizer=ParameterGroups(self._optimizers),
         )
 
         def weights() -> list[tuple[str, Tensor]]:
@@ -171,23 +182,26 @@ class ReplicaCompression:
         return reducer
 
     def _follow_steps(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer_steps.follow([self._optimizer])
+        self._optimizer_steps.follow(self._optimizers)
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device.
         forward = ModuleHook(lambda *_: self._optimizer_steps.end_due(), self._model)
         self._model.register_forward_pre_hook(forward, prepend=True)
 
     def _step_ahead(self) -> None:
         """Displace the shards that FSDP gathers in training passes."""
+        units = units_of_all(self._optimizers)
+
+        def unit_of(shard: Any) -> StepUnit | None:
+            return units(shard.parameter.sharded)
+
         for reducer in self._reducers.values():
             parameters = [
                 p for g in self.groups if g.reducer is reducer for p in g.parameters if p.shape.numel()
             ]
             check_displaceable(parameters)
             shards: Any = [(each.name, GatheredShard(each)) for each in parameters]
-            units = shard_units(self._optimizer, parameters)
-            ahead = reducer.add_on(StepAheadAddOn).prepare(shards, units)
-            ahead.attach(self._model, self._optimizer)
+            ahead = reducer.add_on(StepAheadAddOn).prepare(shards, unit_of)
+            ahead.attach(self._model, *self._optimizers)
         # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.
         root: Any = next(m for m in self._model.modules() if hasattr(m, "_get_fsdp_state"))
         forward = ModuleHook(lambda *_: root._get_fsdp_state()._lazy_init(), self._model)
@@ -223,7 +237,7 @@ class ReplicaCompression:
                     )
             if group.averages:
                 group.check_average()
-        facts = {"optimizer steps so far": group.reducer.step, "optimizer given": self._optimizer is not None}
+        facts = {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
         agreement.confirm(startup.facts_of(self.config, facts))
         if dist.get_rank() == 0 and not self._agreed:
             settings = group.reducer.config

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 
 from ..host.gathered_slice import GatheredSlice
@@ -74,18 +71,3 @@ def check_displaceable(parameters: list[ShardedParameter]) -> None:
             f"dct.data_parallel.feedback = 'step_ahead': FSDP's parameter {each.name} {problem}; set "
             "feedback to 'local'"
         )
-
-
-def shard_units(optimizer: Any, parameters: list[ShardedParameter]) -> Any:
-    """Return a look-up of a shard's unit of the optimizer's steps.
-
-    Raises:
-        ConfigError: The optimizer has no parameter of the model, or its step is not known.
-    """
-    units = units_of(optimizer)
-    if not any(units(each.sharded) for each in parameters):
-        raise ConfigError(
-            "compress_replicas: the optimizer has none of the model's sharded parameters; make it after "
-            "fully_shard, which replaces them"
-        )
-    return lambda shard: units(shard.parameter.sharded)

@@ -7,6 +7,7 @@ from typing import Any
 from dct_plugin.config import DCTConfig
 from dct_plugin.config.automatic import judged
 from dct_plugin.config.known_losses import Training
+from dct_plugin.config.optimizers import OptimizerFamily
 from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
 
 
@@ -26,7 +27,8 @@ def settled(
 
     Args:
         config: The section as it was written.
-        optimizer: The optimizer or a wrapper of it, None if it was not told.
+        optimizer: The optimizer or a wrapper of it, None if it was not told; of several the one that suffers
+            most by delay counts.
         ranks: Data-parallel ranks.
         stage: ZeRO stage.
         steps: Optimizer steps of the run, None if not known.
@@ -35,7 +37,11 @@ def settled(
     """
     if not config.enabled or ranks == 1:
         return config, ""
-    training = _training(optimizer, ranks, stage)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    trainings = [_training(each, ranks, stage) for each in optimizers or [None]]
+    training = max(
+        trainings, key=lambda each: (each.family is OptimizerFamily.OTHER, each.family.loses_by_delay)
+    )
     made = judged(config.data_parallel, training, steps=steps, obstacle=obstacle, untold=untold)
     return config.model_copy(update={"data_parallel": made.settings}), made.line
 

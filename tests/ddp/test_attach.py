@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from support.processes import run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
@@ -80,7 +82,8 @@ def train(ddp: nn.Module, optimizer: Any, rank: int, steps: range) -> torch.Tens
             parameter.grad = None
         ddp(x).square().mean().backward()
         optimizer.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in ddp.parameters()]
+    return torch.cat([each.detach().reshape(-1) for each in own])
 
 
 def _attached(rank: int, world_size: int) -> dict[str, Any]:
@@ -198,6 +201,79 @@ def _resumed(rank: int, world_size: int, folder: str) -> tuple[torch.Tensor, tor
 def test_what_it_returns_saves_and_loads(tmp_path: Any) -> None:
     for whole, resumed in run(2, _resumed, str(tmp_path)):
         assert torch.equal(whole, resumed)
+
+
+def _several(rank: int, world_size: int) -> dict[str, Any]:
+    """Two optimizers of one model; what is said about others."""
+    found, log = {}, Lines()
+    section = {"data_parallel": {**SPARSE, "warmup_steps": 2, "sparsity_warmup_steps": 0}}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def sharded() -> nn.Module:
+        return fully_shard(model().module, mesh=mesh)
+
+    class Both:
+        def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+            self.optimizers = optimizers
+
+        def step(self) -> None:
+            for each in self.optimizers:
+                each.step()
+
+    for make in (model, sharded):
+        ends = []
+        for several in (False, True):
+            wrapped = make()
+            parts = [list(wrapped.parameters())[:2], list(wrapped.parameters())[2:]]
+            optimizers = [torch.optim.AdamW(each, lr=1e-2) for each in parts if several]
+            optimizers = optimizers or [torch.optim.AdamW(wrapped.parameters(), lr=1e-2)]
+            state = dct_plugin.attach(wrapped, optimizers if several else optimizers[0], section)
+            ends.append(train(wrapped, Both(*optimizers), rank, range(8)))
+            assert state is not None
+            assert state.steps.step == 8
+            assert not [line for line in log.take() if "none of the optimizers" in line]
+        found[make.__name__] = torch.equal(
+            *(getattr(each, "full_tensor", lambda e=each: e)() for each in ends)
+        )
+        wrapped = make()
+        dct_plugin.attach(wrapped, torch.optim.AdamW(list(wrapped.parameters())[:2]), section)
+        found[f"one of two, {make.__name__}"] = [line for line in log.take() if "active" not in line]
+        other = nn.Linear(3, 3)
+        second = torch.optim.SGD(other.parameters())
+        wrapped = make()
+        for name, optimizer in {
+            "others": second,
+            "one of others": [torch.optim.AdamW(wrapped.parameters()), second],
+            "dict": section,
+            "model": other,
+        }.items():
+            with pytest.raises(ConfigError) as refused:
+                dct_plugin.attach(wrapped, optimizer, section if name != "dict" else None)
+            found[f"{name}, {make.__name__}"] = str(refused.value)
+    ddp = model()
+    first, second = (list(ddp.parameters())[:2], list(ddp.parameters())[2:])
+    optimizers = [torch.optim.SGD(first, lr=0.1), Lion(second)]
+    mixed = dct_plugin.attach(ddp, optimizers, {"data_parallel": SPARSE})
+    found["mixed"] = mixed.config.data_parallel.feedback.label(), mixed.config.data_parallel.sparsity
+    return found
+
+
+@pytest.mark.slow
+def test_several_optimizers_and_others() -> None:
+    for rank, found in enumerate(run(2, _several)):
+        assert found["mixed"] == ("local", 0.9)  # what the least known of them gets
+        for host in ("model", "sharded"):
+            assert found[host], "two optimizers train as one"
+            said = found[f"one of two, {host}"]
+            assert len(said) == (rank == 0)
+            if rank == 0:
+                assert "2 parameters are in none of the optimizers that were passed" in said[0]
+                assert "local error feedback at sparsity 0.99: 2.weight, 2.bias; pass all" in said[0]
+            assert "the optimizer (SGD, 1 of 1) has no parameter of the model" in found[f"others, {host}"]
+            assert "the optimizer (SGD, 2 of 2) has no parameter" in found[f"one of others, {host}"]
+            assert "a dict is in the place of the optimizer" in found[f"dict, {host}"]
+            assert "the section is the argument after it" in found[f"dict, {host}"]
+            assert "a Linear is in the place of the optimizer" in found[f"model, {host}"]
 
 
 def _switched_off(rank: int, world_size: int) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
