@@ -47,7 +47,7 @@ def row(dtype: torch.dtype, momentum: bool, layers: int, repeats: int) -> list[s
 
     def follow() -> None:
         for name, gradient in gradients.items():
-            ahead.observe(name, gradient)
+            ahead.observe([(name, gradient)])
 
     def displace() -> None:
         ahead.forget()

@@ -141,7 +141,7 @@ def train(data: Any, optimizer: str, variant: str, seed: int, args: argparse.Nam
                 assert grad is not None
                 if streams and name in streams[worker]:
                     if looks:
-                        aheads[worker].observe(name, grad.view(-1))
+                        aheads[worker].observe([(name, grad.view(-1))])
                     payload = streams[worker][name].compress(grad)
                     kept, total = kept + payload.nnz, total + payload.numel
                     grad = streams[worker][name].decompress(payload)

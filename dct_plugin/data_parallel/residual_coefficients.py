@@ -26,6 +26,7 @@ DECAY = 0.8
 
 #: Two inner products of each tensor.
 Products = dict[str, tuple[float, float]]
+_Measured = tuple[Sequence[str], Tensor]
 
 
 class ResidualCoefficients:
@@ -52,9 +53,9 @@ class ResidualCoefficients:
         """``<own, own>`` and ``<own, mean>`` of residuals."""
         self._gradients: Products = {}
         """``<own, own>`` and ``<mean, mean>`` of gradients."""
-        self._measured: Products = {}
-        """Products of residuals in this step, which counts if it is not skipped."""
-        self._measured_gradients: Products = {}
+        self._measured: list[_Measured] = []
+        """Products of residuals in this step, which counts if it is not skipped; on their device."""
+        self._measured_gradients: list[_Measured] = []
         """Products of gradients in this step."""
         self._own_squares: dict[str, Tensor] = {}
         """The sums of the squares of this rank's gradients in this step."""
@@ -79,7 +80,8 @@ class ResidualCoefficients:
         """
         if self._fixed is not None or step % INTERVAL:
             return []
-        return [name for name in names if name in self._names and name not in self._measured]
+        measured = {name for names, _ in self._measured for name in names}
+        return [name for name in names if name in self._names and name not in measured]
 
     def observe(self, name: str, gradient: Tensor, step: int) -> None:
         """Note the size of a gradient (1-D) of this rank before it is reduced, if it is to be measured."""
@@ -88,35 +90,43 @@ class ResidualCoefficients:
 
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
         """Return residuals at random positions, the same on all ranks: fp32 [len(names) * SAMPLES]."""
-        rows = []
+        places = []
         for name in names:
+            residual = self._residual_of(name)
+            numel = 0 if residual is None else residual.numel()
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{step}".encode()))
+            places.append(torch.randint(max(numel, 1), (SAMPLES,), generator=generator))
+        together = torch.stack(places)
+        if device.type == "cuda":  # the host does not wait for a copy from pinned memory
+            together = together.pin_memory()
+        rows = []
+        for name, where in zip(names, together.to(device, non_blocking=True), strict=True):
             residual = self._residual_of(name)
             if residual is None or not residual.numel():
                 rows.append(torch.zeros(SAMPLES, device=device))
-                continue
-            seed = zlib.crc32(f"{name}:{step}".encode())
-            where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
-            rows.append(residual[where.to(device)])
+            else:
+                rows.append(residual[where])
         return torch.cat(rows)
 
     def measure(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:
         """Measure coefficients from this rank's :meth:`samples` and their mean over the ranks."""
         own, mean = own.view(-1, SAMPLES).double(), mean.view(-1, SAMPLES).double()
-        self._measured |= _finite(names, (own * own).sum(1), (own * mean).sum(1))
+        self._measured.append((names, torch.stack([(own * own).sum(1), (own * mean).sum(1)])))
 
     def measure_gradients(self, names: Sequence[str], squares: Tensor) -> None:
         """Measure gradient ratios from the sums of the squares of the mean gradients, fp32 [len(names)]."""
         nothing = squares.new_zeros(())
         own = torch.stack([self._own_squares.pop(name, nothing) for name in names])
-        self._measured_gradients |= _finite(names, own, squares)
+        self._measured_gradients.append((names, torch.stack([own, squares])))
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
         pairs = (self._measured, self._residuals), (self._measured_gradients, self._gradients)
         for measured, products in pairs:
-            for name, (own, other) in () if skipped else measured.items():
-                before = products.get(name, (0.0, 0.0))
-                products[name] = (DECAY * before[0] + own, DECAY * before[1] + other)
+            for names, figures in () if skipped else measured:
+                for name, (own, other) in _finite(names, *figures).items():
+                    before = products.get(name, (0.0, 0.0))
+                    products[name] = (DECAY * before[0] + own, DECAY * before[1] + other)
             measured.clear()
         self._own_squares.clear()
 

@@ -5,15 +5,19 @@ Source: Shazeer and Stern, *Adafactor*, ICML 2018, section 3.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..feedback import ScratchBuffers
-from .node_ranks import NodeRanks
+from ..kernels import Backend
+from ..kernels.displacement import SecondMoment, Squares, rows_of
+from .node_ranks import Entries, NodeRanks
 
 #: Most optimizer steps by which an entry of a residual displaces a weight, if the optimizer divides by a
 #: second moment. With exact moments a residual of k gradients is at most k steps long (Adam), or sqrt(k)
@@ -34,34 +38,32 @@ class Moments:
         device: Device of its gradients.
         missed: Optimizer steps before the first observed one. A sum (Adagrad) assumes for them the mean of
             the observed ones.
+        memory: fp32 [2, rows + columns] zeros for the means, and for those of a step; None: its own.
     """
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device, *, missed: int = 0) -> None:
-        rows = int(shape[0]) if len(shape) > 1 else 1
-        columns = math.prod(shape[1:]) if len(shape) > 1 else 1
-        self._matrix = (rows, columns if len(shape) > 1 else -1)
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        device: torch.device,
+        *,
+        missed: int = 0,
+        memory: Tensor | None = None,
+    ) -> None:
+        sizes = _sizes(shape)
         self._numel = math.prod(shape)
-        self.rows = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.columns = torch.zeros(columns, dtype=torch.float32, device=device)
-        self._step_rows, self._step_columns = torch.zeros_like(self.rows), torch.zeros_like(self.columns)
+        self.memory = torch.zeros(2, sum(sizes), device=device) if memory is None else memory
+        (self.rows, self.columns), (self._step_rows, self._step_columns) = (
+            each.split(sizes) for each in self.memory
+        )
         self.steps = 0
         """Optimizer steps that went into the means."""
         self.missed = missed
 
-    def add(self, gradient: Tensor, scratch: Tensor | None = None) -> None:
-        """Add a gradient of this step. The squares of micro-batches add up, as if these were independent.
-
-        Args:
-            gradient: 1-D, of any floating type.
-            scratch: fp32 of the same shape, to overwrite; without it memory is allocated.
+    def squares(self, gradient: Tensor) -> Squares:
+        """Return what adds a gradient of this step (1-D, of any floating type), see :mod:`..kernels`. The
+        squares of micro-batches add up, as if these were independent.
         """
-        scratch = torch.empty_like(gradient, dtype=torch.float32) if scratch is None else scratch
-        squares = scratch.copy_(gradient).square_().view(self._matrix)
-        if self.columns.numel() == 1:
-            self._step_rows.add_(squares.mean())
-            return
-        self._step_rows.add_(squares.mean(1))
-        self._step_columns.add_(squares.mean(0))
+        return Squares(gradient, self._step_rows, self._step_columns)
 
     def add_part(self, part: Tensor, first: int) -> None:
         """Add a part of a gradient that begins at entry ``first``. Other ranks add the other parts, and all
@@ -71,7 +73,7 @@ class Moments:
         if self.columns.numel() == 1:
             self._step_rows.add_(squares.sum() / self._numel)
             return
-        rows, inside = self._rows_of(first, part.numel())
+        rows, inside = rows_of(first, part.numel(), self.columns.numel())
         whole = squares.new_zeros(rows.stop - rows.start, self.columns.numel())
         whole.view(-1)[inside] = squares
         self._step_rows[rows].add_(whole.mean(1))
@@ -82,46 +84,20 @@ class Moments:
         """Row and column means of the squares in this step so far."""
         return [self._step_rows, self._step_columns]
 
-    def _rows_of(self, first: int, numel: int) -> tuple[slice, slice]:
-        """Return the rows that hold ``numel`` entries from ``first`` on, and where these lie in the rows."""
-        columns = self.columns.numel()
-        start = first // columns
-        rows = slice(start, -(-(first + numel) // columns))
-        return rows, slice(first - start * columns, first - start * columns + numel)
-
     def end_step(self, *, skipped: bool, decay: float | None) -> None:
         """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
         if not skipped:
-            for mean, squares in ((self.rows, self._step_rows), (self.columns, self._step_columns)):
-                # Gradients that are not finite are ignored.
-                if decay is None:
-                    mean.add_(squares.nan_to_num_(0.0, 0.0, 0.0))
-                else:
-                    mean.lerp_(torch.where(squares.isfinite(), squares, mean), 1.0 - decay)
-            self.steps += 1
-        self._step_rows.zero_()
-        self._step_columns.zero_()
+            _add_steps(self.memory, [self], decay)
+        self.memory[1].zero_()
 
-    def denominator(
-        self, out: Tensor, *, decay: float | None, eps: float, first: int = 0, ratio: float = 1.0
-    ) -> Tensor:
-        """Set ``out`` (fp32, 1-D) to ``ratio * sqrt(second moment) + eps`` of the entries from ``first`` on.
-        Before the first step it is infinite.
+    def moment(self, *, decay: float | None, eps: float, first: int = 0, ratio: float = 1.0) -> SecondMoment:
+        """Return the second moment of the entries from ``first`` on. Before the first step the denominator is
+        infinite.
         """
         if self.steps == 0:
-            return out.fill_(float("inf"))
+            return SecondMoment(self.rows, self.columns, 1.0, first, ratio, float("inf"))
         observed = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
-        tiny = torch.finfo(torch.float32).tiny
-        eps = max(eps, tiny)  # 0 / 0 is to be 0
-        if self.columns.numel() == 1:
-            return out.copy_((self.rows[0] / observed).sqrt().mul(ratio).add(eps))
-        rows = (self.rows / self.rows.mean().clamp_min(tiny) / observed).sqrt().mul(ratio)
-        if out.numel() == self._numel:
-            torch.mul(rows[:, None], self.columns.sqrt()[None, :], out=out.view(self._matrix))
-        else:
-            held, inside = self._rows_of(first, out.numel())
-            out.copy_((rows[held, None] * self.columns.sqrt()[None, :]).view(-1)[inside])
-        return out.add_(eps)
+        return SecondMoment(self.rows, self.columns, observed, first, ratio, eps)
 
     def limit(self, decay: float | None) -> float:
         """Return the most optimizer steps by which an entry displaces a weight, see :data:`LIMIT`."""
@@ -129,8 +105,7 @@ class Moments:
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
-        for mean in (self.rows, self.columns, self._step_rows, self._step_columns):
-            mean.mul_(factor * factor)
+        self.memory.mul_(factor * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the means (fp32, copies on the CPU) and the counts of steps."""
@@ -148,6 +123,30 @@ class Moments:
         self.steps, self.missed = int(state["steps"]), int(state["missed"])
 
 
+def _sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
+    """Return the numbers of rows and columns of a tensor."""
+    return [int(shape[0]), math.prod(shape[1:])] if len(shape) > 1 else [1, 1]
+
+
+def _add_steps(memory: Tensor, moments: Sequence[Moments], decay: float | None) -> None:
+    """Add the squares of a step to the means of ``moments``, all of which lie in ``memory``."""
+    means, squares = ([m.memory[at] for m in moments] for at in (0, 1))
+    # Gradients that are not finite are ignored.
+    if decay is None:
+        for mean, square in zip(means, squares, strict=True):
+            mean.add_(square.nan_to_num_(0.0, 0.0, 0.0))
+    else:
+        torch.where(memory[1].isfinite(), memory[1], memory[0], out=memory[1])
+        # On a CPU one by one: the last entries of a tensor are rounded otherwise than those in the middle.
+        torch._foreach_lerp_(
+            [part for m in moments for part in (m.rows, m.columns)],
+            [part for m in moments for part in m.step_squares],
+            1.0 - decay,
+        )
+    for each in moments:
+        each.steps += 1
+
+
 class MomentsPart(NamedTuple):
     """The second moments of a part of a tensor, for gradients that are ``ratio`` times as large.
 
@@ -161,9 +160,9 @@ class MomentsPart(NamedTuple):
     first: int = 0
     ratio: float = 1.0
 
-    def denominator(self, out: Tensor, *, decay: float | None, eps: float) -> Tensor:
-        """See :meth:`Moments.denominator`."""
-        return self.moments.denominator(out, decay=decay, eps=eps, first=self.first, ratio=self.ratio)
+    def moment(self, *, decay: float | None, eps: float) -> SecondMoment:
+        """See :meth:`Moments.moment`."""
+        return self.moments.moment(decay=decay, eps=eps, first=self.first, ratio=self.ratio)
 
     def limit(self, decay: float | None) -> float:
         """See :meth:`Moments.limit`."""
@@ -187,27 +186,46 @@ class SecondMoments:
         self.node: NodeRanks | None = None
         """The ranks of this rank's node, if each of them observes only a part of every gradient."""
         self._moments: dict[str, Moments] = {}
+        self._memory: dict[torch.device, Tensor] = {}
+        """All moments of a device, fp32 [2, rows + columns of all parameters]."""
         self._loaded: dict[str, Any] = {}
         self._missed = 0
 
-    def observe(self, name: str, gradient: Tensor, scratch: ScratchBuffers) -> None:
-        """Add a gradient (1-D) of this step, or this rank's part of the node's."""
-        parameter = self._parameters.get(name)
-        if parameter is None or not parameter.numel():
-            return
-        moments = self.of(name)
-        if moments is None:
-            moments = self._moments[name] = Moments(parameter.shape, gradient.device, missed=self._missed)
-        if self.node is None:
-            moments.add(gradient, scratch.take("step", gradient))
-        else:
-            moments.add_part(gradient, self.node.part(name, parameter.numel())[0])
+    def observe(self, entries: Entries, kernels: Backend, scratch: ScratchBuffers) -> None:
+        """Add gradients (1-D) of this step, or this rank's parts of the node's."""
+        jobs = []
+        for name, gradient in entries:
+            parameter = self._parameters.get(name)
+            if parameter is None or not parameter.numel():
+                continue
+            moments = self.of(name)
+            if moments is None:
+                moments = self._moments[name] = self._make(name, gradient.device, self._missed)
+            if self.node is None:
+                jobs.append(moments.squares(gradient))
+            else:
+                moments.add_part(gradient, self.node.part(name, parameter.numel())[0])
+        kernels.add_squares(jobs, scratch.take)
+
+    def _make(self, name: str, device: torch.device, missed: int = 0) -> Moments:
+        """Make the moments of a stream, beside those of the others on its device."""
+        ends = self._ends
+        if device not in self._memory:
+            self._memory[device] = torch.zeros(2, max(ends.values(), default=0), device=device)
+        parameter = self._parameters[name]
+        memory = self._memory[device][:, ends[name] - sum(_sizes(parameter.shape)) : ends[name]]
+        return Moments(parameter.shape, device, missed=missed, memory=memory.zero_())
+
+    @functools.cached_property
+    def _ends(self) -> dict[str, int]:
+        """Where the moments of each parameter end."""
+        sizes = (sum(_sizes(parameter.shape)) for parameter in self._parameters.values())
+        return dict(zip(self._parameters, itertools.accumulate(sizes), strict=True))
 
     def of(self, name: str) -> Moments | None:
         """Return the moments of a stream; None before its first gradient."""
         if name in self._loaded:
-            parameter = self._parameters[name]
-            self._moments[name] = Moments(parameter.shape, parameter.device)
+            self._moments[name] = self._make(name, self._parameters[name].device)
             self._moments[name].load_state_dict(self._loaded.pop(name))
         return self._moments.get(name)
 
@@ -217,13 +235,20 @@ class SecondMoments:
             self.node.sum_up(
                 [squares for moments in self._moments.values() for squares in moments.step_squares]
             )
-        for name, moments in self._moments.items():
-            moments.end_step(skipped=skipped, decay=self._decay_of(self._parameters[name]))
+        groups: dict[float | None, list[Moments]] = {}
+        for name, moments in () if skipped else self._moments.items():
+            groups.setdefault(self._decay_of(self._parameters[name]), []).append(moments)
+        for memory in self._memory.values():
+            for decay in sorted(groups, key=lambda each: each is not None):  # sums first
+                here = [m for m in groups[decay] if m.memory.device == memory.device]
+                if here:
+                    _add_steps(memory, here, decay)
+            memory[1].zero_()
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
-        for moments in self._moments.values():
-            moments.rescale(factor)
+        for memory in self._memory.values():
+            memory.mul_(factor * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all moments, by name."""

@@ -31,10 +31,13 @@ from torch import Tensor
 from ..config.automatic import BY_COMPRESSORS
 from ..errors import ConfigError
 from ..feedback import ScratchBuffers, unpacked
+from ..kernels import Backend
+from ..kernels.displacement import Displacement, denominator
+from ..kernels.reference import ReferenceBackend
 from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
 from .module_hooks import register_hooks
-from .node_ranks import NodeRanks, Part, common
+from .node_ranks import Entries, NodeRanks, Part, common
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
 from .second_moments import Moments, MomentsPart, SecondMoments
@@ -50,18 +53,7 @@ from .training_passes import TrainingPasses
 MAX_OWNER_FACTOR = 8
 
 
-def _in_steps(
-    residual: Tensor, moments: Moments | MomentsPart, unit: StepUnit, gradient_unit: float, *, out: Tensor
-) -> Tensor:
-    """Set ``out`` (fp32) to a residual in optimizer steps: a gradient of the usual size is one step. An entry
-    is at most :meth:`Moments.limit` steps.
-    """
-    moments.denominator(out, decay=unit.decay, eps=unit.eps / gradient_unit)
-    limit = moments.limit(unit.decay)
-    return torch.div(residual, out, out=out).clamp_(-limit, limit)
-
-
-def displaced(
+def displacement(
     weight: Tensor,
     expected: tuple[Tensor | None, float],
     moments: Moments | MomentsPart | None,
@@ -70,15 +62,15 @@ def displaced(
     gradient_unit: float = 1.0,
     pending: tuple[Shard, Tensor, int] | None = None,
     out: Tensor,
-    scratch: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Set ``out`` to ``weight - (the optimizer's step with coefficient * residual) + factor * pending``.
+) -> Displacement:
+    """Return what sets ``out`` to ``weight - (the optimizer's step with coefficient * residual) + factor *
+    pending``; for :meth:`.kernels.Backend.displace`.
 
     Entries without residual and pending update are bitwise those of ``weight``. With a second moment the step
     of an entry is at most the learning rate times the coefficient times :meth:`Moments.limit`.
 
     Args:
-        weight: Any shape and floating type, contiguous.
+        weight: 1-D, of any floating type, contiguous.
         expected: A residual, fp32 [numel] in the unit of the stream's gradients (None for none), and its
             coefficient.
         moments: Second moments of the stream's gradients; needed for preconditioned units.
@@ -86,34 +78,15 @@ def displaced(
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
         pending: A part of the weights, the update (fp32) that it has not got yet, and the update's factor.
         out: A tensor like ``weight``.
-        scratch: For weights of 2 bytes, two buffers of fp32 [numel] to overwrite; without them memory is
-            allocated.
-
-    Returns:
-        ``out``.
     """
-    (residual, coefficient), flat, target = expected, weight.view(-1), out.view(-1)
-    # In fp32: scaled residuals can be too large for fp16.
-    exact = target.dtype == torch.float32
-    if exact:
-        step = target
-    else:
-        step = torch.empty_like(flat, dtype=torch.float32) if scratch is None else scratch[0]
-    if residual is None:
-        step.zero_()
-    elif unit.preconditioned:
-        assert moments is not None
-        _in_steps(residual, moments, unit, gradient_unit, out=step).mul_(-unit.lr * coefficient)
-    else:
-        torch.mul(residual, -unit.lr * coefficient * gradient_unit, out=step)
-    if pending is not None:
-        shard, update, factor = pending
-        step[shard.start : shard.stop].add_(update, alpha=factor)
-    if exact or scratch is None:
-        torch.add(step, flat, out=target)
-    else:
-        target.copy_(step.add_(scratch[1].copy_(flat)))
-    return out
+    residual, coefficient = expected
+    scale = -unit.lr * coefficient
+    update = None if pending is None else (pending[1], pending[0].start, pending[2])
+    if not unit.preconditioned or residual is None:
+        return Displacement(weight, out, residual, scale * gradient_unit, pending=update)
+    assert moments is not None
+    moment = moments.moment(decay=unit.decay, eps=unit.eps / gradient_unit)
+    return Displacement(weight, out, residual, scale, moment, moments.limit(unit.decay), update)
 
 
 class Unsent(NamedTuple):
@@ -127,11 +100,13 @@ class Unsent(NamedTuple):
             rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
         pending: Returns the part of the stream's weights that this rank owns, and the updates that it has not
             sent to the other ranks (fp32, in the weights' unit); None if there are none.
+        lasting: True if ``residual`` returns the memory in which a residual is kept, not a copy.
     """
 
     residual: Callable[[str], Tensor | None]
     held_back: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: ()
     pending: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None
+    lasting: bool = False
 
 
 class StepAhead:
@@ -157,6 +132,7 @@ class StepAhead:
         world_size: Ranks whose gradients are averaged.
         coefficient: Factor of the displacement, in (0, 1]; None: measured.
         gradient_unit: Returns the factor from a stream's gradients to the optimizer's.
+        kernels: The kernels of the parameters' device; plain torch by default.
     """
 
     def __init__(
@@ -168,8 +144,10 @@ class StepAhead:
         world_size: int,
         coefficient: float | None = None,
         gradient_unit: Callable[[], float] = lambda: 1.0,
+        kernels: Backend | None = None,
     ) -> None:
         self._parameters = dict(parameters)
+        self._kernels = ReferenceBackend() if kernels is None else kernels
         self._node: NodeRanks | None = None
         self._held: Mapping[str, Part] | None = None
         self._unit_of, self._unsent, self._gradient_unit = unit_of, unsent, gradient_unit
@@ -278,7 +256,7 @@ class StepAhead:
 
     def _compute(self) -> None:
         self._displaced.begin()
-        node, computed = self._node if self._held is None else None, []
+        node, computed, jobs = self._node if self._held is None else None, [], []
         if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
             return  # so it is on all ranks of the node
         for name, parameter in self._parameters.items():
@@ -291,48 +269,54 @@ class StepAhead:
                     continue
                 part = slice(*node.part(name, weight.numel()))
                 first = part.start
-            expected, pending = self._expected(name, part.stop - part.start), self._unsent.pending(name)
+            residual, coefficient, lasting = self._expected(name, part.stop - part.start)
+            expected, pending = (residual, coefficient), self._unsent.pending(name)
             if expected[0] is None and pending is None and node is None:
                 continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
-            own, scratch = weight.view(-1)[part], None
-            if weight.element_size() < 4:
-                scratch = self._scratch.take("step", own), self._scratch.take("weight", own)
-            displaced(
+            own, out = weight.view(-1)[part], buffer.view(-1)[part]
+            job = displacement(
                 own,
                 expected,
                 self._moments_of(name, first),
                 unit,
                 gradient_unit=self._gradient_unit(),
                 pending=None if pending is None else (*pending, self._owner_factor),
-                out=buffer.view(-1)[part],
-                scratch=scratch,
+                out=out,
             )
+            if lasting and pending is None:
+                jobs.append(job)
+            else:  # the next call may overwrite the tensors
+                self._kernels.displace([job], self._scratch.take)
             computed.append((name, parameter, buffer))
+        self._kernels.displace(jobs, self._scratch.take)
         if node is not None:
             node.gather("step-ahead", [(name, buffer.view(-1)) for name, _, buffer in computed])
         for name, parameter, buffer in computed:  # from here on buffers must not be written
             self._displaced.add(name, parameter, buffer)
 
-    def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float]:
-        """Return what this rank has not sent of a parameter's gradients, and its coefficient."""
-        residual = self._unsent.residual(name)
+    def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float, bool]:
+        """Return what this rank has not sent of a parameter's gradients, its coefficient, and whether the
+        tensor lasts beyond the next call.
+        """
+        residual, lasting = self._unsent.residual(name), self._unsent.lasting
         if residual is not None and self._node is not None and self._held is not None:
             parameter, held = self._parameters[name], self._held[name]
             known = self._node.part(name, parameter.numel())
             if held != known and residual.numel() == known[1] - known[0]:
                 residual = _entries_of(held, residual, known, self._scratch.take("held", parameter.data))
+                lasting = False
         if residual is None or self.moments.of(name) is None or residual.numel() != numel:
-            return None, 0.0
+            return None, 0.0, False
         coefficient = self.coefficients.of(name)
         both = None  # the residual times its coefficient, and what is held back
         for shard, part in self._unsent.held_back(name, numel):
             if both is None:
                 both = torch.mul(residual, coefficient, out=self._scratch.take("both", residual))
             both[shard.start : shard.stop].add_(part, alpha=self._owner_factor / self._world_size)
-        return (residual, coefficient) if both is None else (both, 1.0)
+        return (residual, coefficient, lasting) if both is None else (both, 1.0, False)
 
     def _moments_of(self, name: str, first: int) -> MomentsPart | None:
         """Return the second moments of the ranks' mean gradient, by which the optimizer divides, from entry
@@ -354,14 +338,16 @@ class StepAhead:
         if residual is None or moments is None or unit is None or not unit.preconditioned:
             return torch.zeros((), device=parameter.device)
         room = self._scratch.take("step", residual)
-        steps = _in_steps(residual, moments, unit, self._gradient_unit(), out=room)
+        moment = moments.moment(decay=unit.decay, eps=unit.eps / self._gradient_unit())
+        limit = moments.limit(unit.decay)
+        steps = torch.div(residual, denominator(moment, room), out=room).clamp_(-limit, limit)
         return steps.norm() * (self.coefficients.of(name) / residual.numel() ** 0.5)
 
     # -- gradients and steps ---
 
-    def observe(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient of this rank to the second moments, before its reduction (1-D, in its own unit)."""
-        self.moments.observe(name, gradient, self._scratch)
+    def observe(self, entries: Entries) -> None:
+        """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
+        self.moments.observe(entries, self._kernels, self._scratch)
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
@@ -444,10 +430,16 @@ class StepAheadAddOn(AddOn):
         self._ahead = StepAhead(
             parameters,
             unit_of,
-            Unsent(self._residual_of, self._held_back_of, pending_of),
+            Unsent(
+                self._residual_of,
+                self._held_back_of,
+                pending_of,
+                self._config.residual_dtype in ("auto", "fp32"),
+            ),
             world_size=group.world_size,
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
+            kernels=group.backend,
         )
         if self._group.node is not None:
             self._ahead.share_with(self._group.node, held)
@@ -461,11 +453,10 @@ class StepAheadAddOn(AddOn):
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
         if self._group.world_size > 1:
-            for name, tensor in entries:
-                if not self._group.is_small(name, tensor.numel()):
-                    self._ahead.observe(name, tensor)
-                    if self._has_many_ranks:
-                        self._ahead.coefficients.observe(name, tensor, self._group.step)
+            large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
+            self._ahead.observe(large)
+            for name, tensor in large if self._has_many_ranks else ():
+                self._ahead.coefficients.observe(name, tensor, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
         return [] if self._ahead is None else self._ahead.coefficients.due(names, self._group.step)
@@ -488,7 +479,7 @@ class StepAheadAddOn(AddOn):
         if figures:
             squares, lengths = mean[own.numel() :].chunk(2)
             self._ahead.coefficients.measure_gradients(names, squares)
-            self.densities.measure(names, [tensors[n].tensor.numel() for n in names], lengths.tolist())
+            self.densities.measure(names, [tensors[n].tensor.numel() for n in names], lengths)
 
     def _square_of_reduced(self, plan: ReductionPlan, tensor: PlannedTensor) -> Tensor:
         """Return the part of this rank in the sum of the squares of the mean gradient: the ranks' mean of

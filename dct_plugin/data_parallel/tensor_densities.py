@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from .residual_coefficients import DECAY
 
 #: Optimizer steps between two changes, and the measurements that a tensor needs before its first one.
@@ -29,8 +31,8 @@ class TensorDensities:
     def __init__(self) -> None:
         self._lengths: dict[str, tuple[int, float, int]] = {}
         """Number of entries, mean length and number of measurements of each tensor."""
-        self._measured: dict[str, tuple[int, float]] = {}
-        """Number of entries and length of tensors in this step, which counts if it is not skipped."""
+        self._measured: list[tuple[Sequence[str], Sequence[int], Tensor]] = []
+        """Names, sizes and lengths of tensors in this step, which counts if it is not skipped."""
         self._relative: dict[str, float] = {}
         """Density of each tensor, relative to that of all tensors."""
 
@@ -38,18 +40,18 @@ class TensorDensities:
         """Return the density of a tensor, if all tensors together have the density ``density``."""
         return density if density > MAX_DENSITY else min(1.0, density * self._relative.get(name, 1.0))
 
-    def measure(self, names: Sequence[str], numels: Sequence[int], lengths: Sequence[float]) -> None:
-        """Note the lengths of residuals, in optimizer steps, averaged over the ranks."""
-        for name, numel, length in zip(names, numels, lengths, strict=True):
-            if math.isfinite(length) and length > 0.0:
-                self._measured[name] = (numel, length)
+    def measure(self, names: Sequence[str], numels: Sequence[int], lengths: Tensor) -> None:
+        """Note the lengths of residuals, in optimizer steps, averaged over the ranks (1-D, on any device)."""
+        self._measured.append((names, numels, lengths))
 
     def end_step(self, step: int, *, skipped: bool) -> None:
         """Close an optimizer step, the ``step``-th of the training; a ``skipped`` one leaves no trace."""
         if not skipped:
-            for name, (numel, length) in self._measured.items():
-                _, before, count = self._lengths.get(name, (numel, length, 0))
-                self._lengths[name] = numel, DECAY * before + (1.0 - DECAY) * length, count + 1
+            for names, numels, lengths in self._measured:
+                for name, numel, length in zip(names, numels, lengths.tolist(), strict=True):
+                    if math.isfinite(length) and length > 0.0:
+                        _, before, count = self._lengths.get(name, (numel, length, 0))
+                        self._lengths[name] = numel, DECAY * before + (1.0 - DECAY) * length, count + 1
             if step % INTERVAL == 0:
                 self._set_densities()
         self._measured.clear()

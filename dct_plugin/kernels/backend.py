@@ -20,7 +20,9 @@ from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
 from ..codecs.payload import Payload
 from ..codecs.stats import Stats
+from . import displacement
 from .checks import check_difference
+from .displacement import Displacement, Scratch, Squares
 from .embedding_cpu import host_embedding_kernels
 from .embedding_format import EmbeddingKernels
 from .job import Job, Tau
@@ -170,6 +172,24 @@ class Backend(ABC):
         """
         check_difference(wanted, held, out)
         out.copy_(wanted.to(held.dtype)).sub_(held)
+
+    def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = displacement.fresh) -> None:
+        """Add the row and column means of squared gradients to those of a step so far.
+
+        Backends sum in an order of their own, which is the same every time.
+        """
+        for job in jobs:
+            displacement.add_squares(job, scratch)
+
+    def displace(self, jobs: Sequence[Displacement], scratch: Scratch = displacement.fresh) -> None:
+        """Set ``out = weight + scale * clamp(residual / denominator, -limit, limit) + factor * pending``.
+
+        The sum is in fp32 (fp64 for such weights) and rounded once. The denominator of an entry in row r and
+        column c is ``ratio * sqrt(rows[r] * columns[c] / mean(rows) / observed) + eps``; if there is one
+        column, the root is that of ``rows[0] / observed``.
+        """
+        for job in jobs:
+            displacement.displace(job, scratch)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy a vector to another one of its type and size, apart from it, and leave zeros in ``source``."""

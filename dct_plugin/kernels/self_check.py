@@ -22,6 +22,7 @@ from ..codecs.stats import read_stats
 from ..codecs.values import ValueDtype
 from .backend import Backend
 from .checks import PACK_BLOCK
+from .displacement import Displacement, SecondMoment, Squares
 from .job import GRAD_DTYPES, Job
 from .reference import ReferenceBackend
 
@@ -40,18 +41,27 @@ class _Pair:
         self.reference = ReferenceBackend(backend.encodings)
         self.backend, self.device = backend, device
 
-    def alike(self, what: str, run: Callable[[Backend, torch.device], Sequence[Tensor | float]]) -> None:
-        """Raise :class:`_Difference` unless ``run`` gives the same bits on both sides."""
+    def alike(
+        self,
+        what: str,
+        run: Callable[[Backend, torch.device], Sequence[Tensor | float]],
+        tolerance: float = 0.0,
+    ) -> None:
+        """Raise :class:`_Difference` unless ``run`` gives the same bits on both sides, or with a ``tolerance``
+        numbers that differ by no more than this share.
+        """
         with torch.no_grad():
             expected, found = run(self.reference, _HOST), run(self.backend, self.device)
         for one, other in zip(expected, found, strict=True):
-            _compare(what, *(torch.as_tensor(each).to(_HOST) for each in (one, other)))
+            _compare(what, torch.as_tensor(one).to(_HOST), torch.as_tensor(other).to(_HOST), tolerance)
 
 
-def _compare(what: str, expected: Tensor, found: Tensor) -> None:
+def _compare(what: str, expected: Tensor, found: Tensor, tolerance: float = 0.0) -> None:
     if expected.dtype != found.dtype or expected.shape != found.shape:
         raise _Difference(f"{what}: {found.dtype} {list(found.shape)} in place of {list(expected.shape)}")
     differs = _bits(expected) != _bits(found)
+    if tolerance:
+        differs = ~torch.isclose(expected, found, rtol=tolerance, atol=tolerance)
     if expected.is_floating_point():  # a NaN may have any bits
         differs &= ~(expected.isnan() & found.isnan())
     if bool(differs.any()):
@@ -238,6 +248,27 @@ def _residuals(pair: _Pair) -> None:
     pair.alike("differences", passes)
 
 
+def _step_ahead(pair: _Pair) -> None:
+    """Compare moments of gradients and displaced weights; sums of another order differ in their last bits."""
+
+    def displaced(backend: Backend, where: torch.device) -> list[Tensor]:
+        found = []
+        for number, (dtype, (rows, columns)) in enumerate(
+            itertools.product(GRAD_DTYPES, ((1, 1), (3, 700), (700, 3)))
+        ):
+            numel = rows * columns if columns > 1 else _NUMEL
+            sums = torch.ones(rows, device=where), torch.ones(columns, device=where)
+            backend.add_squares([Squares(_random(number, numel).to(dtype).to(where), *sums)])
+            weight = _random(50 + number, numel).to(dtype).to(where)
+            residual, out = _random(90 + number, numel).to(where), torch.zeros_like(weight)
+            moment = SecondMoment(*sums, 0.5, 0, 0.7, 1e-3)
+            backend.displace([Displacement(weight, out, residual, -0.1, moment, 5.0)])
+            found += [*sums, out.float()]
+        return found
+
+    pair.alike("moments and displaced weights", displaced, tolerance=1e-2)
+
+
 #: Everything that is compared, by the name of the kernels.
 CHECKS: dict[str, Callable[[_Pair], None]] = {
     "selection": _selection,
@@ -246,6 +277,7 @@ CHECKS: dict[str, Callable[[_Pair], None]] = {
     "batches and slots": _buckets,
     "thresholds": _thresholds,
     "residuals": _residuals,
+    "step-ahead": _step_ahead,
 }
 
 

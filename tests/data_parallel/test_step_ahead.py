@@ -20,9 +20,11 @@ from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard, shards_in
 from dct_plugin.data_parallel.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.second_moments import LIMIT, Moments, MomentsPart
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, Unsent, displaced
+from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn, Unsent, displacement
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.kernels.displacement import denominator
+from dct_plugin.kernels.reference import ReferenceBackend
 
 
 def rank_one(step: int) -> Tensor:
@@ -30,6 +32,22 @@ def rank_one(step: int) -> Tensor:
     rows, columns = torch.linspace(0.5, 2.0, 6), torch.linspace(1.0, 3.0, 8)
     signs = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).sign()
     return signs * (1.0 + 0.3 * step) * torch.outer(rows, columns)
+
+
+def add(moments: Moments, gradient: Tensor) -> None:
+    ReferenceBackend().add_squares([moments.squares(gradient)])
+
+
+def denominators(moments: Moments | MomentsPart, numel: int, **settings: Any) -> Tensor:
+    return denominator(moments.moment(**settings), torch.empty(numel))
+
+
+def displaced(
+    weight: Tensor, expected: Any, moments: Any, unit: StepUnit, *, out: Tensor, **settings: Any
+) -> Tensor:
+    job = displacement(weight.view(-1), expected, moments, unit, out=out.view(-1), **settings)
+    ReferenceBackend().displace([job])
+    return out
 
 
 # -- second moments ---
@@ -40,17 +58,15 @@ def test_moments_are_those_of_adam(dtype: torch.dtype) -> None:
     """Factored means are exact where the second moment has rank 1."""
     weight = nn.Parameter(torch.zeros(6, 8))
     adam, moments = torch.optim.Adam([weight], betas=(0.9, 0.95), eps=0.01), Moments((6, 8), weight.device)
-    assert torch.equal(
-        moments.denominator(torch.empty(48), decay=0.95, eps=1.0), torch.full((48,), torch.inf)
-    )
+    assert torch.equal(denominators(moments, 48, decay=0.95, eps=1.0), torch.full((48,), torch.inf))
     for step in range(5):
         gradient = rank_one(step).to(dtype)
         weight.grad = gradient.float()
         adam.step()
-        moments.add(gradient.view(-1))
+        add(moments, gradient.view(-1))
         moments.end_step(skipped=False, decay=0.95)
     second = adam.state[weight]["exp_avg_sq"] / (1 - 0.95**5)
-    found = moments.denominator(torch.empty(48), decay=0.95, eps=0.01).view(6, 8)
+    found = denominators(moments, 48, decay=0.95, eps=0.01).view(6, 8)
     torch.testing.assert_close(
         found, second.sqrt() + 0.01, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0
     )
@@ -61,46 +77,44 @@ def test_moments_of_a_sum_and_of_steps_that_it_has_not_seen() -> None:
     late = Moments((6, 8), torch.device("cpu"), missed=6)
     for each in (moments, late):
         for _ in range(2):
-            each.add(rank_one(0).view(-1))
+            add(each, rank_one(0).view(-1))
             each.end_step(skipped=False, decay=None)
     expected = rank_one(0).abs().view(-1) * 2**0.5
-    found = moments.denominator(torch.empty(48), decay=None, eps=0.0)
+    found = denominators(moments, 48, decay=None, eps=0.0)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(late.denominator(torch.empty(48), decay=None, eps=0.0), 2 * found)
+    torch.testing.assert_close(denominators(late, 48, decay=None, eps=0.0), 2 * found)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (1, 9), (3, 4, 5), ()])
 def test_moments_of_any_shape(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()
     moments = Moments(shape, torch.device("cpu"))
-    moments.add(torch.full((numel,), 3.0))
+    add(moments, torch.full((numel,), 3.0))
     moments.end_step(skipped=False, decay=0.9)
-    torch.testing.assert_close(
-        moments.denominator(torch.empty(numel), decay=0.9, eps=0.0), torch.full((numel,), 3.0)
-    )
+    torch.testing.assert_close(denominators(moments, numel, decay=0.9, eps=0.0), torch.full((numel,), 3.0))
 
 
 def test_moments_skip_rescale_restore_and_non_finite() -> None:
     moments = Moments((6, 8), torch.device("cpu"))
-    moments.add(rank_one(0).view(-1))
+    add(moments, rank_one(0).view(-1))
     moments.end_step(skipped=False, decay=0.9)
     before = moments.state_dict()
-    moments.add(rank_one(1).view(-1))
+    add(moments, rank_one(1).view(-1))
     moments.end_step(skipped=True, decay=0.9)
     assert torch.equal(moments.rows, before["rows"])
     assert moments.steps == 1
     poisoned = rank_one(0)
     poisoned[2, 3] = torch.nan
-    moments.add(poisoned.view(-1))
+    add(moments, poisoned.view(-1))
     moments.end_step(skipped=False, decay=0.9)
-    moments.add(rank_one(0).view(-1))
+    add(moments, rank_one(0).view(-1))
     moments.end_step(skipped=False, decay=0.9)
-    found = moments.denominator(torch.empty(48), decay=0.9, eps=0.0)
+    found = denominators(moments, 48, decay=0.9, eps=0.0)
     assert found.isfinite().all()
     other = Moments((6, 8), torch.device("cpu"))
     other.load_state_dict(moments.state_dict())
     other.rescale(4.0)
-    assert torch.equal(other.denominator(torch.empty(48), decay=0.9, eps=0.0), 4 * found)
+    assert torch.equal(denominators(other, 48, decay=0.9, eps=0.0), 4 * found)
     products = {"products": {"w": (1.0, 2.0)}, "gradients": {"w": (4.0, 3.0)}}
     saved = StepAheadAddOn.in_unit({"moments": {"w": moments.state_dict()}, **products}, 4.0)
     scaled = {"products": {"w": (16.0, 32.0)}, "gradients": {"w": (64.0, 48.0)}}
@@ -176,7 +190,7 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
     torch.manual_seed(0)
     weight, gradient, residual = torch.randn(6, 8).to(dtype), rank_one(0), torch.randn(48)
     moments = Moments((6, 8), weight.device)
-    moments.add(gradient.view(-1) * loss_scale)
+    add(moments, gradient.view(-1) * loss_scale)
     for unit, expected in (
         (StepUnit(0.1, True, 0.9, 0.5), 0.1 * residual / (gradient.abs().view(-1) + 0.5)),
         # One gradient moves a weight by one learning rate at most.
@@ -184,7 +198,7 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
         (StepUnit(0.1), 0.1 * residual),
     ):
         other = Moments((6, 8), weight.device)
-        other.add(gradient.view(-1) * loss_scale)
+        add(other, gradient.view(-1) * loss_scale)
         other.end_step(skipped=False, decay=unit.decay)
         found = displaced(
             weight,
@@ -226,7 +240,7 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
     gradient = torch.zeros(100, 100)
     gradient[0, 0], gradient[1, 1] = 1e3, 1e-2
     moments = Moments((100, 100), gradient.device)
-    moments.add(gradient.view(-1))
+    add(moments, gradient.view(-1))
     moments.end_step(skipped=False, decay=0.999)
     weight, residual = torch.zeros(100, 100), gradient.view(-1) * 3.0
     for coefficient in (1.0, 0.5):
@@ -244,7 +258,7 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
 
 def test_a_smaller_mean_gradient_makes_longer_steps() -> None:
     moments = Moments((4, 4), torch.device("cpu"))
-    moments.add(torch.ones(16))
+    add(moments, torch.ones(16))
     moments.end_step(skipped=False, decay=0.999)
     unit, out = StepUnit(0.1, True, 0.999, 1e-8), torch.empty(4, 4)
     for ratio in (1.0, 0.25):
@@ -259,7 +273,7 @@ def test_a_sum_of_squares_grows_with_the_residual() -> None:
     moments, weight = Moments((4, 5), gradient.device), torch.zeros(4, 5)
     unit = StepUnit(0.1, True, None, 0.0)
     for step in range(1, 80):
-        moments.add(gradient.view(-1))
+        add(moments, gradient.view(-1))
         moments.end_step(skipped=False, decay=None)
         out = torch.empty_like(weight)
         whole = displaced(weight, (step * gradient.view(-1), 1.0), moments, unit, out=out)
@@ -277,7 +291,7 @@ def test_without_residual_the_weights_are_bitwise_the_same(dtype: torch.dtype, u
         found = displaced(weight, (torch.zeros(8), 1.0), moments, unit, out=torch.empty_like(weight))
         assert torch.equal(found, weight)
         assert torch.equal(found.signbit(), weight.signbit())
-        moments.add(torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 0]))
+        add(moments, torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 0]))
         moments.end_step(skipped=False, decay=0.9)
 
 
@@ -333,7 +347,7 @@ def probe() -> Any:
     )
     for name, parameter in model.named_parameters():
         if not name.startswith("unused"):
-            ahead.observe(name, torch.ones(parameter.numel()))
+            ahead.observe([(name, torch.ones(parameter.numel()))])
     ahead.end_step(skipped=False)
     ahead.attach(model, optimizer)
     return SimpleNamespace(model=model, optimizer=optimizer, ahead=ahead, x=torch.randn(2, 4))

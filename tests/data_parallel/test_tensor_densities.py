@@ -28,7 +28,7 @@ def measured(lengths: dict[str, tuple[int, float]], *, skipped: bool = False) ->
     densities = TensorDensities()
     numels, values = zip(*lengths.values(), strict=True)
     for step in range(INTERVAL - MIN_MEASUREMENTS + 1, INTERVAL + 1):
-        densities.measure(list(lengths), numels, values)
+        densities.measure(list(lengths), numels, torch.tensor(values))
         densities.end_step(step, skipped=skipped)
     return densities
 

@@ -58,7 +58,7 @@ class Job:
             coefficient=1.0,
         )
         for name, parameter in named.items():
-            self.ahead.observe(name, torch.randn(parameter.numel()))
+            self.ahead.observe([(name, torch.randn(parameter.numel()))])
         self.ahead.end_step(skipped=False)
         self.ahead.attach(self.model, self.optimizer)
         self.weights = self.held()

@@ -15,6 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
+from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, Job, Stats, get_backend, problem_with, self_check
 from dct_plugin.kernels.checks import PACK_BLOCK
@@ -383,3 +385,35 @@ def test_entries_beyond_2_to_the_31() -> None:
     assert TRITON.decode_add(payload, residual) == 7
     assert torch.equal(residual.nonzero().flatten(), places)
     assert residual[places].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_step_ahead_does_not_wait_for_the_device() -> None:
+    """Moments, coefficients' positions and displaced weights of a model; the bits of two runs are the same."""
+    shapes, shown = [(300, 200), (70_001,), (2000, 64), (3, 5, 7)], []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(0)
+        named = {
+            str(at): torch.nn.Parameter(torch.randn(shape, generator=generator).cuda())
+            for at, shape in enumerate(shapes)
+        }
+        residuals = {n: torch.randn(p.numel(), generator=generator).cuda() for n, p in named.items()}
+        gradients = [(n, torch.randn(p.numel(), generator=generator).cuda()) for n, p in named.items()]
+        ahead = StepAhead(
+            named.items(),
+            units_of(torch.optim.AdamW(named.values(), lr=0.1)),
+            Unsent(residuals.get, lasting=True),
+            world_size=2,
+            kernels=TRITON,
+        )
+        for again in (False, True):  # the first time compiles
+            with no_waiting() if again else nullcontext():
+                ahead.observe(gradients)
+                ahead.end_step(skipped=False)
+                ahead.displace()
+                ahead.coefficients.samples(list(named), 0, torch.device("cuda"))
+            shown.append([parameter.detach().clone() for parameter in named.values()])
+            ahead.restore()
+    assert all(torch.equal(*pair) for pair in zip(shown[1], shown[3], strict=True))
+    assert all(
+        bool((one != parameter).any()) for one, parameter in zip(shown[3], named.values(), strict=True)
+    )

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels.triton import message_kernels, selection_kernels
+from dct_plugin.kernels.triton import message_kernels, selection_kernels, step_ahead_kernels
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus"), "*fp32"),
@@ -20,6 +20,7 @@ _POINTERS = {
     **dict.fromkeys(("outs", "x", "decoded"), "*fp32"),
     **dict.fromkeys(("segments", "parts", "plans", "sizes", "status"), "*i64"),
     **dict.fromkeys(("largest", "halves", "checks", "advances", "powers"), "*i32"),
+    **dict.fromkeys(("partial", "means"), "*fp32"),
     "scale": "fp32",
 }
 #: Where a name means something else.
@@ -81,12 +82,16 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "mark": [{}],
     "begin_slot": [{"ANSWERS": True}],
     "fill_slot": [{}],
+    "partial_sums": [{"GRAD": grad} for grad in range(3)],
+    "add_partial_sums": [{}],
+    "mean_rows": [{}],
+    "displace": [{"WEIGHT": weight} for weight in range(3)],
 }
 
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    modules = (message_kernels, selection_kernels)
+    modules = (message_kernels, selection_kernels, step_ahead_kernels)
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
     types = _POINTERS | _OTHERWISE.get(name, {})
     signature = {

@@ -31,6 +31,7 @@ from ..checks import (
     open_pair,
     open_positions,
 )
+from ..displacement import Displacement, Scratch, Squares, fresh
 from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
@@ -39,6 +40,7 @@ try:
 
     from . import message_kernels as reading
     from . import selection_kernels as device
+    from . import step_ahead
     from .batch import (
         CHUNK,
         ROOM,
@@ -305,6 +307,21 @@ class TritonBackend(Backend):
             return
         with self._batch(held.device) as batch:
             batch.difference(wanted, held, out)
+
+    # -- step-ahead ---
+
+    def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = fresh) -> None:
+        # A matrix of one column, whose rows all get one mean, is left to plain torch.
+        takes = [
+            j.gradient.dtype in GRAD_CODES and (j.columns.numel() > 1 or j.rows.numel() == 1) for j in jobs
+        ]
+        step_ahead.add_squares(itertools.compress(jobs, takes))
+        super().add_squares([job for job, taken in zip(jobs, takes, strict=True) if not taken], scratch)
+
+    def displace(self, jobs: Sequence[Displacement], scratch: Scratch = fresh) -> None:
+        takes = [step_ahead.takes(job) for job in jobs]
+        step_ahead.displace(itertools.compress(jobs, takes))
+        super().displace([job for job, taken in zip(jobs, takes, strict=True) if not taken], scratch)
 
 
 def _kth_largest(

@@ -1,0 +1,131 @@
+"""Step-ahead's two passes over memory, in plain torch: squared gradients, and displaced weights.
+
+A second moment is kept as row and column means, ``rows[r] * columns[c] / mean(rows)`` (Shazeer and Stern,
+*Adafactor*, ICML 2018, section 3); that of a vector is one number. See :mod:`dct_plugin.data_parallel` for
+what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Scratch: TypeAlias = Callable[[str, Tensor], Tensor]
+"""Returns fp32 memory of a tensor's size to overwrite, the same for one use (a name)."""
+TINY = torch.finfo(torch.float32).tiny
+
+
+def fresh(_: str, like: Tensor) -> Tensor:
+    """Return memory of its own: a :data:`Scratch`."""
+    return torch.empty_like(like, dtype=torch.float32)
+
+
+class Squares(NamedTuple):
+    """The squares of a gradient, see :meth:`.backend.Backend.add_squares`.
+
+    Attributes:
+        gradient: 1-D, of any floating type.
+        rows, columns: fp32 [R] and [C], to which the means of the rows and columns of the squares as [R, C]
+            are added. If there is one column, all rows get the mean of all squares.
+    """
+
+    gradient: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+class SecondMoment(NamedTuple):
+    """The second moment of the entries of a tensor from ``first`` on.
+
+    Attributes:
+        rows, columns: Row and column means, fp32 [R] and [C].
+        observed: They are divided by it.
+        first: The first entry.
+        ratio, eps: The denominator of a step is ``ratio * sqrt(moment) + eps``.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    observed: float
+    first: int = 0
+    ratio: float = 1.0
+    eps: float = 0.0
+
+
+class Displacement(NamedTuple):
+    """A weight and how to displace it, see :meth:`.backend.Backend.displace`.
+
+    Attributes:
+        weight, out: 1-D, contiguous, of one floating type.
+        residual: fp32, of the same size; None: zeros.
+        scale: Factor of the residual.
+        moment: By the root of which the residual is divided; None: by nothing.
+        limit: The most that the residual divided by the root may be.
+        pending: An update (fp32), the first entry that it is for, and its factor.
+    """
+
+    weight: Tensor
+    out: Tensor
+    residual: Tensor | None
+    scale: float
+    moment: SecondMoment | None = None
+    limit: float = float("inf")
+    pending: tuple[Tensor, int, float] | None = None
+
+
+def add_squares(job: Squares, scratch: Scratch = fresh) -> None:
+    """See :meth:`.backend.Backend.add_squares`."""
+    squares = scratch("step", job.gradient).copy_(job.gradient).square_()
+    if job.columns.numel() == 1:
+        job.rows.add_(squares.mean())
+        return
+    squares = squares.view(job.rows.numel(), job.columns.numel())
+    job.rows.add_(squares.mean(1))
+    job.columns.add_(squares.mean(0))
+
+
+def denominator(moment: SecondMoment, out: Tensor) -> Tensor:
+    """Set ``out`` (fp32, 1-D) to the denominators of its entries."""
+    rows, columns, observed, first, ratio, eps = moment
+    eps = max(eps, TINY)  # 0 / 0 is to be 0
+    if columns.numel() == 1:
+        return out.copy_((rows[0] / observed).sqrt().mul(ratio).add(eps))
+    factors = (rows / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio)
+    if out.numel() == rows.numel() * columns.numel():
+        matrix = out.view(rows.numel(), columns.numel())
+        torch.mul(factors[:, None], columns.sqrt()[None, :], out=matrix)
+    else:
+        held, inside = rows_of(first, out.numel(), columns.numel())
+        out.copy_((factors[held, None] * columns.sqrt()[None, :]).view(-1)[inside])
+    return out.add_(eps)
+
+
+def rows_of(first: int, numel: int, columns: int) -> tuple[slice, slice]:
+    """Return the rows that hold ``numel`` entries from ``first`` on, and where these lie in the rows."""
+    start = first // columns
+    rows = slice(start, -(-(first + numel) // columns))
+    return rows, slice(first - start * columns, first - start * columns + numel)
+
+
+def displace(job: Displacement, scratch: Scratch = fresh) -> None:
+    """See :meth:`.backend.Backend.displace`."""
+    # In fp32: scaled residuals can be too large for fp16.
+    exact = job.out.dtype == torch.float32
+    step = job.out if exact else scratch("step", job.weight)
+    if job.residual is None:
+        step.zero_()
+    elif job.moment is None:
+        torch.mul(job.residual, job.scale, out=step)
+    else:
+        torch.div(job.residual, denominator(job.moment, step), out=step)
+        step.clamp_(-job.limit, job.limit).mul_(job.scale)
+    if job.pending is not None:
+        update, start, factor = job.pending
+        step[start : start + update.numel()].add_(update, alpha=factor)
+    if job.out.element_size() < 4:
+        job.out.copy_(step.add_(scratch("weight", job.weight).copy_(job.weight)))
+    else:
+        torch.add(step, job.weight, out=job.out)

@@ -1,0 +1,87 @@
+"""Launches of step-ahead's kernels (:mod:`.step_ahead_kernels`): three or four for any number of tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..displacement import TINY, Displacement, Squares
+from ..job import GRAD_CODES
+from . import step_ahead_kernels as device
+from .batch import CHUNK, ROW, _float_bits, launched_on, programs, readable, tables
+
+_ROWS_EACH, _COLUMNS_EACH, _SUMS = device.ROWS_EACH.value, device.COLUMNS_EACH.value, device.SUMS.value
+
+_Job = TypeVar("_Job", Squares, Displacement)
+
+
+def add_squares(jobs: Iterable[Squares]) -> None:
+    """See :meth:`.backend.Backend.add_squares`."""
+    for group in _alike([job for job in jobs if job.gradient.numel()], lambda job: job.gradient.dtype):
+        where, rows = group[0].gradient.device, []
+        tiles = sums = room = 0
+        for job in group:
+            numel, is_vector = job.gradient.numel(), job.columns.numel() == 1
+            width = _COLUMNS_EACH if is_vector else job.columns.numel()
+            height = programs(numel, width)
+            across, down = programs(width, _COLUMNS_EACH), programs(height, _ROWS_EACH)
+            columns_at = 0 if is_vector else job.columns.data_ptr()
+            addresses = readable(job.gradient).data_ptr(), job.rows.data_ptr(), columns_at
+            rows.append([*addresses, height, width, numel, across, down, tiles, sums, room])
+            tiles += across * down
+            sums += 1 if is_vector else programs(width, _SUMS) + programs(height, _SUMS)
+            room += down * width + (0 if is_vector else across * height)
+        rows.append([*[0] * device.TILES.value, tiles, sums, room])
+        table = tables.of([row + [0] * (ROW - len(row)) for row in rows], where)
+        partial = torch.empty(room, dtype=torch.float32, device=where)
+        with launched_on(where):
+            code = GRAD_CODES[group[0].gradient.dtype]
+            # Every rounding step is its own, as in plain torch.
+            device.partial_sums[(tiles,)](table, partial, len(group), GRAD=code, enable_fp_fusion=False)
+            device.add_partial_sums[(sums,)](table, partial, len(group), enable_fp_fusion=False)
+
+
+def takes(job: Displacement) -> bool:
+    """Return whether the kernels can displace a weight."""
+    complete = job.residual is not None and job.moment is not None and job.pending is None
+    return complete and job.weight.dtype in GRAD_CODES
+
+
+def displace(jobs: Iterable[Displacement]) -> None:
+    """See :meth:`.backend.Backend.displace`."""
+    for group in _alike([job for job in jobs if job.weight.numel()], lambda job: job.weight.dtype):
+        where = group[0].weight.device
+        firsts = itertools.accumulate((programs(job.weight.numel(), CHUNK) for job in group), initial=0)
+        *begins, chunks = firsts
+        rows = [_row(job, first) for job, first in zip(group, begins, strict=True)]
+        last = [0] * ROW
+        last[device.CHUNKS.value] = chunks
+        table = tables.of([*rows, last], where)
+        means = torch.empty(len(group), dtype=torch.float32, device=where)
+        with launched_on(where):
+            device.mean_rows[(len(group),)](table, means, enable_fp_fusion=False)
+            device.displace[(chunks,)](
+                table, means, len(group), WEIGHT=GRAD_CODES[group[0].weight.dtype], enable_fp_fusion=False
+            )
+
+
+def _row(job: Displacement, first_chunk: int) -> list[int]:
+    assert job.residual is not None
+    assert job.moment is not None
+    rows, columns, observed, first, ratio, eps = job.moment
+    columns_at = 0 if columns.numel() == 1 else columns.data_ptr()
+    addresses = readable(job.weight).data_ptr(), rows.data_ptr(), columns_at
+    sizes = rows.numel(), columns.numel(), job.weight.numel(), first_chunk, first
+    numbers = map(_float_bits, (observed, ratio, max(eps, TINY), job.limit, job.scale))
+    return [*addresses, *sizes, *numbers, job.residual.data_ptr(), readable(job.out).data_ptr(), 0]
+
+
+def _alike(jobs: Sequence[_Job], key: Callable[[_Job], torch.dtype]) -> list[list[_Job]]:
+    """Return the jobs in groups of one type."""
+    groups: dict[torch.dtype, list[_Job]] = {}
+    for job in jobs:
+        groups.setdefault(key(job), []).append(job)
+    return list(groups.values())
