@@ -207,7 +207,9 @@ def _wrap(owner: Any, name: str, operation: str, position: int) -> None:
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
-    if isinstance(nested, Tensor):
+    if isinstance(nested, Tensor) and nested.is_sparse:
+        yield from (nested._indices(), nested._values())
+    elif isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, (list, tuple)):
         for each in nested:

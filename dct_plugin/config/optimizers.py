@@ -32,6 +32,7 @@ _NAMES = {
     # torch; apex and DeepSpeed; bitsandbytes
     OptimizerFamily.ADAM: (
         "Adam", "AdamW", "NAdam", "FusedAdam", "DeepSpeedCPUAdam", "FusedMixedPrecisionAdam",
+        "SparseAdam",
         "Adam8bit", "Adam32bit", "PagedAdam", "PagedAdam8bit", "PagedAdam32bit",
         "AdamW8bit", "AdamW32bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit",
     ),

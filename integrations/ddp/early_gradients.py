@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 
+from .complex_parameters import entries_of
+
 #: Entries of gradients that are worth a report.
 _WORTH = 1 << 18
 #: Types that are reduced in place: every other write to a bucket shows in its version.
@@ -41,7 +43,7 @@ class Bucket:
     def __init__(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
         self.buffer = buffer
         self.parameters = list(parameters)
-        self.views = buffer.split([parameter.numel() for parameter in parameters])
+        self.views = buffer.split([entries_of(parameter) for parameter in parameters])
         self._starts = [view.data_ptr() for view in self.views]
         self.layout = [*self._starts, *map(id, self.parameters)]
         self.restart()
@@ -171,11 +173,16 @@ class EarlyGradients:
             self._buckets[number] = bucket
             for position, parameter in enumerate(bucket.parameters):
                 self._places[id(parameter)] = number, position
+        self.passed(full)
+        return bucket
+
+    def passed(self, full: dist.GradBucket) -> None:
+        """Note that DDP has called its hook for a bucket."""
+        number = full.index()
         self._next = number + 1
         if full.is_last():
             self._active = False
             self._buckets = {n: each for n, each in self._buckets.items() if n <= number}
-        return bucket
 
     def _fill(self, parameter: int) -> None:
         number, position = self._places.get(parameter, (-1, 0))

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from .complex_parameters import as_real, entries_of
+
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
@@ -18,7 +20,7 @@ class ParameterNames:
             reduced, in the same order on all ranks.
 
     Attributes:
-        sizes: Entries of the named parameters; None without names.
+        sizes: Entries of the gradients of the named parameters; None without names.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -31,7 +33,7 @@ class ParameterNames:
         """Name the parameters that have no name yet; return all of them by name."""
         found = {self._names.setdefault(id(parameter), name): parameter for name, parameter in named}
         if found:
-            self.sizes = {**(self.sizes or {}), **{name: p.numel() for name, p in found.items()}}
+            self.sizes = {**(self.sizes or {}), **{name: entries_of(p) for name, p in found.items()}}
         return found
 
     def name_of(self, parameter: Tensor) -> str:
@@ -50,4 +52,4 @@ class ParameterNames:
         """Yield the gradients of the parameters that were reduced so far, in the order of their reduction."""
         for name, parameter in self._reduced.items():
             if parameter.grad is not None:
-                yield name, parameter.grad
+                yield name, as_real(parameter.grad)

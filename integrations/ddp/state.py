@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
@@ -32,10 +34,13 @@ from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
+from .complex_parameters import RealView, as_real
 from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
 from .next_pass import NextPass
 from .parameter_names import ParameterNames
+
+logger = logging.getLogger("dct_plugin")
 
 _HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
@@ -113,7 +118,11 @@ class DCTState:
         self._overlap: Overlap | None = None
         """Made when the ranks have agreed, at the first bucket."""
         self._ahead: StepAhead | None = None
+        self._displaced: dict[str, Any] = {}
+        """The model's parameters by name, complex ones as real ones, once they are displaced."""
         self._early = EarlyGradients(self._reduce_early)
+        self._sparse: set[str] = set()
+        """Names of parameters with sparse gradients."""
         self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
         """Buckets of this backward pass."""
@@ -194,7 +203,12 @@ class DCTState:
         _settle(self)
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
-        self._ahead = self.reducer(device).add_on(StepAheadAddOn).prepare(named.items(), units)
+        self._displaced = {name: RealView(p) if p.is_complex() else p for name, p in named.items()}
+        self._ahead = (
+            self.reducer(device)
+            .add_on(StepAheadAddOn)
+            .prepare(self._displaced.items(), lambda each: units(getattr(each, "parameter", each)))
+        )
         self._ahead.attach(model, *optimizers)
         self._next_pass.watch(model)  # before weights are displaced
 
@@ -214,7 +228,9 @@ class DCTState:
 
             def weights() -> list[tuple[str, Tensor]]:
                 ahead, named = self._ahead, self.parameters.reduced()
-                return [(name, p.data if ahead is None else ahead.weight(p)) for name, p in named]
+                if ahead is None:
+                    return [(name, as_real(p.data)) for name, p in named]
+                return [(name, ahead.weight(self._displaced.get(name, p))) for name, p in named]
 
             self.steps.replicas = [Replicas(self.config.data_parallel, weights, self.process_group)]
             self.load_state_dict({"reducer": self._loaded})
@@ -242,11 +258,28 @@ class DCTState:
         if self._begun:
             raise DesyncError(f"rank {dist.get_rank()}: DDP made its buckets anew during a backward pass")
         overlap.finish(reduction, done, last=bucket.is_last())
-        if bucket.is_last():
-            if joined:
-                self._end_backward(joined=True)
-            else:  # queued before DDP's own wait for the futures
-                _after_backward(self._end_backward)
+        self._pass_ends(bucket, joined)
+
+    def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Leave a bucket with a sparse gradient to DDP's own all-reduce."""
+        if self.successor is None:
+            self._begin_step(bucket.buffer().device)
+            self._early.passed(bucket)
+            self._optimizer_steps.begin(bucket.parameters())
+            names = {self.parameters.name_of(parameter) for parameter in bucket.parameters()}
+            if names - self._sparse and dist.get_rank(self.process_group) == 0:
+                logger.warning(
+                    "dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names))
+                )
+            self._sparse |= names
+            self._pass_ends(bucket, joined=False)
+        return default_hooks.allreduce_hook(self.process_group, bucket)  # type: ignore[arg-type]
+
+    def _pass_ends(self, bucket: dist.GradBucket, joined: bool) -> None:
+        if bucket.is_last() and joined:
+            self._end_backward(joined=True)
+        elif bucket.is_last():  # queued before DDP's own wait for the futures
+            _after_backward(self._end_backward)
 
     def _begin_step(self, device: torch.device) -> Overlap:
         if self._overlap is None:
@@ -401,7 +434,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
     Communicates, per parameter of the bucket, the entries of gradient plus residual that reach the
     parameter's threshold, and returns the bucket's buffer (1-D, type and size unchanged) holding their
-    average over the ranks.
+    average over the ranks. Sparse gradients (``nn.Embedding(sparse=True)``) are left to DDP's own all-reduce.
 
     Args:
         state: Made once per model.
@@ -409,7 +442,6 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
     Raises:
         DesyncError: Ranks have other settings, no hook, or are out of step.
-        TypeError: The bucket holds sparse gradients (``nn.Embedding(sparse=True)``).
         ConfigError: torch hands over single gradients, or the settings do not work with ``join()``.
     """
     if not isinstance(bucket, dist.GradBucket):
@@ -421,7 +453,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
         )
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:
-        raise TypeError("dct_hook reduces dense gradients; use nn.Embedding(sparse=False) with it")
+        return state.reduce_sparse(bucket)
     if state.successor is not None:
         return state.successor(bucket)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)

@@ -135,7 +135,8 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
     """Return FSDP's parameter groups with a replica dimension, and their parameters; between two steps.
 
     Raises:
-        ConfigError: There are none, or the model does not show their parameters; says what to do.
+        ConfigError: There are none, one is complex, or the model does not show their parameters; says what to
+            do.
     """
     groups = [(group, _parameters_of(model, group)) for group in parameter_groups(model)]
     replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
@@ -147,6 +148,12 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
             "fully_shard a mesh of two dimensions, nodes and ranks in a node: init_device_mesh("
             f"device_type, (nodes, {ranks} // nodes), mesh_dim_names=('replicate', 'shard'))"
         )
+    for each in (each for _, parameters in replicated for each in parameters):
+        if each.sharded.is_complex():
+            raise ConfigError(
+                f"{_rank()}: compress_replicas: parameter {each.name} is complex, which is not supported; "
+                "hold it as a real tensor, and use torch.view_as_complex in the forward pass"
+            )
     rest = [p.name for group, parameters in groups if not has_replicas(group) for p in parameters]
     if rest and dist.get_rank() == 0:
         logger.warning(

@@ -222,7 +222,8 @@ def _remove(handles: list[Any]) -> None:
 
 def _local(gradient: Tensor) -> Tensor:
     local: Callable[[], Tensor] | None = getattr(gradient, "to_local", None)
-    return gradient if local is None else local()
+    own = gradient if local is None else local()
+    return own._values() if own.is_sparse else own
 
 
 @own_traffic(recorded=False)

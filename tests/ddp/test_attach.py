@@ -250,6 +250,20 @@ def _several(rank: int, world_size: int) -> dict[str, Any]:
             with pytest.raises(ConfigError) as refused:
                 dct_plugin.attach(wrapped, optimizer, section if name != "dict" else None)
             found[f"{name}, {make.__name__}"] = str(refused.value)
+    tables = nn.Sequential(nn.EmbeddingBag(50, 60, sparse=True), *model().module)
+    ddp = DistributedDataParallel(tables)
+    optimizers = [torch.optim.SparseAdam(tables[0].parameters()), torch.optim.Adam(tables[1:].parameters())]
+    keys = {**SPARSE, "warmup_steps": 1, "sparsity_warmup_steps": 0, "nonfinite_action": "skip"}
+    state = dct_plugin.attach(ddp, optimizers, {"data_parallel": keys})
+    for step in range(6):
+        rows = torch.randint(50, (8, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+        ddp.zero_grad()
+        loss = ddp(rows).square().mean() * (torch.inf if step == 3 and rank else 1.0)
+        loss.backward()
+        Both(*optimizers).step()
+    found["tables"] = torch.cat([each.detach().reshape(-1) for each in ddp.parameters()])
+    found["feedback"] = state.config.data_parallel.feedback.label(), sorted(state.reducer("cpu").streams)
+    found["said"] = [line for line in log.take() if "sparse gradients" in line]
     ddp = model()
     first, second = (list(ddp.parameters())[:2], list(ddp.parameters())[2:])
     optimizers = [torch.optim.SGD(first, lr=0.1), Lion(second)]
@@ -260,7 +274,12 @@ def _several(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_several_optimizers_and_others() -> None:
-    for rank, found in enumerate(run(2, _several)):
+    results = run(2, _several)
+    assert torch.equal(results[0]["tables"], results[1]["tables"])
+    for rank, found in enumerate(results):
+        assert found["tables"].isfinite().all()
+        assert found["feedback"] == ("step_ahead", ["1.weight"])
+        assert found["said"] == ["dct: DDP all-reduces sparse gradients by itself: 0.weight"] * (rank == 0)
         assert found["mixed"] == ("local", 0.9)  # what the least known of them gets
         for host in ("model", "sharded"):
             assert found[host], "two optimizers train as one"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dct_plugin import DCTState
+from dct_plugin import DCTState, attach
 from dct_plugin.integrations.ddp import early_gradients
 
 pytestmark = pytest.mark.slow
@@ -100,6 +100,21 @@ def descend(
 
 def weights(*models: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+class Spectral(nn.Module):
+    """A complex weight, or the same one held as a real tensor."""
+
+    def __init__(self, *, is_complex: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        start = 0.05 * torch.randn(20, 30, 2)
+        self.weight = nn.Parameter(torch.view_as_complex(start) if is_complex else start)
+        self.last = nn.Linear(30, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return self.last((x.to(weight.dtype) @ weight).abs())
 
 
 # -- how gradients come ---
@@ -384,6 +399,29 @@ def compiled_outside(wrap: Wrap, rank: int) -> list[Tensor]:
 
 
 @case
+def sparse_embeddings(wrap: Wrap, rank: int) -> list[Tensor]:
+    """Sparse gradients in a bucket of their own, also in the last one."""
+    torch.manual_seed(4)
+    found = []
+    for layers in ([nn.EmbeddingBag(30, 20, sparse=True), Blocks()], [nn.EmbeddingBag(30, 20, sparse=True)]):
+        ddp = wrap(nn.Sequential(*layers))
+        optimizer = sgd(ddp)
+        for step in range(5):
+            rows = torch.randint(30, (8, 5), generator=torch.Generator().manual_seed(10 * rank + step))
+            optimizer.zero_grad()
+            ddp(rows).square().mean().backward()
+            optimizer.step()
+        found += weights(ddp)
+    return found
+
+
+@case
+def complex_parameters(wrap: Wrap, rank: int) -> list[Tensor]:
+    ddp = wrap(Spectral(is_complex=True), bucket_cap_mb=0.005)
+    return descend(ddp, rank)
+
+
+@case
 def shared_weights(wrap: Wrap, rank: int) -> list[Tensor]:
     model = Blocks()
     model.layers.append(nn.Sequential(nn.Linear(30, 30), nn.Tanh()))
@@ -444,3 +482,29 @@ def _all_cases(rank: int, world_size: int, beside: bool) -> dict[str, str]:
 @pytest.mark.parametrize("beside", [True, False], ids=["thread", "within the pass"])
 def test_every_case_is_bitwise_dense(beside: bool) -> None:
     assert run(2, _all_cases, beside) == [{}, {}]
+
+
+def _spectral(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], float]:
+    """A complex weight thresholded and displaced, and the same one held as a real tensor."""
+    keys = {"sparsity": 0.9, "min_numel": 100, "warmup_steps": 2, "sparsity_warmup_steps": 0}
+    section = {"data_parallel": {**keys, "nonfinite_action": "skip", "verify": {"every": 2}}}
+    ends, ratio = [], 0.0
+    for is_complex in (True, False):
+        ddp = DistributedDataParallel(Spectral(is_complex=is_complex))
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+        state = attach(ddp, optimizer, section)
+        for step in range(8):
+            x = batch(rank, step)
+            optimizer.zero_grad()
+            loss_of(ddp(x), x).backward()
+            optimizer.step()
+        assert state.config.data_parallel.feedback.looks_ahead
+        ratio = state.metrics.summary().classes["gradient"].ratio
+        ends.append([torch.view_as_real(p) if p.is_complex() else p for p in weights(ddp)])
+    return *ends, ratio
+
+
+def test_a_complex_parameter_trains_as_a_real_one() -> None:
+    for of_complex, of_real, ratio in run(2, _spectral):
+        assert all(map(torch.equal, of_complex, of_real))
+        assert ratio > 2

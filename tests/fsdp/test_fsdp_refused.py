@@ -61,6 +61,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no optimizer to skip": (replicated, {"nonfinite_action": "skip"}, "optimizer=optimizer"),
     "nodes": (replicated, {"nodes": 2}, "the replicas of the mesh are the nodes"),
     "weights": (replicated, {"parameters": {}}, r"dct\.data_parallel\.parameters: torch FSDP2"),
+    "complex": (
+        lambda: replicated(nn.Linear(3, 3, dtype=torch.complex64)),
+        SPARSE,
+        "parameter weight is complex, which is not supported",
+    ),
     "twice": (compressed, SPARSE, "call it once"),
 }
 
