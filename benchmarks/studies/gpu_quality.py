@@ -145,18 +145,21 @@ def _sent(state: Any) -> float:
     return float(sum(part.sent_bytes for part in state.metrics.summary().classes.values()))
 
 
-def _rank(
-    rank: int, folder: str, options: argparse.Namespace, setting: str, words: Tensor, held_out: Tensor
-) -> None:
+def _rank(rank: int, folder: str, options: argparse.Namespace, words: Tensor, held_out: Tensor) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK="0", NCCL_MULTI_RANK_GPU_ENABLE="1"
     )
     torch.cuda.set_device(0)
     store = dist.FileStore(f"{folder}/store", options.ranks)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=options.ranks)
-    row = train(rank, options, setting, words, held_out)
-    if rank == 0:
-        Path(f"{folder}/row.json").write_text(json.dumps(row))
+    for setting in options.settings:
+        row = json.dumps(train(rank, options, setting, words, held_out))
+        torch.cuda.empty_cache()
+        if rank == 0:
+            print(row, flush=True)
+            if options.results is not None:
+                with options.results.open("a") as file:
+                    file.write(row + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -177,14 +180,8 @@ def main() -> None:
     options = parser.parse_args()
     words, held_out = (part.share_memory_() for part in words_of(options.text))
     print(f"{len(words):,} words to train on, {len(held_out):,} held out", flush=True)
-    for setting in options.settings:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (folder, options, setting, words, held_out), nprocs=options.ranks)
-            row = Path(f"{folder}/row.json").read_text()
-        print(row, flush=True)
-        if options.results is not None:
-            with options.results.open("a") as file:
-                file.write(row + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (folder, options, words, held_out), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class _Pair:
         run: Callable[[Backend, torch.device], Sequence[Tensor | float]],
         tolerance: float = 0.0,
     ) -> None:
-        """Raise :class:`_Difference` unless ``run`` gives the same bits on both sides, or with a ``tolerance``
-        numbers that differ by no more than this share.
+        """Raise :class:`_Difference` unless ``run`` gives the same bits on both sides, or, with a
+        ``tolerance``, numbers that differ by no more than this share.
         """
         with torch.no_grad():
             expected, found = run(self.reference, _HOST), run(self.backend, self.device)

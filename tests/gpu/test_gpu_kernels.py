@@ -388,7 +388,7 @@ def test_entries_beyond_2_to_the_31() -> None:
 
 
 def test_step_ahead_does_not_wait_for_the_device() -> None:
-    """Moments, coefficients' positions and displaced weights of a model; the bits of two runs are the same."""
+    """Moments, positions for coefficients, displaced weights; the bits of two runs are the same."""
     shapes, shown = [(300, 200), (70_001,), (2000, 64), (3, 5, 7)], []
     for _ in range(2):
         generator = torch.Generator().manual_seed(0)
