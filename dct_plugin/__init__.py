@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .codecs.payload import Payload
     from .config import DCTConfig
     from .errors import ConfigError, DCTError, DesyncError, PayloadError, VersionError
-    from .integrations.attach import attach
-    from .integrations.ddp import DCTState, dct_hook, detach
+    from .integrations.attach import attach, detach
+    from .integrations.ddp import DCTState, dct_hook
     from .stream import Compressor
 
 __all__ = [
@@ -41,11 +41,11 @@ def __getattr__(name: str) -> Any:
         from . import _version
 
         return _version.__version__
-    if name == "attach":
+    if name in ("attach", "detach"):
         from .integrations import attach
 
-        return attach.attach
-    if name in ("DCTState", "dct_hook", "detach"):
+        return getattr(attach, name)
+    if name in ("DCTState", "dct_hook"):
         from .integrations import ddp
 
         return getattr(ddp, name)

@@ -38,7 +38,6 @@ class DCTCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, section: DCTConfig | Mapping[str, Any] | None = None) -> None:
         self.trainer, self.section = trainer, section
         self.state: DCTState | ReplicaCompression | None = None
-        self._attached: Any = None
         self._metrics: Metrics | None = None
         self._unlogged: dict[str, float] = {}
 
@@ -48,19 +47,22 @@ class DCTCallback(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             self._report(getattr(getattr(trainer.model_wrapped, "dct", None), "metrics", None))
             return
-        if self._attached is not trainer.model_wrapped:
-            self._attached = trainer.model_wrapped
-            self.state = attach(
-                trainer.model_wrapped,
-                trainer.optimizer,
-                self.section,
-                scaler=trainer.accelerator.scaler,
-                total_steps=state.max_steps,
-            )
-            self._report(None if self.state is None else self.state.metrics)
+        self.state = attach(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            self.section,
+            scaler=trainer.accelerator.scaler,
+            total_steps=state.max_steps,
+        )
+        self._report(None if self.state is None else self.state.metrics)
         if self.state is not None and state.global_step:
             given = args.resume_from_checkpoint
             self.state.load(given if isinstance(given, str) else self._folder(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take everything off the model; a further training attaches anew."""
+        if self.state is not None:
+            self.state.close()
 
     def _report(self, metrics: Metrics | None) -> None:
         """Follow the metrics of this training."""

@@ -15,6 +15,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
+from .ddp import detach as ddp_detach
 from .fsdp import ReplicaCompression, compress_replicas
 from .host.optimizers import optimizers_of
 
@@ -61,6 +62,31 @@ def attach(
         logger.warning("dct: nothing to do: the training has one process")
         return None
     raise ConfigError(f"dct_plugin.attach: {_what_instead(model)}")
+
+
+def detach(attached: Any) -> None:
+    """Leave gradients to the host again; on every rank, between two steps.
+
+    The next step brings what the ranks have not sent so far. Then all hooks are off the model and its
+    optimizer, and rank 0 prints the summary.
+
+    Args:
+        attached: What :func:`attach` returned; or an engine of DeepSpeed, or its ``engine.dct``. Megatron has
+            ``dct_plugin.integrations.megatron.detach()``.
+
+    Raises:
+        ConfigError: Nothing is attached to it.
+    """
+    if isinstance(attached, DCTState):
+        ddp_detach(attached)
+        return
+    found = vars(attached).get("dct") if isinstance(attached, torch.nn.Module) else attached
+    if found is None or not hasattr(found, "detach"):
+        raise ConfigError(
+            f"dct_plugin.detach: nothing is attached to this {type(attached).__name__}; it takes what "
+            'dct_plugin.attach returned, or an engine of DeepSpeed whose JSON has a "dct" section'
+        )
+    found.detach()
 
 
 def _what_instead(model: Any) -> str:

@@ -10,8 +10,8 @@ undone, and refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,8 +24,8 @@ from ..errors import DCTError
 SAMPLES = 64
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: For each module whose passes are displaced: shows its weights within a block.
-_MODULES: WeakKeyDictionary[torch.nn.Module, Callable[[], AbstractContextManager[None]]] = WeakKeyDictionary()
+#: The displaced weights of each module whose passes are displaced.
+_MODULES: WeakKeyDictionary[torch.nn.Module, DisplacedWeights] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def weights(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if module in _MODULES:
-                stack.enter_context(_MODULES[module]())
+                stack.enter_context(_MODULES[module].hidden())
         yield
 
 
@@ -90,15 +90,13 @@ class DisplacedWeights:
         self._computed[name] = _Computed(parameter, buffer, parameter._version, _sample(buffer))
 
     def show(self) -> None:
-        """Let the parameters hold the displaced weights."""
+        """Let the parameters hold the displaced weights, but for those that were written meanwhile: another
+        optimizer may have stepped them.
+        """
         self._saving = 0
-        for name, (parameter, buffer, _, _) in self._computed.items():
-            self._weights[name], parameter.data = parameter.data, buffer
-
-    def show_again(self) -> None:
-        """:meth:`show`, unless a weight was written meanwhile."""
-        if not self.shown and not self.outdated:
-            self.show()
+        for name, (parameter, buffer, version, _) in self._computed.items():
+            if parameter._version == version and name not in self._weights:
+                self._weights[name], parameter.data = parameter.data, buffer
 
     def restore(self, *, thorough: bool = True) -> None:
         """Let the parameters hold their weights again.
@@ -152,15 +150,22 @@ class DisplacedWeights:
 
     def register(self, module: torch.nn.Module) -> None:
         """Have :func:`weights` show those of ``module``."""
-        _MODULES[module] = self._show_weights
+        _MODULES[module] = self
+
+    def unregister(self) -> None:
+        """Undo :meth:`register`."""
+        for module, shown in list(_MODULES.items()):
+            if shown is self:
+                del _MODULES[module]
 
     @contextmanager
-    def _show_weights(self) -> Iterator[None]:
+    def hidden(self) -> Iterator[None]:
+        """Let the parameters hold their weights within the block."""
         shown = self.shown
         self.restore()
         yield
         if shown:
-            self.show_again()
+            self.show()
 
     def _written(self, name: str, thorough: bool) -> bool:
         parameter, buffer, version, sample = self._computed[name]

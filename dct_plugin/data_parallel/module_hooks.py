@@ -19,7 +19,9 @@ class ModuleHook:
     def __init__(
         self, function: Callable[..., None] | None = None, module: torch.nn.Module | None = None
     ) -> None:
-        self._function, self._module = function, module
+        # Compiled code cannot change which memory a parameter has.
+        self._function = None if function is None else torch.compiler.disable(function)
+        self._module = module
 
     def __call__(self, called: torch.nn.Module, *arguments: Any) -> None:
         if self._function is not None and called is self._module:

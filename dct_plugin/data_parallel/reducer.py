@@ -75,6 +75,9 @@ class GradientReducer(StreamGroup):
         """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
         device there, not in every reduction.
         """
+        self.flushed = False
+        """True if a step has brought all that residuals held, after :meth:`flush`."""
+        self._flushes = False
         self.topologies = Topologies(self)
         self._dense = DenseSums(self, self.config.dense_steps)
         self._fixed_size = (
@@ -162,6 +165,14 @@ class GradientReducer(StreamGroup):
         if self._fixed_size is not None:
             self._fixed_size.replace_result(name, tensor)
 
+    def flush(self) -> None:
+        """Send all gradients and residuals from the next step on, on every rank, before the host goes on
+        without this reducer.
+        """
+        self._flushes = True
+        if not self.fixed_size:  # slots are laid out for one type of values
+            self.set_value_dtype("fp32")
+
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Show gradients to the add-ons before they are reduced, also those that the host reduces by itself.
 
@@ -186,6 +197,8 @@ class GradientReducer(StreamGroup):
 
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
+        if self._flushes:
+            return Sparsity(1.0)
         sparsity = super().sparsity(name)
         for add_on in reversed(self.add_ons):
             sparsity = add_on.sparsity(name, sparsity)
@@ -280,6 +293,7 @@ class GradientReducer(StreamGroup):
         """
         self.finish()
         self._dense.end_step(skipped=skipped)
+        self.flushed |= self._flushes and not skipped
         if self.metrics is not None:
             self.metrics.starting = self.schedule.starting(self.step)
         if reduced_at is not None:

@@ -200,11 +200,16 @@ class StepAhead:
             ]
 
     def detach(self) -> None:
-        """Undo :meth:`attach`; the parameters' data are the weights."""
-        self.restore()
+        """Undo :meth:`attach`; the parameters' data are the weights.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.restore()
+        self._displaced.unregister()
 
     def displace(self) -> None:
         """Let the parameters' data be the displaced weights, which are computed once per optimizer step.
@@ -212,7 +217,7 @@ class StepAhead:
         Raises:
             DCTError: A parameter was written while it held displaced weights.
         """
-        if self._displaced.shown and self._displaced.fresh:
+        if self._displaced.shown and self._displaced.fresh and not self._displaced.outdated:
             self._displaced.check()
             return
         self._displaced.restore()

@@ -71,7 +71,7 @@ class TrainingPasses:
         if sys.exc_info()[1] is not handled:  # the pass has failed
             trains = False
         if not trains:
-            self._weights.restore() if not shown else self._weights.show_again()
+            self._weights.show() if shown else self._weights.restore()
         elif self._weights.shown:
             this = _Pass(self._weights.version)
             self._open.add(this)
@@ -79,8 +79,8 @@ class TrainingPasses:
                 self._kept.add(this)
 
     def _begin_backward(self, this: _Pass) -> None:
-        if not self._weights.shown and this.version == self._weights.version:
-            self._weights.show_again()
+        if this.version == self._weights.version:
+            self._weights.show()
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, this, kept))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
-from ..host import lost_peers, reducer_files, startup
+from ..host import attached, lost_peers, reducer_files, startup
 from ..host.automatic import settled
 from ..host.nodes import nodes_of
 from ..host.nonfinite import PoisonedSteps
@@ -126,6 +128,10 @@ class DCTState:
         self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
         """Buckets of this backward pass."""
+        self.ends = contextlib.ExitStack()
+        """Takes off all that was put on the model, its optimizer and the process."""
+        for end in (self._optimizer_steps.close, self._next_pass.unwatch, self._early.unwatch):
+            self.ends.callback(end)
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -135,7 +141,7 @@ class DCTState:
         """
         rank, world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
-        Reporting(metrics)
+        self.ends.callback(Reporting(metrics).finish)
         return metrics
 
     # -- the model ---
@@ -153,6 +159,8 @@ class DCTState:
             raise ConfigError(f"DCTState.register: {type(model).__name__} is no DistributedDataParallel")
         if self.process_group is None and model.process_group is not dist.group.WORLD:
             self.process_group = model.process_group
+        earlier = next((each for _, each in model._comm_hooks if isinstance(each, DCTState)), None)
+        self._own(model.module)
         self.parameters.add(model.module.named_parameters())
         _settle(self)
         check_parameters(
@@ -164,7 +172,11 @@ class DCTState:
             sparsity=self.config.data_parallel.sparsity,
             warns=dist.get_rank(self.process_group) == 0,
         )
-        model.register_comm_hook(self, dct_hook)
+        if earlier is None:
+            model.register_comm_hook(self, dct_hook)
+        else:  # DDP takes one hook, and keeps it
+            earlier.successor = functools.partial(dct_hook, self)
+        weakref.finalize(model, self.close).atexit = False
         if self._optimizer_steps.optimizers:
             self._next_pass.watch(model.module)
         self.watch(model)
@@ -179,12 +191,22 @@ class DCTState:
         self._early.watch(model)
 
     def close(self) -> None:
-        """Take off what :meth:`watch` and :meth:`step_ahead` put on the model."""
-        self._early.unwatch()
-        self._next_pass.unwatch()
-        self._optimizer_steps.close()
-        if self._ahead is not None:
-            self._ahead.detach()
+        """Take everything off the model and its optimizer, leave gradients to DDP, and print the summary.
+        What was not sent is lost; see :func:`.detach`.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
+        self.successor = self.successor or functools.partial(
+            default_hooks.allreduce_hook,
+            self.process_group,  # type: ignore[arg-type]
+        )
+        self.ends.close()
+
+    def _own(self, model: torch.nn.Module) -> None:
+        """Close what was attached to ``model`` before."""
+        attached.note(model, self)
+        self.ends.callback(attached.forget, self)
 
     def step_ahead(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -200,6 +222,7 @@ class DCTState:
         if not self._optimizers:
             self._optimizers = optimizers
             self._optimizer_steps.follow(optimizers)
+        self._own(model)
         _settle(self)
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
@@ -210,6 +233,7 @@ class DCTState:
             .prepare(self._displaced.items(), lambda each: units(getattr(each, "parameter", each)))
         )
         self._ahead.attach(model, *optimizers)
+        self.ends.callback(self._ahead.detach)
         self._next_pass.watch(model)  # before weights are displaced
 
     def reducer(self, device: torch.device) -> GradientReducer:
@@ -302,12 +326,14 @@ class DCTState:
             reducer = self.reducer(device)
         facts = {"optimizer steps so far": reducer.step, "optimizer given": bool(self._optimizers)}
         agreement.confirm(startup.facts_of(self.config, facts))
-        lost_peers.watch(self, lambda state: state.steps.step)
+        self.ends.callback(lost_peers.watch(self, lambda state: state.steps.step))
         if reducer.group_rank == 0 and reducer.group_size > 1:
             startup.log_active(
                 f"torch DDP, {reducer.group_size} ranks", self.config, self._note, reducer.config
             )
-        return overlap_of(reducer, inline=True)
+        overlap = overlap_of(reducer, inline=True)
+        self.ends.callback(overlap.close)
+        return overlap
 
     def _reduce_early(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket that are available."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
     if cls is not next(base for base in type(engine).__mro__ if base in _hooked):
         original(engine, *args, **keywords)  # the constructor of a derived class goes on
         return
+    _take_off_earlier(*args, *keywords.values())
     given = getattr(keywords.get("config_class"), "_param_dict", None)
     asked = [feature for feature in FEATURES if feature.asks(given)]
     with _prepared(given, asked):
@@ -46,6 +48,15 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
                 raise explanation from error
             raise
     engine_ready(engine)
+
+
+def _take_off_earlier(*arguments: Any) -> None:
+    """Take off what is attached to the modules of a new engine, which is about to read their weights."""
+    attached = sys.modules.get("dct_plugin.integrations.host.attached")
+    if attached is not None:
+        for argument in arguments:
+            if hasattr(argument, "named_modules"):
+                attached.take_off(argument)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_ahead import StepAhead
 from dct_plugin.metrics import Event, Metrics, Sink
 
-from ..host import lost_peers
+from ..host import attached, lost_peers
 from ..host.patches import Function, Patches
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
@@ -82,6 +83,7 @@ class Attachment:
                 displaced = DisplacedPasses(self._path, updates)
             self.ahead = displaced.ahead
             self._parts.append(displaced)
+        self._leaves = False
         state = RankState(context, self._path, self._gather, self.activations)
         self._files = CheckpointFiles(state)
         self._parts.append(self._files)
@@ -109,9 +111,28 @@ class Attachment:
         if self._gather is not None:
             self._gather.gather()
 
+    def detach(self) -> None:
+        """Leave everything to DeepSpeed after the next step, which brings what was not sent so far; on every
+        rank, between two steps.
+        """
+        self._leaves = True
+        for reducer in self._path.reducers:
+            reducer.flush()
+
+    def close(self) -> None:
+        """Take everything off the engine, and print the summary."""
+        with contextlib.ExitStack() as ends:  # last comes first, also after an error
+            ends.callback(attached.forget, self)
+            ends.callback(self._patches.undo)
+            ends.callback(self._unwatch)
+            ends.callback(self._reporting.finish)
+            for part in self._parts:
+                ends.callback(part.close)
+
     def install(self) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
         engine = self._engine
+        attached.note(engine.module, self)
         if not self.config.data_parallel.enabled:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that
         for part in self._parts:
@@ -146,14 +167,12 @@ class Attachment:
             skipped=path.transactional and bool(getattr(path.optimizer, "overflow", False)),
             loss_scale=float(path.optimizer.loss_scale) if path.scaled else None,
         )
+        if self._leaves and self.reducer.flushed:
+            self.close()
         return result
 
     def _destroy(self, original: Function, *args: Any, **keywords: Any) -> Any:
-        for part in reversed(self._parts):
-            part.close()
-        self._reporting.finish()
-        self._unwatch()
-        self._patches.undo()
+        self.close()
         return original(*args, **keywords)
 
     def _describe(self) -> str:

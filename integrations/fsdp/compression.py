@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
-from ..host import lost_peers, startup
+from ..host import attached, lost_peers, startup
 from ..host.automatic import settled
 from ..host.measured_job import SECTION, VARIABLE
 from ..host.nonfinite import PoisonedSteps
@@ -95,6 +96,11 @@ class ReplicaCompression:
         written = DCTConfig.given(config, rank=dist.get_rank())
         self._optimizers = optimizers_of(optimizer, "compress_replicas")
         self._model, self._time_limit = model, time_limit
+        attached.note(model, self)
+        self.ends = contextlib.ExitStack()
+        """Takes off all that was put on the model, its optimizer and the process."""
+        self.ends.callback(attached.forget, self)
+        self._leaves = False
         groups = replicated_groups(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
         self.config, self._note = settled(
@@ -116,7 +122,7 @@ class ReplicaCompression:
         )
         if metrics is None:
             metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
-            Reporting(metrics)
+            self.ends.callback(Reporting(metrics).finish)
         self.metrics, self.steps = metrics, StepHooks([], metrics, rank=dist.get_rank())
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         self._optimizer_steps = OptimizerSteps(
@@ -136,7 +142,7 @@ class ReplicaCompression:
         self._follow_steps()
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
-        lost_peers.watch(self, lambda compression: compression.steps.step)
+        self.ends.callback(lost_peers.watch(self, lambda compression: compression.steps.step))
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
@@ -149,15 +155,12 @@ class ReplicaCompression:
         """Let FSDP's parameter group call a process group of ours."""
         _seam()
         replicas = group.mesh_info.replicate_process_group
-        if isinstance(replicas, ReplicaGroup):
-            raise ConfigError(
-                f"rank {dist.get_rank()}: compress_replicas was called before for this model; call it once"
-            )
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._reducers:
             self._reducers[ranks] = self._make_reducer(replicas, group.device)
         own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self._before_exchange)
         # FSDP's modules share these objects, and each parameter group needs its own.
+        self.ends.callback(setattr, group, "mesh_info", group.mesh_info)
         group.mesh_info = copy.copy(group.mesh_info)
         group.mesh_info.replicate_process_group = own
         return own
@@ -184,8 +187,17 @@ class ReplicaCompression:
     def _follow_steps(self) -> None:
         self._optimizer_steps.follow(self._optimizers)
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device.
-        forward = ModuleHook(lambda *_: self._optimizer_steps.end_due(), self._model)
-        self._model.register_forward_pre_hook(forward, prepend=True)
+        self._before_forward(self._end_due_step)
+        self.ends.callback(self._optimizer_steps.close)
+
+    def _before_forward(self, function: Callable[[], None]) -> None:
+        hook = ModuleHook(lambda *_: function(), self._model)
+        self.ends.callback(self._model.register_forward_pre_hook(hook, prepend=True).remove)
+
+    def _end_due_step(self) -> None:
+        self._optimizer_steps.end_due()
+        if self._leaves and all(reducer.flushed for reducer in self._reducers.values()):
+            self.close()
 
     def _step_ahead(self) -> None:
         """Displace the shards that FSDP gathers in training passes."""
@@ -202,10 +214,28 @@ class ReplicaCompression:
             shards: Any = [(each.name, GatheredShard(each)) for each in parameters]
             ahead = reducer.add_on(StepAheadAddOn).prepare(shards, unit_of)
             ahead.attach(self._model, *self._optimizers)
+            self.ends.callback(ahead.detach)
         # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.
         root: Any = next(m for m in self._model.modules() if hasattr(m, "_get_fsdp_state"))
-        forward = ModuleHook(lambda *_: root._get_fsdp_state()._lazy_init(), self._model)
-        self._model.register_forward_pre_hook(forward, prepend=True)
+        self._before_forward(root._get_fsdp_state()._lazy_init)
+
+    def detach(self) -> None:
+        """Leave gradients to FSDP after the next step, which brings what was not sent so far; on every rank,
+        between two steps.
+        """
+        self._optimizer_steps.end_or_reject()
+        self._leaves = True
+        for reducer in self._reducers.values():
+            reducer.flush()
+
+    def close(self) -> None:
+        """Take everything off the model and its optimizer, leave gradients to FSDP, and print the summary.
+        What was not sent is lost.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
+        self.ends.close()
 
     # -- a backward pass ---
 

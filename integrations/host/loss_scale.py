@@ -25,9 +25,13 @@ class LossScale:
         self, scaler: torch.amp.GradScaler | None, updated: Callable[[], None] = lambda: None
     ) -> None:
         self.scaler, self._updated = scaler, updated
-        self._mirror = Mirror()
+        self._mirror, self._patches = Mirror(), Patches()
         if scaler is not None:
-            Patches().intercept(scaler, "update", self._update)
+            self._patches.intercept(scaler, "update", self._update)
+
+    def close(self) -> None:
+        """Follow the scaler no longer."""
+        self._patches.undo()
 
     def current(self) -> float | None:
         """Return the scale, None without a scaler."""

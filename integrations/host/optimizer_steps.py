@@ -84,8 +84,9 @@ class OptimizerSteps:
         return self._reduced.values()
 
     def close(self) -> None:
-        """Follow the optimizers no longer."""
+        """Follow the optimizers and the scaler no longer."""
         _remove(self._handles)
+        self.scale.close()
 
     # -- called by the host ---
 

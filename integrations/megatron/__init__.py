@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .hooks import (
+        detach,
         gather_parameters,
         install,
         load_checkpoint,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "detach",
     "gather_parameters",
     "install",
     "load_checkpoint",

@@ -34,6 +34,20 @@ class Models:
         self._models[self._count] = model
         self._count += 1
 
+    def replace(self, model: Any) -> bool:
+        """Forget the models that ``model`` wraps again; return whether there were any."""
+        new = {id(parameter) for parameter in model.module.parameters()}
+        old = [
+            number
+            for number, each in self._models.items()
+            if any(id(parameter) in new for parameter in each.module.parameters())
+        ]
+        for number in old:
+            del self._models[number]
+        if not self._models:
+            self._count = 0
+        return bool(old)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(list(self._models.values()))
 

@@ -131,6 +131,13 @@ class DataParallelHook(Hook):
             if each.ahead is not None:
                 each.ahead.displace()
 
+    def flush(self) -> None:
+        self.reductions.flush()
+
+    @property
+    def flushed(self) -> bool:
+        return self.reductions.flushed
+
     def end_iteration(self) -> None:
         for each in self.reductions:
             if each.ahead is not None:
@@ -174,6 +181,11 @@ class DataParallelHook(Hook):
     def _wrap_model(self, original: Function, ddp: Any, *arguments: Any, **keywords: Any) -> None:
         original(ddp, *arguments, **keywords)
         is_first = not any(True for _ in self.models)
+        if self.models.replace(ddp):
+            logger.warning("dct: the model is wrapped again: residuals start from zero, after a dense start")
+            self.session.load_state_dict(None)
+            self._is_settled, self.session.config = False, self.session.written
+            self.config = self.session.config.data_parallel
         self.models.add(ddp)
         if self._steps.skips and ddp.ddp_config.check_for_nan_in_grad and is_first:
             logger.warning(

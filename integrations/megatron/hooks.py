@@ -61,16 +61,28 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
         session.close()
         raise
     _session = session
+    session.at_end(_forget)
     session.at_end(lost_peers.watch(session, lambda session: session.step))
     return list(session.active)
 
 
 def uninstall() -> None:
     """Put megatron-core back as it was and forget all state."""
-    global _session
     if _session is not None:
-        session, _session = _session, None
-        session.close()
+        _session.close()
+
+
+def detach() -> None:
+    """Put megatron-core back as it was after the next training iteration, which brings what was not sent so
+    far; on every rank, between two iterations.
+    """
+    if _session is not None:
+        _session.detach()
+
+
+def _forget() -> None:
+    global _session
+    _session = None
 
 
 def gather_parameters() -> None:

@@ -120,6 +120,16 @@ class Reductions:
             each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=late)
             each.scale_known |= used is not None
 
+    def flush(self) -> None:
+        """Send all that was not sent from the next iteration on."""
+        for each in self:
+            each.reducer.flush()
+
+    @property
+    def flushed(self) -> bool:
+        """Whether an iteration has brought all that was not sent."""
+        return all(each.reducer.flushed for each in self)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the reducers, by name, with their units."""
         own = {each.name: {"unit": each.unit, "state": each.reducer.state_dict()} for each in self}
@@ -134,6 +144,8 @@ class Reductions:
         """End the threads and forget the reducers."""
         for each in self:
             each.overlap.close()
+            if each.ahead is not None:
+                each.ahead.detach()
         self._by_ranks.clear()
 
     def _make(self, group: Any, ranks: dist.ProcessGroup) -> Reduction:

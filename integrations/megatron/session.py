@@ -41,6 +41,14 @@ class Hook:
     def begin(self, training: bool) -> None:
         """Prepare for an iteration (``training``: with a backward pass)."""
 
+    def flush(self) -> None:
+        """Send all that was not sent in the next step, after which the hooks are taken out."""
+
+    @property
+    def flushed(self) -> bool:
+        """Whether a step after :meth:`flush` was made."""
+        return True
+
     def end_iteration(self) -> None:
         """Clean up behind Megatron's forward-backward function, before the optimizer's step."""
 
@@ -91,7 +99,7 @@ class Session:
         self.patches = Patches()
         self.hooks: list[Hook] = []
         self.active: list[Active] = []
-        self._open = False
+        self._open = self._leaves = False
         self._at_end: list[Callable[[], object]] = []
         self._reporting: Reporting | None = None
         self._monitors: set[str] = set()
@@ -141,6 +149,13 @@ class Session:
         for hook in self.hooks:
             hook.end_iteration()
 
+    def detach(self) -> None:
+        """Take the hooks out after the next training iteration, which brings what was not sent so far."""
+        self.end_step()
+        self._leaves = True
+        for hook in self.hooks:
+            hook.flush()
+
     def before_save(self) -> None:
         """Tell the hooks that model and optimizer are about to be saved."""
         for hook in self.hooks:
@@ -156,6 +171,8 @@ class Session:
         for hook in self.hooks:
             hook.end_step()
         self.metrics.step(self.step)  # once for all hooks, and all reducers of one
+        if self._leaves and all(hook.flushed for hook in self.hooks):
+            self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals, thresholds and counters; call it between iterations.

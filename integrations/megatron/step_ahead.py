@@ -42,7 +42,7 @@ class Optimizers:
         Raises:
             ConfigError: The unit of an optimizer's steps is not known.
         """
-        for optimizer in self._optimizers.values():
+        for optimizer in reversed(list(self._optimizers.values())):  # the last one, of a model set up again
             if not hasattr(optimizer, _LOOK_UP):
                 setattr(optimizer, _LOOK_UP, units_of(optimizer, getattr(optimizer, _GROUPS)))
             unit: StepUnit | None = getattr(optimizer, _LOOK_UP)(parameter)

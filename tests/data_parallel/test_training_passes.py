@@ -260,6 +260,24 @@ def test_the_weights_return_after_an_error() -> None:
     assert seen == [True, True]
 
 
+def test_an_optimizer_steps_between_two_backward_passes() -> None:
+    """The second pass does not read its parameter."""
+    job = Job()
+    job.ahead.detach()
+    stepped = job.model.embedding.weight
+    others = [p for p in job.model.parameters() if p is not stepped]
+    one, other = torch.optim.SGD([stepped], lr=0.1), torch.optim.SGD(others, lr=0.1)
+    job.ahead.attach(job.model, one, other)
+    for model in (job.model, job.plain):
+        out = model(job.x)
+        first(out).backward(retain_graph=True, inputs=[model.embedding.weight])
+        if model is job.model:
+            one.step()
+        second(out).backward(inputs=[p for p in model.parameters() if p is not model.embedding.weight])
+    found, expected = gradients(job.model), gradients(job.plain)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_the_optimizer_steps_the_weights_after_the_passes_of_its_closure(by_keyword: bool) -> None:
     job, other = Job(), Job()

@@ -34,12 +34,6 @@ def replicated(model: nn.Module | None = None) -> nn.Module:
     return fully_shard(nn.Linear(3, 3) if model is None else model, mesh=mesh)
 
 
-def compressed() -> nn.Module:
-    model = replicated()
-    compress_replicas(model, {"data_parallel": SPARSE})
-    return model
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "one dimension": (
         lambda: fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,))),
@@ -66,7 +60,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         SPARSE,
         "parameter weight is complex, which is not supported",
     ),
-    "twice": (compressed, SPARSE, "call it once"),
 }
 
 

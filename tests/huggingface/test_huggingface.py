@@ -14,6 +14,7 @@ from support.deepspeed_launch import run_script
 from support.processes import logged as logged_lines
 
 from dct_plugin import DCTState
+from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.errors import DCTError
 
 pytest.importorskip("deepspeed")
@@ -202,3 +203,69 @@ def test_lightning(tmp_path: Path) -> None:
     losses = [each for each in events if each.get("event") == "loss"]
     assert [each["step"] for each in losses] == [5, 10, 15, 20]
     assert [each["loss"] for each in losses] == pytest.approx(results[0]["first"]["losses"][4::5])
+
+
+class _Regression(torch.nn.Module):
+    """Notes how far the weights of training passes were from those in the state of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+        self.off: list[float] = []
+        self.fails = False
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        held = [p.detach() for p in self.layers.parameters()]
+        if self.training and torch.is_grad_enabled():
+            saved = self.layers.state_dict().values()
+            self.off.append(max(float((a - b).abs().max()) for a, b in zip(held, saved, strict=True)))
+        loss = (self.layers(x).squeeze(1) - labels).square().mean()
+        if self.fails and len(self.off) == 6:
+            self.fails = False
+            self.off.clear()
+            raise RuntimeError("CUDA out of memory.")  # as a batch that is too large does
+        return {"loss": loss}
+
+
+def _hooks_on(model: torch.nn.Module) -> int:
+    found = (m._forward_pre_hooks | m._forward_hooks | m._state_dict_pre_hooks for m in model.modules())
+    return sum(isinstance(hook, ModuleHook) for hooks in found for hook in hooks.values())
+
+
+def _fits(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], list[int], torch.Tensor]:
+    """Several trainings of one model: displaced after the first steps of each, which are dense."""
+    from transformers import Trainer, TrainingArguments
+
+    from dct_plugin.transformers import DCTCallback
+
+    data = [{"x": torch.randn(16), "labels": torch.randn(())} for _ in range(256)]
+    model, found, hooks = _Regression(), [], []
+    section = {
+        "data_parallel": {"sparsity": 0.9, "min_numel": 16, "warmup_steps": 4, "feedback": "step_ahead"}
+    }
+    for number in range(3):
+        model.off, model.fails = [], number == 2
+        arguments = TrainingArguments(
+            folder, max_steps=8, per_device_train_batch_size=8, use_cpu=True, ddp_backend="gloo",
+            report_to=[], save_strategy="no", disable_tqdm=True, auto_find_batch_size=number == 2,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.add_callback(DCTCallback(trainer, section))
+        if number == 1:
+            trainer.train()
+            model.off = []
+        trainer.train()
+        found.append(model.off)
+        hooks.append(_hooks_on(model))
+    return found, hooks, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_a_model_is_trained_several_times(tmp_path: Path) -> None:
+    first, second = processes.run(2, _fits, str(tmp_path))
+    for found, hooks, _ in (first, second):
+        for off in found:
+            assert not any(off[:4]), "the start is dense"
+            assert all(off[5:8])
+        assert hooks == [0, 0, 0]
+    assert torch.equal(first[2], second[2])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import processes
+from support import megatron_cpu, processes
 from support.megatron_gpt import Job, Outcome, counting, train, train_all
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
@@ -249,3 +249,110 @@ def test_optimizers_that_are_not_known_are_refused() -> None:
     found = processes.run(2, _refused)[0]
     assert "ConfigError: dct.data_parallel.feedback = 'step_ahead': the step of" in found["unknown"]
     assert "make model and optimizer after the hooks were installed" in found["before"]
+
+
+def _wrapped_again(rank: int, world_size: int, sharded: bool) -> dict[str, Any]:
+    """Two set-ups of one module; the second one starts dense. Then the hooks leave while it trains."""
+    megatron_cpu.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dct_plugin.config import DCTConfig
+    from dct_plugin.integrations.megatron import hooks
+
+    megatron_cpu.patch_megatron()
+    schedule = schedules.forward_backward_no_pipelining
+    steps = {"warmup_steps": 4, "value_dtype": "fp32"}
+    hooks.install(DCTConfig.parse(section(0.9, **steps)))
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+    )
+
+    class Net(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.model_type = ModelType.encoder_or_decoder
+            self.first, self.last = torch.nn.Linear(20, 64), torch.nn.Linear(64, 1)
+            self.seen = torch.empty(0)
+
+        def set_input_tensor(self, _: Any) -> None: ...
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = held(self)
+            return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+    def held(model: torch.nn.Module) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+    net, numbers = Net(), itertools.count()
+
+    def forward_step(_: Any, model: Any) -> Any:
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(10 * next(numbers) + rank))
+        return model(x), lambda out: (out.square().mean(), {})
+
+    def train(models: Any, optimizer: Any, steps: int) -> list[float]:
+        """Return how far the weights of the passes were from those before."""
+        off = []
+        for _ in range(steps):
+            models[0].zero_grad_buffer()
+            optimizer.zero_grad()
+            before = held(net)
+            schedules.forward_backward_no_pipelining(
+                forward_step_func=forward_step, data_iterator=None, model=models, num_microbatches=1,
+                seq_length=1, micro_batch_size=16, forward_only=False,
+            )  # fmt: skip
+            off.append(float((net.seen - before).abs().max()))
+            optimizer.step()
+        return off
+
+    found: dict[str, Any] = {}
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, check_for_nan_in_grad=False)
+    kinds = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.0, "use_distributed_optimizer": sharded}
+    try:
+        for name in ("first", "second"):
+            models = [DistributedDataParallel(config, ddp, net)]
+            optimizer = get_megatron_optimizer(OptimizerConfig(**kinds), models)
+            config.finalize_model_grads_func = finalize_model_grads
+            found[name] = train(models, optimizer, 8)
+        session: Any = hooks.current()
+        reductions = [each for hook in session.hooks for each in getattr(hook, "reductions", ())]
+        hooks.detach()
+        found["last"] = train(models, optimizer, 1)
+        found["after"] = train(models, optimizer, 2)
+        found["owed"] = [
+            float(stream.residual.show(each.reducer.scratch, "own").abs().max())
+            for each in reductions
+            for stream in each.reducer.streams.values()
+            if stream.residual is not None
+        ]
+        found["installed"] = hooks.current() is not None
+        found["patched"] = schedules.forward_backward_no_pipelining is not schedule
+        found["weights"] = held(net)
+        return found
+    finally:
+        hooks.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "distributed-optimizer"])
+def test_a_second_set_up_and_detach(sharded: bool) -> None:
+    first, second = processes.run(2, _wrapped_again, sharded)
+    for found in (first, second):
+        for name in ("first", "second"):
+            assert not any(found[name][:4]), "the start is dense"
+            assert all(found[name][5:])
+        assert not any(found["after"])
+        assert found["owed"]
+        assert not any(found["owed"])
+        assert not found["installed"]
+        assert not found["patched"]
+    assert torch.equal(first["weights"], second["weights"])

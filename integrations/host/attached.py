@@ -1,0 +1,61 @@
+"""What is attached to which modules: a new attachment takes the hooks of an earlier one off.
+
+Scripts wrap a module again to train other parts of it, in every ``fit``, and after a batch that was too
+large.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from dct_plugin.errors import DCTError
+
+logger = logging.getLogger("dct_plugin")
+
+
+class Attached(Protocol):
+    """What a host attaches to a model."""
+
+    def close(self) -> None:
+        """Take off all that was put on the model, its optimizer and the host; may be called again."""
+
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
+
+
+def take_off(model: nn.Module, but: Attached | None = None) -> None:
+    """Close what is attached to a model, to a part of it, or to a model that it is a part of, ``but`` one."""
+    for module in model.modules():
+        reference = _ATTACHED.get(module)
+        earlier = None if reference is None else reference()
+        if earlier is None or earlier is but:
+            continue
+        forget(earlier)
+        if dist.get_rank() == 0:
+            logger.warning(
+                "dct: the model is wrapped or attached to again: the earlier hooks are taken off, and what "
+                "they had not sent is lost"
+            )
+        try:
+            earlier.close()
+        except DCTError as error:  # wrappers write weights before they are attached to
+            logger.warning("dct: %s", error)
+
+
+def note(model: nn.Module, attached: Attached) -> None:
+    """Note what is attached to a model; an earlier attachment is closed."""
+    take_off(model, but=attached)
+    for module in model.modules():
+        _ATTACHED[module] = weakref.ref(attached)
+
+
+def forget(attached: Attached) -> None:
+    """Note that an attachment was closed."""
+    for module, reference in list(_ATTACHED.items()):
+        if reference() in (attached, None):
+            del _ATTACHED[module]
