@@ -25,7 +25,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-gpu test-oldest test-newest test-onebit test-aarch64 lint docs bench bench-gpu links \
+.PHONY: help setup demo test test-fast test-slow test-hosts test-gpu test-oldest test-newest test-onebit test-aarch64 lint docs bench bench-gpu links \
   soak fuzz audit wheels release-check clean
 .DEFAULT_GOAL := help
 
@@ -61,6 +61,13 @@ test: $(TEST_READY) ## Run the whole test suite
 
 test-fast: $(TEST_READY) ## Run the tests that start no processes, in about two minutes
 	@$(BIN)/python -m pytest -m 'not slow' $(IN_PARALLEL)
+
+test-slow: $(TEST_READY) ## Run the tests that take minutes each, once a week
+	@$(BIN)/python -m pytest --long
+
+# What wheels do not have is fetched at a tag, into a folder of .venv.
+test-hosts: $(TEST_READY) ## Run the own tests of torch, DeepSpeed, Accelerate, torchft with the plugin (needs github.com)
+	@$(BIN)/python tests/hosts/run.py --sources $(VENV)/hosts --out $(OUT)/hosts.json
 
 # The last DeepSpeed that has 1-bit Adam, in a folder of its own that only these tests import.
 ONEBIT := $(VENV)/onebit

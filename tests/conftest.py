@@ -34,6 +34,7 @@ LONGEST = (
     "recommender/test_dlrm_command.py",
     "megatron/test_megatron_step_ahead.py",
     "fsdp/test_fsdp.py",
+    "hosts/test_hosts_sample.py",
     "cli/test_advise.py",
     "megatron/test_megatron_parameters.py",
     "megatron/test_patch_limits.py",
@@ -47,8 +48,20 @@ LONGEST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked long, and no others")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that short ones fill the gaps when pytest-xdist shares them out."""
+    """Leave out long tests, or all others. Put the longest files first, so that short ones fill the gaps when
+    pytest-xdist shares them out.
+    """
+    wanted = config.getoption("--long")
+    by_length: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        by_length[item.get_closest_marker("long") is not None].append(item)
+    config.hook.pytest_deselected(items=by_length[not wanted])
+    items[:] = by_length[wanted]
     if hasattr(config, "workerinput"):
         here = Path(__file__).parent
         order = {here / name: number for number, name in enumerate(LONGEST)}

@@ -71,8 +71,8 @@ def test_the_page_is_short() -> None:
     assert len(PAGE.split()) <= 1200
 
 
-#: Folders of tests that are no module: across modules, on a GPU, and what tests share.
-BESIDE = {"reliability", "gpu", "support"}
+#: Folders of tests that are no module: across modules, on a GPU, the hosts' own, and what tests share.
+BESIDE = {"reliability", "gpu", "hosts", "support"}
 #: Modules whose tests lie with what they are for.
 ELSEWHERE = {"tools": "links", "accelerate": "huggingface", "lightning": "huggingface"}
 

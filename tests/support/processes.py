@@ -83,7 +83,7 @@ def _forget_pytest(kept: list[int]) -> None:
 
 
 @cache
-def _context() -> Any:
+def context() -> Any:
     """The multiprocessing context of the fork server.
 
     With a GPU processes are spawned: CUDA does not work in children of a process that asked for devices.
@@ -111,7 +111,7 @@ def _run_rank(
 
 def fork(function: Callable[..., Any], *arguments: Any) -> Any:
     """Start one process outside a process group, and return it; whoever asks for it ends it."""
-    process = _context().Process(target=function, args=arguments)
+    process = context().Process(target=function, args=arguments)
     process.start()
     return process
 
@@ -136,7 +136,7 @@ def launch(
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         processes = [
-            _context().Process(target=_run_rank, args=(rank, variables, path, function, arguments))
+            context().Process(target=_run_rank, args=(rank, variables, path, function, arguments))
             for rank in range(world_size)
         ]
         for process in processes:
