@@ -43,6 +43,7 @@ LONGEST = (
     "megatron/test_megatron_automatic.py",
     "megatron/test_megatron_nodes.py",
     "links/test_links.py",
+    "host/test_compiled.py",
     "huggingface/test_huggingface.py",
     "torchft/test_torchft.py",
 )
