@@ -32,6 +32,7 @@ from dct_plugin.feedback import Residual, unpacked
 from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
+from dct_plugin.kernels.triton import selection_kernels
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.kernels.triton.batch import Batch
 
@@ -578,3 +579,17 @@ def test_kernels_compile_for_a_gpu() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) == 17
+
+
+def test_long_gaps() -> None:
+    """Gaps of a few escapes and of more than a chunk of them, several in one chunk of entries."""
+    few = 255 * selection_kernels.FEW_ESCAPES.value
+    gaps = [0, few - 1, few, few + 254, few + 255, 3, 255 * 1024 + 5 * few, 1, 20_000, 7]
+    places = torch.tensor(gaps).add(1).cumsum(0) - 1
+    grad = torch.zeros(int(places[-1]) + 300)
+    grad[places] = torch.arange(1.0, len(gaps) + 1)
+    case = Case(grad, None, True, 0.5, None, 0, ValueDtype.BF16, IndexEncoding.GAPS8, False)
+    payload, (_, nnz, _, _) = agree(case, *BOTH)
+    out = torch.zeros_like(grad)
+    assert TRITON.decode_add(payload, out) == nnz == len(gaps)
+    assert torch.equal(out, grad)

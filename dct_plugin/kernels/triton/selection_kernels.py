@@ -71,6 +71,8 @@ STEP = tl.constexpr(1024)
 
 
 _LOOK = tl.constexpr(256)
+#: Escapes of a gap that every entry of a chunk writes itself.
+FEW_ESCAPES = tl.constexpr(4)
 
 
 # ---- helpers ------------------------------------------------------------------------------------------
@@ -567,7 +569,7 @@ def _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz):
         a, b = _put(body, end, (gaps - skip * 255).to(tl.int32), kept, 1)
         check1 += a
         check2 += b
-        most = tl.max(skip, 0)
+        most = tl.minimum(tl.max(skip, 0), FEW_ESCAPES)
         step = most * 0
         escape = tl.full((CHUNK,), 255, tl.int32)
         while step < most:
@@ -575,6 +577,21 @@ def _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz):
             a, b = _put(body, end - step, escape, step <= skip, 1)
             check1 += a
             check2 += b
+        # The rest of long gaps, one gap after the other with all lanes: a step for each of their escapes
+        # took 1.7 ms in a bucket of 25 MB on an H100, thirty times the selection.
+        lane = tl.min(tl.where(skip > FEW_ESCAPES, lanes, CHUNK), 0)
+        while lane < CHUNK:
+            here = lanes == lane
+            left = tl.sum(tl.where(here, skip, 0), 0)
+            at = tl.sum(tl.where(here, end, 0), 0) - left
+            left -= FEW_ESCAPES
+            while left > 0:
+                a, b = _put(body, at + lanes, escape, lanes < left, 1)
+                check1 += a
+                check2 += b
+                at += CHUNK
+                left -= CHUNK
+            lane = tl.min(tl.where((skip > FEW_ESCAPES) & (lanes > lane), lanes, CHUNK), 0)
     _add_checks(state, check1, check2)
 
 
