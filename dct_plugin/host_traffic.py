@@ -98,12 +98,18 @@ def bytes_sent(operation: str, nbytes: float, ranks: int, *, gloo: bool) -> floa
     return (gloo_factor if gloo and gloo_factor is not None else found.factor)(ranks) * nbytes
 
 
+Count = Callable[[float], None]
+
+
 class _OwnTraffic(threading.local):
     recorded: bool | None = None
     """Whether the plugin records what runs now by itself; None: it is the host's."""
+    count: Count | None = None
+    """What counts the host's collectives that run now."""
 
 
 _own = _OwnTraffic()
+_counts: dict[dist.ProcessGroup, Count] = {}
 
 
 @contextmanager
@@ -118,6 +124,31 @@ def own_traffic(*, recorded: bool = True) -> Iterator[None]:
         yield
     finally:
         _own.recorded = before
+
+
+@contextmanager
+def counted_by(count: Count) -> Iterator[None]:
+    """Call ``count(bytes)`` for every collective of the host inside the block; the innermost block counts."""
+    before, _own.count = _own.count, count
+    try:
+        yield
+    finally:
+        _own.count = before
+
+
+def count_group(group: dist.ProcessGroup, count: Count) -> Callable[[], None]:
+    """Call ``count(bytes)`` for the host's collectives over a group, outside of :func:`counted_by`, too.
+
+    Returns:
+        A function that ends it.
+    """
+    _counts[group] = count
+
+    def end() -> None:
+        if _counts.get(group) == count:
+            del _counts[group]
+
+    return end
 
 
 class HostTraffic:
@@ -180,6 +211,8 @@ class HostTraffic:
         numel = sum(tensor.numel() for tensor in flat)
         if _own.recorded is None:
             self._metrics.record(Record(f"{HOST}{operation}", sent, sent, numel, tensors=0))
+            if (count := _own.count or _counts.get(group)) is not None:
+                count(sent)
         else:
             self._metrics.record(Record(PLUGIN, 0, sent, numel, tensors=0))
 

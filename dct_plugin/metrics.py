@@ -10,6 +10,7 @@ decisions.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import threading
@@ -25,7 +26,17 @@ from rich.filesize import decimal
 from ._version import __version__
 from .config import MetricsConfig
 from .metrics_sinks import Event, ReportSinks, Sink
-from .metrics_summary import ClassSummary, Summary, in_words, ratio_of
+from .metrics_summary import (
+    UNCOMPRESSED,
+    ClassSummary,
+    Summary,
+    in_words,
+    is_of_kind,
+    ratio_of,
+    uncompressed_in_words,
+)
+
+logger = logging.getLogger("dct_plugin")
 
 
 @dataclass(slots=True)
@@ -148,6 +159,9 @@ HOST = "host_"
 #: Tensor class of collectives of the plugin that carry no messages.
 PLUGIN = "plugin"
 
+#: The share of a kind that may cross uncompressed without a warning.
+_SHARE = 0.01
+
 #: Between a class and the name of one of its tensors.
 TENSOR = "/tensor/"
 
@@ -198,6 +212,11 @@ class Metrics:
         self._dense_durations: list[float] = []
         """Milliseconds of the first steps, until one has a thresholded message."""
         self._is_dense = True
+        self.warns = rank == 0
+        """Whether this rank warns of what crosses uncompressed."""
+        self._uncompressed: dict[str, dict[str, float]] = {}
+        """Bytes of this step by kind and reason."""
+        self._warned: set[str] = set()
         # Records may come from communication hooks that run on autograd's threads.
         self._lock = threading.Lock()
         self._sinks = ReportSinks(config, rank)
@@ -215,6 +234,19 @@ class Metrics:
             if sums is None:
                 sums = self._window[record.cls] = _Sums()
             sums.count(record)
+
+    def uncompressed(self, kind: str, reason: str, nbytes: float) -> None:
+        """Note what the host sends dense in a job that compresses such tensors.
+
+        Args:
+            kind: The tensor classes that are meant begin with it: ``gradient``, ``tensor``, ``pipeline``.
+            reason: A key of :data:`.metrics_summary.REASONS`.
+            nbytes: Bytes that this rank sends; the framework's own collectives have them already.
+        """
+        self.record(Record(f"{UNCOMPRESSED}{kind}/{reason}", nbytes, nbytes, tensors=0))
+        with self._lock:
+            reasons = self._uncompressed.setdefault(kind, {})
+            reasons[reason] = reasons.get(reason, 0.0) + nbytes
 
     def step(self, n: int) -> None:
         """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""
@@ -236,6 +268,9 @@ class Metrics:
                 self._start_steps = self._steps
                 self._start_bytes = self._bytes()
             due = self._window_steps >= self.config.every
+            uncompressed, self._uncompressed = self._uncompressed, {}
+            for kind in uncompressed.keys() - self._warned if self.warns else ():
+                self._warn(kind, uncompressed[kind])
         if due:
             self._report()
 
@@ -286,6 +321,15 @@ class Metrics:
                 found[cls] = dense + sums.dense_bytes, sent + sums.sent_bytes
         return found
 
+    def _warn(self, kind: str, reasons: dict[str, float]) -> None:
+        """Warn, once for a kind, of a step in which too much of it crossed uncompressed."""
+        dense = sum(dense for cls, (dense, _) in self._bytes().items() if is_of_kind(cls, kind))
+        total = sum(reasons.values()) + dense / self._steps
+        share = sum(reasons.values()) / total
+        if share > _SHARE:
+            self._warned.add(kind)
+            logger.warning("dct: %s", uncompressed_in_words(kind, share, reasons))
+
     def close(self) -> None:
         """Report the steps since the last report and close what is open; may be called again."""
         if self._window_steps:
@@ -306,7 +350,7 @@ class Metrics:
             return
         rows = {cls: _row(sums, steps) for cls, sums in window.items()}
         for cls, row in rows.items() if self.has_nodes else ():
-            row["inter_node"] = None if cls.startswith(HOST) else row["sent_bytes"]
+            row["inter_node"] = None if cls.startswith((HOST, UNCOMPRESSED)) else row["sent_bytes"]
             row["intra_node"] = round(window[cls].intra_node / steps, 1)
         head = {"step": step, "steps": steps, "step_ms": step_ms, "dense_step_ms": dense_ms}
         self._write([{**head, "class": cls, **row} for cls, row in rows.items()])

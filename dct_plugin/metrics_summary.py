@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rich.filesize import decimal
@@ -81,6 +82,28 @@ class Summary(ClassSummary):
         }
 
 
+#: Rows of what crosses dense though its kind is compressed begin with this; ``HOST`` has these bytes, too.
+UNCOMPRESSED = "uncompressed/"
+
+#: Reasons why tensors of a kind that is compressed cross dense.
+REASONS = {
+    "experts": "experts (dct.model_parallel.expert_gradients is off)",
+    "unknown_group": "group of ranks not known",
+    "unknown_bucket": "bucket not known",
+    "unknown_tensors": "gradients of no parameter of the model",
+    "sparse": "sparse gradients",
+    "shared_weights": "weights that pipeline stages share",
+    "skipped_layers": "layers that the configuration skips",
+    "inputs": "inputs of column-parallel layers (dct.model_parallel.tensor.gather is off)",
+    "input_gradients": "gradients of the inputs of column-parallel layers",
+    "other_layers": "layers outside transformer layers",
+    "other_tensors": "embeddings, losses and norms",
+    "small": "small tensors, integers and masks",
+}
+
+#: Kinds of tensors in words.
+_KINDS = {"gradient": "gradient", "tensor": "tensor-parallel", "pipeline": "pipeline"}
+
 #: Tensor classes as the summary names them.
 _CLASS_NAMES = {
     "gradient": "thresholded gradients",
@@ -125,6 +148,16 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         parts.append(f"{_times(total.steady_ratio)} after the first {first}")
     elif total.start_steps:
         parts.append("all steps are the start, dense or with rising sparsity")
+    for kind in _KINDS:
+        reasons = {
+            cls.rpartition("/")[2]: float(part.sent_bytes)
+            for cls, part in total.classes.items()
+            if cls.startswith(f"{UNCOMPRESSED}{kind}/")
+        }
+        if reasons:
+            dense = sum(part.dense_bytes for cls, part in total.classes.items() if is_of_kind(cls, kind))
+            passed = sum(reasons.values())
+            parts.append(uncompressed_in_words(kind, passed / (passed + dense), reasons))
     if (largest := total.largest) is not None:
         parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
     if total.density is not None and total.density_target is not None:
@@ -143,6 +176,30 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     if not counts_host:
         parts.append("not counted: what the framework sends by itself")
     return "; ".join(parts)
+
+
+def is_of_kind(cls: str, kind: str) -> bool:
+    """Return whether the messages of a tensor class are of a kind; see :meth:`.Metrics.uncompressed`."""
+    return cls.startswith(kind) and "/" not in cls
+
+
+def uncompressed_in_words(kind: str, share: float, reasons: Mapping[str, float]) -> str:
+    """Return what crossed uncompressed.
+
+    Args:
+        kind: The kind of tensors.
+        share: The share of its bytes.
+        reasons: Bytes by reason.
+    """
+    total = sum(reasons.values())
+    most = sorted(reasons, key=reasons.__getitem__, reverse=True)
+    each = [f"{_percent(share * reasons[key] / total)} {REASONS[key]}" for key in most]
+    words = REASONS[most[0]] if len(most) == 1 else ", ".join(each)
+    return f"{_percent(share)} of {_KINDS[kind]} bytes went uncompressed: {words}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.01 else 2}f} %"
 
 
 def _counted(number: int, noun: str) -> str:

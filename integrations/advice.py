@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from .host.patches import Function, Patches
 #: Optimizer steps after which a job of one rank is stopped.
 _MOST_STEPS = 20
 _steps = itertools.count()
+#: Names of the script's communication hooks.
+_left_out: list[str] = []
 
 
 def observe() -> None:
@@ -52,7 +55,12 @@ def _make_attached(original: Function, model: Any, *arguments: Any, **keywords: 
 
     DCTState(SECTION).register(model)
     # The script's own hook would be a second one; DDP refuses that.
-    model.register_comm_hook = lambda *hook, **keywords: None
+    model.register_comm_hook = _leave_out
+
+
+def _leave_out(state: object, hook: Callable[..., object]) -> None:
+    """Leave out a communication hook of the script."""
+    _left_out.append(getattr(hook, "__name__", type(hook).__name__))
 
 
 def _compress_sharded(model: torch.nn.Module) -> bool:
@@ -90,5 +98,5 @@ def _write(model: CostModel) -> None:
     }
     path = Path(os.environ[VARIABLE])
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"facts": FACTS, "model": figures}), encoding="utf-8")
+    part.write_text(json.dumps({"facts": FACTS, "model": figures, "left_out": _left_out}), encoding="utf-8")
     part.replace(path)  # the command waits for the whole file

@@ -55,6 +55,36 @@ def lines(path: Path, *, events: bool = False) -> list[dict[str, Any]]:
     return [line for line in found if ("event" in line) == events]
 
 
+def test_what_crosses_uncompressed_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder, silent = make(path=str(path), every=1), make(rank=1)
+
+    def step(number: int, experts: float, sparse: float = 0.0) -> None:
+        for each in (recorder, silent):
+            gradient(each)
+            each.uncompressed("gradient", "experts", experts)
+            each.record(Record("host_all_reduce", experts + sparse, experts + sparse))
+            if sparse:
+                each.uncompressed("gradient", "sparse", sparse)
+            each.step(number)
+
+    step(0, 30.0)  # of 4030 bytes
+    assert caplog.messages == []
+    step(1, 900.0, sparse=100.0)
+    step(2, 4000.0)
+    (line,) = caplog.messages
+    assert line == (
+        "dct: 20 % of gradient bytes went uncompressed: 18 % experts (dct.model_parallel.expert_gradients is "
+        "off), 2 % sparse gradients"
+    )
+    total = recorder.summary()
+    assert total.dense_bytes == 3 * 4000 + 5030  # once
+    assert total.classes["uncompressed/gradient/experts"].sent_bytes == 4930
+    assert "; 30 % of gradient bytes went uncompressed: 29 % experts" in recorder.summary_line()
+    (row,) = (each for each in lines(path) if each["class"] == "uncompressed/gradient/sparse")
+    assert (row["step"], row["dense_bytes"], row["ratio"]) == (1, 100, 1)
+
+
 def test_lines_hold_window_averages_per_class(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "metrics.jsonl"
     recorder = make(path=str(path), every=2)

@@ -23,6 +23,7 @@ from .. import processes
 from ..config import DataParallelConfig
 from ..config.automatic import Setting, exchange_by_rule, judged, safe_sparsity
 from ..config.known_losses import Training, known_losses
+from ..console import print_warning
 from ..data_parallel.cost_model import Coding, CostModel, Link
 from ..data_parallel.decision_rules import DecisionRules, settings_to_try
 from ..errors import ConfigError, DCTError
@@ -44,10 +45,12 @@ class Figures(NamedTuple):
     Attributes:
         model: Predicts the time of a step.
         training: Optimizer, ZeRO stage and ranks.
+        left_out: Names of the script's own communication hooks, which were left out.
     """
 
     model: CostModel
     training: Training
+    left_out: Sequence[str] = ()
 
     @classmethod
     def read(cls, path: Path) -> Figures:
@@ -56,7 +59,7 @@ class Figures(NamedTuple):
         given, facts = content["model"], content["facts"]
         codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
-        figures = cls(model, Training(**facts, ranks=model.ranks))
+        figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"])
         # The steps were measured with other feedback than such a training takes.
         taken = figures._settled(Setting(0.99, "bf16"))
         is_direct = exchange_by_rule(taken, model.ranks) == "direct"
@@ -120,6 +123,11 @@ def advise(
     rates = check_rates(link or [], option="--link")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
     figures = _measured(command, limit)
+    if figures.left_out:
+        print_warning(
+            f"the script registers a communication hook of its own ({', '.join(figures.left_out)}), and DDP "
+            "takes one: the figures are those of the job without it"
+        )
     models = {"here": figures.model} | {
         rate_name(rate): figures.model.at_rate(bits_per_second(rate)) for rate in rates
     }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from ..host_traffic import own_traffic
 from . import tcp_connect
 from .base import Transport
 from .collective import CollectiveTransport
@@ -39,6 +40,7 @@ def _warn_of_copies(device: torch.device) -> None:
     logger.warning("gloo carries messages of %s through the host; nccl would not", device)
 
 
+@own_traffic(recorded=False)
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """Return a transport of messages that lie on ``device``; a collective."""
     whole: Any = group if group is not None else dist.group.WORLD
@@ -60,6 +62,7 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
     return CollectiveTransport(rank, ranks, group, device)
 
 
+@own_traffic(recorded=False)
 def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Make a process group of some ranks of a group, with its backend and time limit; a collective of the
     group, every rank of which makes one.

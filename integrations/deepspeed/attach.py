@@ -102,7 +102,7 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
 
 def _report(engine: Any, attachment: Attachment, note: str) -> None:
     """Log what is active, and what is strange about the configuration; ``note`` is about its feedback."""
-    what = f"{attachment.description}, {dist.get_world_size()} ranks"
+    what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
     startup.log_active(what, attachment.config, note, attachment.reducer.config)
     if unknown := unread_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 
 from ..host import attached, lost_peers
@@ -26,7 +28,7 @@ from .nonfinite import SkippedSteps
 from .part import EngineContext, EnginePart
 from .path import GradientPath
 from .paths import activation_paths_of
-from .support import is_pipeline
+from .support import is_pipeline, tied_weights
 from .weight_updates import WeightUpdates
 
 
@@ -47,6 +49,7 @@ class Attachment:
         ahead: Displaces the weights in training passes; None without ``"feedback": "step_ahead"``.
         activations: Paths of activations, by section of ``dct.model_parallel``: ``pipeline``, ``experts``.
         description: The paths that were chosen, in words.
+        coverage: How many of the trainable parameters have their gradients compressed, in words.
     """
 
     def __init__(self, engine: Any, config: DCTConfig, path: type[GradientPath]) -> None:
@@ -58,7 +61,7 @@ class Attachment:
         self._path = path(context)
         self.reducer, self.experts = self._path.reducer, self._path.experts
         self.activations = {each.name: each(context) for each in activation_paths_of(engine, config)}
-        self.description = self._describe()
+        self.description, self.coverage = self._describe(), self._path.coverage()
         streams = [activation.streams for activation in self.activations.values()]
         self.steps.members = [*self._path.reducers, *streams]
         self._gather: WeightUpdates | None = None
@@ -124,7 +127,8 @@ class Attachment:
         with contextlib.ExitStack() as ends:  # last comes first, also after an error
             ends.callback(attached.forget, self)
             ends.callback(self._patches.undo)
-            ends.callback(self._unwatch)
+            for end in self._at_end:
+                ends.callback(end)
             ends.callback(self._reporting.finish)
             for part in self._parts:
                 ends.callback(part.close)
@@ -152,7 +156,10 @@ class Attachment:
         ]
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
-        self._unwatch = lost_peers.watch(self, lambda attachment: attachment.steps.step)
+        count = functools.partial(self.metrics.uncompressed, "gradient", "shared_weights")
+        self._at_end = [lost_peers.watch(self, lambda attachment: attachment.steps.step)]
+        if self.config.data_parallel.enabled:
+            self._at_end += [count_group(group, count) for _, group in tied_weights(engine)]
         self._patches.intercept(engine, "_take_model_step", self._step)
         self._patches.intercept(engine, "destroy", self._destroy)
 

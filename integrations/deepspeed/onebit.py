@@ -11,12 +11,11 @@ Deleting this file and its row in :mod:`.features` removes the feature.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +29,7 @@ from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.stream import Compressor
 
 from ..host.patches import Function, Patches
+from ..host.post_import import when_imported
 from .part import EngineContext
 from .rules import without_slot
 from .section import PATH_ATTRIBUTE, SECTION, inner_optimizer
@@ -53,10 +53,13 @@ _ALL = "momentum"
 @contextmanager
 def prepared() -> Iterator[None]:
     """Make the optimizers in :data:`OPTIMIZERS` accept the name, inside the block."""
-    with Patches() as patches:
-        for module, name in OPTIMIZERS.items():
-            with suppress(ImportError):  # explain() says more
-                patches.intercept(getattr(importlib.import_module(module), name), "__init__", _init)
+    with Patches() as patches, ExitStack() as waiting:
+
+        def prepare(module: ModuleType) -> None:
+            patches.intercept(getattr(module, OPTIMIZERS[module.__name__]), "__init__", _init)
+
+        for name in OPTIMIZERS:  # DeepSpeed imports the one that it needs
+            waiting.callback(when_imported(name, prepare))
         yield
 
 

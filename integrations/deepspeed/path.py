@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.host_traffic import counted_by
 
 from ..host.nodes import nodes_of
 from ..host.signatures import Target
@@ -49,6 +52,7 @@ class GradientPath(EnginePart, ABC):
     def __init__(self, context: EngineContext) -> None:
         engine, config = context.engine, context.config
         self.engine, self.optimizer, self.steps = engine, engine.optimizer, context.steps
+        self.metrics = context.metrics
         self.scaled = self.loss_scaled and bool(engine.fp16_enabled())
         # With dynamic loss scaling (fp16) the optimizer learns in step(), after all gradients were reduced,
         # that they overflowed: such a step is rolled back. In fp32 and bf16 only non-finite gradients skip a
@@ -84,6 +88,17 @@ class GradientPath(EnginePart, ABC):
             loss_scale=float(self.optimizer.loss_scale) if self.scaled else 1.0,
             optimizer=self.optimizer,
         )
+
+    def uncompressed(self, reason: str) -> AbstractContextManager[None]:
+        """Surround what DeepSpeed reduces by itself; ``reason`` as in :meth:`.Metrics.uncompressed`."""
+        return counted_by(functools.partial(self.metrics.uncompressed, "gradient", reason))
+
+    def coverage(self) -> str:
+        """Return how many of the trainable parameters have their gradients compressed, in words."""
+        trained = [p for group in self.named_parameters() for _, p in group if p.requires_grad]
+        sparse = {id(m.weight) for m in self.engine.module.modules() if getattr(m, "sparse", False) is True}
+        compressed = [p for p in trained if self.reducer_of(p) is not None and id(p) not in sparse]
+        return f"{len(compressed)} of {len(trained)} parameters"
 
     @classmethod
     @abstractmethod

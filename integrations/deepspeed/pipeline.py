@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig, PipelineConfig
-from dct_plugin.host_traffic import own_traffic
+from dct_plugin.host_traffic import counted_by, own_traffic
 from dct_plugin.kernels import GRAD_DTYPES
 from dct_plugin.model_parallel import FixedMessages, Kept
 
@@ -99,7 +99,7 @@ class PipelinePath(ActivationPath):
             schedule.RecvGrad: self._receive_gradients,
         }
         for instruction, make in transfers.items():
-            instructions[instruction] = _with_transfers(instructions[instruction], make)
+            instructions[instruction] = _with_transfers(instructions[instruction], make, self._count)
         patches.replace(self.engine, "_INSTRUCTION_MAP", instructions)
 
     # -- the four instructions ---
@@ -222,6 +222,11 @@ class PipelinePath(ActivationPath):
         """The metrics of the current pass."""
         return PipelineMetrics(self.metrics, self.streams.training)
 
+    def _count(self, nbytes: float) -> None:
+        """Count what crosses as it is after the start."""
+        if self.streams.training and self.streams.step >= self.config.warmup_steps:
+            self.metrics.uncompressed("pipeline", "small", nbytes)
+
     def _timed(self, transfer: _Transfer, message: Tensor) -> None:
         with self._pass_metrics.timed("exchange"), own_traffic():
             transfer(message)
@@ -270,13 +275,19 @@ class _Transfers:
 _p2p = pipe_engine.p2p
 
 
-def _with_transfers(original: Callable[..., None], make: Callable[[int], _Transfers]) -> Callable[..., None]:
-    """Return an instruction whose transfers go through what ``make(buffer_id)`` returns."""
+def _with_transfers(
+    original: Callable[..., None], make: Callable[[int], _Transfers], count: Callable[[float], None]
+) -> Callable[..., None]:
+    """Return an instruction whose transfers go through what ``make(buffer_id)`` returns.
+
+    ``count`` is told the bytes of what is transferred as it is.
+    """
 
     def execute(engine: Any, buffer_id: int) -> None:
         pipe_engine.p2p = make(buffer_id)
         try:
-            original(engine, buffer_id)
+            with counted_by(count):
+                original(engine, buffer_id)
         finally:
             pipe_engine.p2p = _p2p
 

@@ -7,7 +7,6 @@ unless they are thresholded, and so are sparse gradients, which it gathers in a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +21,6 @@ from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, entries_of
 from .part import EngineContext
 from .path import GradientPath
 from .support import precision_of, targets_of
-
-logger = logging.getLogger("dct_plugin")
 
 TARGETS = targets_of(
     "deepspeed.runtime.engine",
@@ -47,7 +44,6 @@ class Stage0Path(GradientPath):
         """By the address of a gradient, what reduces it and the parameters in it; for the current step."""
         self._reduced: list[CommunicationBuffer] = []
         """Buffers of this step, to be written back when the reductions are finished."""
-        self._unknown_reported = False
 
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
@@ -66,7 +62,8 @@ class Stage0Path(GradientPath):
         self._layout = None  # gradients are other tensors in every step
         self.steps.begin()
         try:
-            original(*args, **keywords)
+            with self.uncompressed("sparse"):
+                original(*args, **keywords)
         finally:
             self._layout = None
         for reducer in self.reducers:
@@ -85,8 +82,9 @@ class Stage0Path(GradientPath):
         found = [self._layout.get(tensor.data_ptr()) for tensor in bucket]
         known = [layout for layout in found if layout is not None]
         if len(known) < len(bucket):
-            self._report_unknown(len(bucket) - len(known))
-            original(bucket, dp_group, dp_world_size)
+            experts = dp_group in self.engine.expert_data_parallel_group.values()
+            with self.uncompressed("experts" if experts else "unknown_tensors"):
+                original(bucket, dp_group, dp_world_size)
             return
         reducer = known[0][0]  # a bucket belongs to one group of ranks
         dtype, factors = self.engine.communication_data_type, self._factors()
@@ -122,10 +120,3 @@ class Stage0Path(GradientPath):
             grad, reducer = parameter.grad, self.reducer_of(parameter)
             if grad is not None and not grad.is_sparse and reducer is not None:
                 yield grad.data_ptr(), reducer, [BucketSlice(name, 0, grad.numel())]
-
-    def _report_unknown(self, count: int) -> None:
-        if not self._unknown_reported and not self.engine.has_moe_layers:
-            self._unknown_reported = True
-            logger.warning(
-                "dct: %d gradients that belong to no parameter of the model are reduced dense", count
-            )

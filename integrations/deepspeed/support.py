@@ -147,11 +147,11 @@ def is_pipeline(engine: Any) -> bool:
     return isinstance(engine, PipelineEngine)
 
 
-def tied_weights(engine: Any) -> list[Tensor]:
-    """Return the weights that stages of a pipeline have in common; none without a pipeline."""
-    if not is_pipeline(engine):
-        return []
-    return [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
+def tied_weights(engine: Any) -> list[tuple[Tensor, dist.ProcessGroup]]:
+    """Return the weights that stages of a pipeline have in common, and the ranks of each; none without a
+    pipeline.
+    """
+    return engine.module.get_tied_weights_and_groups() if is_pipeline(engine) else []
 
 
 def precision_of(engine: Any) -> str:

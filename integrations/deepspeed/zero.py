@@ -90,7 +90,7 @@ class ZeroPath(GradientPath):
         }
         # Other stages of a pipeline, with partitions of their own, have copies of these weights that must
         # stay bitwise the same: their gradients are reduced as if nobody owned a part of them.
-        self._whole = {id(weight) for weight in tied_weights(self.engine)}
+        self._whole = {id(weight) for weight, _ in tied_weights(self.engine)}
         self._to_owners = bool(optimizer.reduce_scatter)
         # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
         self._averages = bool(getattr(optimizer, "gradient_average", True))
@@ -157,7 +157,8 @@ class ZeroPath(GradientPath):
         self.steps.begin()
         self._bucket = tensor
         try:
-            original(tensor, communication_data_type)
+            with self.uncompressed("unknown_bucket"):
+                original(tensor, communication_data_type)
         finally:
             self._bucket = None
 
@@ -173,9 +174,18 @@ class ZeroPath(GradientPath):
         ours = process_group is self.optimizer.dp_process_group
         reducer = self.reducer if ours else self._expert_reducers.get(process_group)
         if self._bucket is None or reducer is None:
-            original(bucket, communication_data_type, *args, process_group=process_group, **keywords)
+            with self.uncompressed(self._reason(process_group)):
+                original(bucket, communication_data_type, *args, process_group=process_group, **keywords)
         else:
             self._scatter(self._bucket, bucket, communication_data_type, reducer)
+
+    def _reason(self, process_group: Any) -> str:
+        """Return why a bucket is left to DeepSpeed, which reduces it over ``process_group``."""
+        if process_group in (self.optimizer.expert_dp_process_group or {}).values():
+            return "experts"
+        return (
+            "unknown_bucket" if process_group in (None, self.optimizer.dp_process_group) else "unknown_group"
+        )
 
     def _scatter(
         self, tensor: Tensor, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer
@@ -217,7 +227,8 @@ class ZeroPath(GradientPath):
         """Reduce a contiguous bucket, the whole to every rank; return it in the communication type."""
         parameters = self._parameters(communication_data_type)
         if tensor.numel() == 0 or any(is_expert(each.parameter) for each in parameters):
-            return original(tensor, communication_data_type)
+            with self.uncompressed("experts"):
+                return original(tensor, communication_data_type)
         factors = self._factors()
         buffer = CommunicationBuffer(tensor, communication_data_type, factors.before)
         self.reducer.all_reduce(entries_of(buffer.flat, self._slices_of(parameters)), scale=factors.after)
@@ -237,14 +248,15 @@ class ZeroPath(GradientPath):
         """Reduce gradients that lie apart; return them in one tensor, in the communication type."""
         parameters = self._separate_parameters(bucket, communication_data_type)
         if rank is not None or not divide or parameters is None:
-            return original(
-                bucket,
-                communication_data_type,
-                rank=rank,
-                log=log,
-                divide=divide,
-                process_group=process_group,
-            )
+            with self.uncompressed(self._reason(process_group)):
+                return original(
+                    bucket,
+                    communication_data_type,
+                    rank=rank,
+                    log=log,
+                    divide=divide,
+                    process_group=process_group,
+                )
         self.steps.begin()
         flat = CommunicationBuffer(self.optimizer.flatten(bucket), communication_data_type).flat
         slices = self._slices_of(parameters)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from dct_plugin import processes
 from dct_plugin.data_parallel.reducer import GradientReducer, Reduction
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import Record
 
 Work = Callable[[], None]
@@ -289,6 +290,7 @@ def _serve(tasks: _Tasks, times: _Times) -> None:
         del task, result, work  # the host may reuse what they hold
 
 
+@own_traffic(recorded=False)
 def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Make a gloo group of the same ranks and time limit for a thread; a collective of those ranks.
 
@@ -308,6 +310,7 @@ def group_of_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True)
 
 
+@own_traffic(recorded=False)
 def one_core_each(group: dist.ProcessGroup | None) -> bool:
     """Return whether the ranks on every machine may use as many cores as they are; a collective of a gloo
     group, with the same result on all ranks.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DCTError
+from dct_plugin.host_traffic import count_group, counted_by
 
 from ..host.automatic import settled
 from ..host.nonfinite import PoisonedSteps
@@ -89,6 +91,7 @@ class DataParallelHook(Hook):
         if self._is_settled:
             return
         self._is_settled = True
+        self._count_embeddings()
         self.session.config, line = settled(
             self.session.config,
             self._optimizers.least_known,
@@ -205,7 +208,8 @@ class DataParallelHook(Hook):
     def _start_grad_sync(self, original: Function, group: Any, *arguments: Any, **keywords: Any) -> None:
         all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
         if self.is_left_alone(group):
-            original(group, *arguments, **keywords)
+            with self._counted(group):
+                original(group, *arguments, **keywords)
             return
         if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
             return  # already done: Megatron calls again at the end of the first batch
@@ -220,11 +224,39 @@ class DataParallelHook(Hook):
         pending = self.reductions.reduce(group, sharded=sharded)
         group.grad_reduce_handle = pending if group.ddp_config.overlap_grad_reduce else None
 
+    def _counted(self, group: Any) -> AbstractContextManager[None]:
+        """Surround the reduction of a bucket group that is left to Megatron."""
+        if not is_expert(group.buckets):
+            return nullcontext()
+        return counted_by(functools.partial(self.session.metrics.uncompressed, "gradient", "experts"))
+
+    def _count_embeddings(self) -> None:
+        """Count the gradients of embeddings that the first and the last stage share."""
+        from megatron.core import parallel_state as ps
+
+        group = ps.get_embedding_group(check_initialized=False)
+        if isinstance(group, dist.ProcessGroup) and not self.is_dense:
+            count = functools.partial(self.session.metrics.uncompressed, "gradient", "shared_weights")
+            self.session.at_end(count_group(group, count))
+
+    def sites(self) -> str:
+        groups = [group for group in self.models.groups() if ranks_of(group).size() > 1]
+        if not groups or self.is_dense:
+            return ""
+        left, whole = (
+            sum(len(bucket.params_list) for group in some for bucket in group.buckets)
+            for some in (filter(self.is_left_alone, groups), groups)
+        )
+        return f"data_parallel on {whole - left} of {whole} parameters"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether Megatron reduces everything by itself."""
+        return self.config.sparsity == 0 and self.config.quality is None and self.session.pass_through
+
     def is_left_alone(self, group: Any) -> bool:
         """Return whether Megatron reduces a bucket group itself."""
-        if ranks_of(group).size() == 1 or (
-            self.config.sparsity == 0 and self.config.quality is None and self.session.pass_through
-        ):
+        if ranks_of(group).size() == 1 or self.is_dense:
             return True
         if group.ddp_config.num_distributed_optimizer_instances > 1:
             raise DCTError(

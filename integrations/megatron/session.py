@@ -7,6 +7,7 @@ start of the next training iteration, when it is known whether the optimizer too
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +24,8 @@ from ..host.patches import Patches
 from ..host.post_import import when_imported
 from ..host.progress import Progress
 from ..host.reporting import Reporting
+
+logger = logging.getLogger("dct_plugin")
 
 
 class Active(NamedTuple):
@@ -73,6 +76,10 @@ class Hook:
         """Return the numbers of entries of the parameters whose residuals the hook keeps, by name."""
         return {}
 
+    def sites(self) -> str:
+        """Return where the hook is active, of how many places, in words; empty if there is nothing to say."""
+        return ""
+
     def close(self) -> None:
         """Release threads and state, when the hooks are taken out."""
 
@@ -99,7 +106,7 @@ class Session:
         self.patches = Patches()
         self.hooks: list[Hook] = []
         self.active: list[Active] = []
-        self._open = self._leaves = False
+        self._open = self._leaves = self._sites_told = False
         self._at_end: list[Callable[[], object]] = []
         self._reporting: Reporting | None = None
         self._monitors: set[str] = set()
@@ -170,6 +177,12 @@ class Session:
         self.progress.note(self.step)
         for hook in self.hooks:
             hook.end_step()
+        if not self._sites_told:
+            self._sites_told = True
+            self.metrics.warns = _is_first_of_stage()
+            sites = [each for hook in self.hooks if (each := hook.sites())]
+            if sites and self.metrics.warns:
+                logger.warning("dct: active: %s", ", ".join(sites))
         self.metrics.step(self.step)  # once for all hooks, and all reducers of one
         if self._leaves and all(hook.flushed for hook in self.hooks):
             self.close()
@@ -225,6 +238,16 @@ class Session:
             if writer is not None and name not in self._monitors:
                 self._monitors.add(name)
                 self.metrics.add_sink(functools.partial(write, writer))
+
+
+def _is_first_of_stage() -> bool:
+    """Return whether this rank speaks for its pipeline stage."""
+    from megatron.core import parallel_state as ps
+
+    if not ps.model_parallel_is_initialized():
+        return not dist.is_initialized() or dist.get_rank() == 0
+    data = ps.get_data_parallel_rank(with_context_parallel=True)
+    return bool(data == 0 and ps.get_tensor_model_parallel_rank() == 0)
 
 
 def _print_line(events: list[Event]) -> None:

@@ -4,8 +4,9 @@ With sequence parallelism the reduce-scatter of a row-parallel layer's partial s
 of compressed chunks, whose gradients return compressed; without it the all-reduce becomes an all-gather of
 compressed contributions, and backward needs no communication, as in Megatron. ``gather`` adds the all-gather
 in front of column-parallel layers. Every layer has a compressor of its own, whose state changes between
-iterations only, so that recomputation sends the same. Embeddings, output layers and experts are left to
-Megatron.
+iterations only, so that recomputation sends the same. Embeddings, output layers, experts and layers outside
+transformer layers are left to Megatron; what crosses there, and what goes back to the inputs of
+column-parallel layers, is counted by reason.
 
 Where this helps: with thresholds a sparse all-gather of contributions, for ``t`` ranks, ``e`` bytes per
 entry and density ``d``, receives ``(t - 1) d N (e + index)`` bytes against ``2 (t - 1) / t N e`` of a ring
@@ -15,6 +16,8 @@ shrink for any ``t``.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.errors import DCTError
+from dct_plugin.host_traffic import count_group
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from ..host.patches import Function
@@ -38,6 +42,8 @@ class _Site(NamedTuple):
 
     name: str
     dense: bool
+    sums: bool
+    """Whether it is a row-parallel layer, whose partial sums are compressed."""
 
 
 class TensorHook(ActivationHook):
@@ -52,12 +58,17 @@ class TensorHook(ActivationHook):
         self._sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
         self._current: _Site | None = None
+        self._in_linear = False
+        self._others: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Parallel linears that have run and are no sites."""
+        self._counted: set[dist.ProcessGroup] = set()
         self._collectives: dict[dist.ProcessGroup, CompressedCollectives] = {}
         # The layers themselves: the id of one that is gone may be given to another.
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         patches = session.patches
         patches.intercept(transformer_layer.TransformerLayer, "forward", self._layer_forward)
-        patches.intercept(layers.RowParallelLinear, "forward", self._linear_forward)
+        for linear in self._linears:
+            patches.intercept(linear, "forward", self._linear_forward)
         for name, kind in (
             ("_ReduceFromModelParallelRegion", "all_reduce"),
             ("_ReduceScatterToSequenceParallelRegion", "reduce_scatter"),
@@ -65,8 +76,9 @@ class TensorHook(ActivationHook):
             # The functions of mappings look the class up when they are called, so all importers are reached.
             patches.replace(mappings, name, self._subclass(getattr(mappings, name), kind))
         if self.config.gather:
-            patches.intercept(layers.ColumnParallelLinear, "forward", self._linear_forward)
-            patches.intercept(layers, "linear_with_grad_accumulation_and_async_allreduce", self._linear)
+            for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+                signature = inspect.signature(getattr(layers, name))
+                patches.intercept(layers, name, functools.partial(self._linear, signature))
 
     # -- layers --------------------------------------------------------------------------------------------
 
@@ -86,16 +98,45 @@ class TensorHook(ActivationHook):
                 label = f"{_PREFIX}{number} {name}"
                 if same := sum(site.name.split(" #")[0] == label for site in self._sites):
                     label += f" #{same}"  # layers for multi-token prediction count from 1 again
-                site = _Site(label, outside)
+                site = _Site(label, outside, isinstance(module, self._linears[0]))
                 setattr(module, _SITE, site)
                 self._sites.append(site)
 
     def _linear_forward(self, original: Function, linear: Any, *arguments: Any, **keywords: Any) -> Any:
-        previous, self._current = self._current, getattr(linear, _SITE, None)
+        group = getattr(linear, "tp_group", None)
+        if isinstance(group, dist.ProcessGroup) and group not in self._counted:
+            self._counted.add(group)
+            self.session.at_end(count_group(group, self._count))
+        previous = self._current, self._in_linear
+        self._current, self._in_linear = getattr(linear, _SITE, None), True
+        if self._current is None:
+            self._others.add(linear)
         try:
             return original(linear, *arguments, **keywords)
         finally:
-            self._current = previous
+            self._current, self._in_linear = previous
+
+    def sites(self) -> str:
+        active = [s for s in self._sites if not s.dense and (self.config.gather or s.sums)]
+        return f"tensor on {len(active)} of {len(self._sites) + len(self._others)} parallel linear layers"
+
+    def _count(self, nbytes: float) -> None:
+        """Count what Megatron sends by itself between tensor-parallel ranks, after the start."""
+        if not self.session.training or not self._is_active:
+            return
+        if self._in_linear:
+            site = self._current
+            reason = "other_layers" if site is None else "skipped_layers" if site.dense else "inputs"
+        else:
+            in_backward = torch._C._current_graph_task_id() >= 0
+            reason = "input_gradients" if in_backward else "other_tensors"
+        self.session.metrics.uncompressed("tensor", reason, nbytes)
+
+    @property
+    def _is_active(self) -> bool:
+        """Whether anything is compressed in the current step."""
+        started = self.config.compresses and self.session.step >= self.config.warmup_steps
+        return started or not self.session.pass_through
 
     def _running(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
         """Return the stream of the layer that is running, None where it is left to Megatron."""
@@ -104,11 +145,7 @@ class TensorHook(ActivationHook):
             return None
         if not self.session.training and not self.config.evaluation:
             return None
-        if self.session.pass_through and (
-            not self.config.compresses or self.session.step < self.config.warmup_steps
-        ):
-            return None
-        return self.stream(site.name)
+        return self.stream(site.name) if self._is_active else None
 
     def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> CompressedCollectives:
         collectives = self._collectives.get(ranks)
@@ -137,15 +174,17 @@ class TensorHook(ActivationHook):
         Compressed.__module__, Compressed.__doc__ = original.__module__, original.__doc__
         return Compressed
 
-    def _linear(self, original: Function, input: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        ranks = keywords.get("tp_group")
-        stream = None
-        if keywords.get("sequence_parallel") and ranks is not None:
-            stream = self._running(ranks)
-        if ranks is not None and stream is not None:
-            input = self._group(ranks, input.device).all_gather(input, stream)
-            keywords["sequence_parallel"] = False
-        return original(input, *arguments, **keywords)
+    def _linear(
+        self, signature: inspect.Signature, original: Function, *arguments: Any, **keywords: Any
+    ) -> Any:
+        given = signature.bind(*arguments, **keywords)
+        ranks = given.arguments.get("tp_group")
+        if given.arguments.get("sequence_parallel") and ranks is not None:
+            stream, input_ = self._running(ranks), given.arguments["input"]
+            if stream is not None:
+                given.arguments["input"] = self._group(ranks, input_.device).all_gather(input_, stream)
+                given.arguments["sequence_parallel"] = False
+        return original(*given.args, **given.kwargs)
 
 
 def _check(layer: Any) -> None:

@@ -99,7 +99,7 @@ def test_bytes_are_those_of_the_topology_that_the_optimizer_gets(tmp_path: Path)
     figures = {**model._asdict(), "codings": [[0.99, "bf16", 3e-9, 1e-9, 0.03]], "link": [1e-4, 8e-9]}
     for optimizer, is_direct, density in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
         facts = {"optimizer": [optimizer], "momentum": 0.0, "stage": 0}
-        (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts}))
+        (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts, "left_out": []}))
         read = Figures.read(tmp_path / "figures").model
         assert (read.is_direct, read.server_density) == (is_direct, density)
 
@@ -134,14 +134,17 @@ _SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(200, 100)
-if sys.argv[1] == "ddp":
+if sys.argv[1] in ("ddp", "hooked"):
     model = DistributedDataParallel(model)
+    if sys.argv[1] == "hooked":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
 else:
     names = ("replicate", "shard")
     shape = (2, 1) if sys.argv[1] == "hsdp" else (2,)
@@ -162,14 +165,15 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", "hsdp"])
+@pytest.mark.parametrize("how", ["hooked", "hsdp"])
 def test_an_unmodified_script_is_measured_and_stopped(script: str, how: str) -> None:
     from dct_plugin.cli import app
 
     line = ["advise", "--json", "--link", "100mbit", "--", *_TORCHRUN, script, how]
     result = CliRunner().invoke(app, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    dense, *others = json.loads(result.output)
+    assert ("hook of its own (bf16_compress_hook)" in result.stderr) == (how == "hooked")
+    dense, *others = json.loads(result.stdout)
     assert dense["sparsity"] == 0
     assert dense["sent_bytes"] == 4 * 20_100
     assert len(others) == 10

@@ -360,7 +360,10 @@ def test_expert_parameters_and_sparse_gradients_stay_dense(two: Results) -> None
         streams = two[0][f"sparse/zero{stage}-experts"]["streams"]
         assert "hidden.weight" in streams
         assert not [name for name in streams if "deepspeed_experts" in name]
-    assert "embedding.weight" not in two[0]["sparse/zero0-sparse-gradients"]["streams"]
+    found = two[0]["sparse/zero0-sparse-gradients"]
+    assert "embedding.weight" not in found["streams"]
+    assert found["classes"]["uncompressed/gradient/sparse"]["sent"] > 0
+    assert any(line.endswith("bytes went uncompressed: sparse gradients") for line in found["log"])
 
 
 def test_disabled_changes_nothing(two: Results) -> None:

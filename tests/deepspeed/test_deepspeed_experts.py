@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             dct = {"data_parallel": section, "model_parallel": {"expert_gradients": True}}
             plan.append(run(name, None, 3 if name == "exact" else 6, stage))
             plan[-1]["config"]["dct"] = dct
+        plan.append(run("left", None, 2, stage))
+        plan[-1]["config"]["dct"] = {"data_parallel": {"sparsity": 0.9, "min_numel": 100}}
+    plan.append(run("unknown", None, 2, 1, model="mlp", foreign_group=True))
+    plan[-1]["config"]["dct"] = {"data_parallel": {"sparsity": 0.9, "min_numel": 100}}
     ahead = {"data_parallel": {"feedback": "step_ahead"}, "model_parallel": {"expert_gradients": True}}
     plan.append({**run("refused", None, 1), "expect_error": True})
     plan[-1]["config"]["dct"] = ahead
@@ -100,6 +105,33 @@ def test_gradients_of_experts_by_option(four: Results, stage: int) -> None:
         assert sparse[rank]["hash"] != sparse[(rank + 1) % 4]["hash"]
         assert sparse[rank]["experts"]
         assert sparse[rank]["losses"][-1] < sparse[rank]["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("left/zero0-fp32", "experts", "experts (dct.model_parallel.expert_gradients is off)"),
+        ("left/zero1-fp32", "experts", "experts (dct.model_parallel.expert_gradients is off)"),
+        ("unknown/zero1-fp32", "unknown_group", "group of ranks not known"),
+    ],
+)
+def test_gradients_that_cross_dense_are_told(four: Results, name: str, reason: str, words: str) -> None:
+    for rank in four:
+        classes = rank[name]["classes"]
+        left = classes[f"uncompressed/gradient/{reason}"]
+        assert (
+            0
+            < left["dense"]
+            == left["sent"]
+            <= sum(found["dense"] for cls, found in classes.items() if cls.startswith("host_"))
+        )
+    lines = [line for line in four[0][name]["log"] if "of gradient bytes went uncompressed: " in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(words)
+    active = next(line for line in four[0][name]["log"] if "active on" in line)
+    compressed, whole = map(int, re.search(r"(\d+) of (\d+) parameters", active).groups())  # type: ignore
+    assert (compressed < whole) == (reason == "experts")
+    assert not any("uncompressed" in line for line in four[0]["exact/zero1-fp32"]["log"])
 
 
 def test_gradients_of_experts_are_refused_with_step_ahead(four: Results) -> None:

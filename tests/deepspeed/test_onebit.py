@@ -7,6 +7,7 @@ runs the tests that need it.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,9 @@ def test_the_section_has_defaults(results: Results) -> None:
         assert rank["defaults"]["attached"]
         assert rank["defaults"]["density"] == pytest.approx(0.01, rel=0.2)
     (line,) = results[0]["defaults"]["log"]
-    assert "active on the momentum of OnebitAdam, fp32, 2 ranks, sparsity 0.99" in line
+    assert re.search(
+        r"active on the momentum of OnebitAdam, fp32, (\d+) of \1 parameters, 2 ranks, sparsity", line
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["OneBitAdam", "OneBitLamb"])

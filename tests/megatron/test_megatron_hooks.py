@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -268,6 +269,15 @@ def test_experts_are_left_alone_unless_asked() -> None:
     assert set(same[0].history[-1][2]["reducers"]) == {"dense", "expert"}
     assert set(sparse[0].history[-1][2]["reducers"]) == {"dense"}
     assert set(all_sparse[0].history[-1][2]["reducers"]) == {"dense", "expert"}
+    left = "uncompressed/gradient/experts"
+    assert left in sparse[0].classes
+    assert left not in all_sparse[0].classes
+    assert any(
+        line.endswith("experts (dct.model_parallel.expert_gradients is off)") for line in sparse[0].log
+    )
+    told = [next(line for line in some[0].log if "active: " in line) for some in (sparse, all_sparse)]
+    (some_active, some_all), (active, whole) = (re.findall(r"\d+", line) for line in told)
+    assert int(some_active) < int(active) == int(whole) == int(some_all)
     assert all_sparse[0].classes["gradient"]["steps"] == 10  # not once for each of the two reducers
 
 
@@ -284,7 +294,7 @@ def test_tensor_parallel() -> None:
     assert_same(plain, same, {"tensor"})
     assert_learns(sparse)
     assert losses(skipping_all) == losses(plain)
-    assert not skipping_all[0].classes
+    assert "tensor" not in skipping_all[0].classes
     once, whole = skipping[0].classes["tensor"], same[0].classes["tensor"]
     assert 4 * once["dense_bytes"] == whole["dense_bytes"]
     assert ratio(sparse, "tensor") > 8
@@ -308,6 +318,46 @@ def test_tensor_and_sequence_parallel() -> None:
     assert ratio(sparse, "tensor_gradient") > 12
 
 
+def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> None:
+    """They are compressed alike, or counted."""
+    job = Job(tp=2, sequence_parallel=True)
+    gathered = job.with_dct(section(tensor=0.5, gather=True))
+    found, by_position, plain, frozen, frozen_found, outside, alone = run(
+        2,
+        gathered,
+        replace(gathered, positional=True),
+        replace(job, frozen_linears=True),
+        replace(job.with_dct(section(tensor=0.0, gather=True), through_codec=True), frozen_linears=True),
+        replace(gathered, frozen_linears=True),
+        replace(gathered, outside=True),
+        job.with_dct(section(tensor=0.5), sequence_parallel=False),
+    )
+    for ours, same in zip(found, by_position, strict=True):
+        assert ours.losses == same.losses
+        assert ours.classes["tensor"]["sent_bytes"] == same.classes["tensor"]["sent_bytes"]
+    assert_same(plain, frozen, {"tensor"})
+    assert frozen_found[0].classes["tensor"]["dense_bytes"] == found[0].classes["tensor"]["dense_bytes"]
+
+    def reasons(outcome: Outcome) -> set[str]:
+        return {name.rpartition("/")[2] for name in outcome.classes if name.startswith("uncompressed/tensor")}
+
+    # The language model's head is a parallel linear outside of the layers, and its input is gathered.
+    assert reasons(found[0]) == {"other_layers", "other_tensors", "input_gradients"}
+    assert reasons(alone[0]) == {"other_tensors", "input_gradients"}
+    more = outside[0].classes["uncompressed/tensor/other_layers"]["sent_bytes"]
+    assert more > found[0].classes["uncompressed/tensor/other_layers"]["sent_bytes"]
+    told = [next(line for line in some[0].log if "active: " in line) for some in (found, outside, alone)]
+    assert [line.partition("active: ")[2] for line in told] == [
+        "tensor on 8 of 9 parallel linear layers",
+        "tensor on 8 of 10 parallel linear layers",
+        "tensor on 4 of 9 parallel linear layers",
+    ]
+    for outcomes in (found, outside, alone):
+        (line,) = (line for line in outcomes[0].log if "% of tensor-parallel bytes went uncompressed" in line)
+        assert "gradients of the inputs of column-parallel layers" in line
+        assert not any("uncompressed" in line for line in outcomes[1].log)
+
+
 def test_pipeline_with_data_parallel() -> None:
     job = Job(pp=2, distributed_optimizer=True)
     plain, same, sparse = run(
@@ -318,6 +368,7 @@ def test_pipeline_with_data_parallel() -> None:
     )
     assert_same(plain, same, {"pipeline", "data_parallel"})
     assert_learns(sparse)
+    assert all("uncompressed/gradient/shared_weights" in outcome.classes for outcome in sparse)
 
 
 def test_tensor_with_pipeline_parallel() -> None:

@@ -296,6 +296,11 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         engine = make_engine(run)
         if run.get("mean_backend"):
             onebit_mean.started(engine.optimizer)
+        if run.get("foreign_group"):
+            reduce, group = engine.optimizer.allreduce_and_scatter, dist.new_group()
+            engine.optimizer.allreduce_and_scatter = lambda *arguments, **keywords: reduce(
+                *arguments, **{**keywords, "process_group": group}
+            )
         if run.get("switch_off"):
             engine.enable_backward_allreduce = False
         first = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
+import logging
 import math
 import threading
 import warnings
@@ -52,6 +54,12 @@ class Job:
     tied_embeddings: bool = True
     frozen_stage: int | None = None
     """The pipeline stage whose parameters are not trained."""
+    frozen_linears: bool = False
+    """Train embeddings and norms alone."""
+    positional: bool = False
+    """Give the functions of parallel linears their arguments by position."""
+    outside: bool = False
+    """Put a parallel linear behind the transformer layers."""
     save: tuple[str, int] | None = None
     """Folder, and after how many steps a checkpoint goes there."""
     load: tuple[str, int] | None = None
@@ -86,6 +94,7 @@ class Outcome:
     history: list[tuple[bool, float, dict[str, Any]]] = field(default_factory=list)
     """Of every step: whether the optimizer took it, the loss scale after it, the plugin's state."""
     threads: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
 
 def counting(job: Job, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -123,6 +132,13 @@ def train(
 
     if job.device == "cpu":
         megatron_cpu.patch_megatron()
+    if job.positional:
+        for linear in (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear):
+            linear._forward_impl = _by_position
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("dct_plugin").addHandler(handler)
     if job.experts:
         from megatron.core.transformer.moe import moe_utils
 
@@ -178,6 +194,13 @@ def train(
         if ps.get_pipeline_model_parallel_rank() == job.frozen_stage:
             for chunk in chunks:
                 chunk.requires_grad_(False)
+        for chunk in chunks:
+            if job.frozen_linears:
+                linears = (tensor_parallel.RowParallelLinear, tensor_parallel.ColumnParallelLinear)
+                for module in filter(lambda module: isinstance(module, linears), chunk.decoder.modules()):
+                    module.weight.requires_grad_(False)
+            if job.outside:
+                chunk.decoder.register_forward_hook(_outside(config))
         if job.bf16 or job.fp16:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
         chunks = [chunk.to(job.device) for chunk in chunks]
@@ -205,12 +228,48 @@ def train(
         config.grad_scale_func = optimizer.scale_loss
         if job.overlap_grad_reduce:
             config.no_sync_func = models[0].no_sync if len(models) == 1 else [m.no_sync for m in models]
-        return _run(
+        outcome = _run(
             job, models, optimizer, get_forward_backward_func(), batches, held_out, on_step, active, ps
         )
+        return replace(outcome, log=lines)
     finally:
         hooks.uninstall()
+        logging.getLogger("dct_plugin").removeHandler(handler)
         ps.destroy_model_parallel()
+
+
+def _by_position(linear: Any, input: Any, weight: Any, **given: Any) -> torch.Tensor:
+    """Do what ``_forward_impl`` of parallel linears does."""
+    from megatron.core.tensor_parallel import layers
+
+    function = (
+        layers.linear_with_grad_accumulation_and_async_allreduce
+        if weight.requires_grad
+        else layers.linear_with_frozen_weight
+    )
+    names = ("bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel")
+    first = {"bias": given.pop("bias")}
+    rest = [given.get(name) for name in names[1:]]
+    parameters = list(inspect.signature(function).parameters)[6:]
+    return function(input, weight, *first.values(), *rest, *(given.get(name) for name in parameters))
+
+
+def _outside(config: Any) -> Callable[..., torch.Tensor]:
+    """Return a forward hook that sends a module's output through a parallel linear."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    linear = RowParallelLinear(
+        config.hidden_size, config.hidden_size, config=config, init_method=torch.nn.init.zeros_, bias=False,
+        input_is_parallel=True, skip_bias_add=False,
+    )  # fmt: skip
+
+    def forward(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        part = output[..., : linear.weight.shape[1]]
+        if config.sequence_parallel:
+            part = part.repeat(config.tensor_model_parallel_size, 1, 1)
+        return output + linear(part.contiguous())[0]
+
+    return forward
 
 
 def _run(
