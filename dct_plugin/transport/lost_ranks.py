@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,7 +23,34 @@ from ..errors import DCTError, DesyncError
 #: Seconds in which ranks whose collective failed report that they live.
 _REPORT = 3.0
 _LOST = "dct_plugin/lost"
-_SILENT = "gave no sign of life since: dead, stopped or stuck; see their own output"
+_SILENT = (
+    "gave no sign of life since: dead, stopped or stuck, or it has left the training loop: decide on all "
+    "ranks; see their own output"
+)
+
+
+class Wait(NamedTuple):
+    """A call in which this rank waits for others.
+
+    Attributes:
+        began: Time of its beginning (:func:`time.monotonic`).
+        what: The call, in words.
+        step: Optimizer steps so far, where there are any.
+        group: Group of the call; None for all ranks.
+    """
+
+    began: float
+    what: str
+    step: int | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def call(self) -> str:
+        return call_of(self.what, self.step)
+
+
+#: The calls that run now, by thread.
+waits: dict[int, Wait] = {}
 
 
 def register_process() -> None:
@@ -38,6 +65,7 @@ def rejoin() -> None:
 
     def clear() -> None:
         default_store().delete_key(_alive_key(dist.get_rank()))
+        default_store().delete_key(wait_key(dist.get_rank()))
         default_store().delete_key(_LOST)
 
     in_time(clear, _REPORT)
@@ -57,7 +85,7 @@ class reported:  # used as a statement
     """
 
     # Not a generator: it is entered several times per message.
-    __slots__ = ("_failed", "_group", "_step", "_what")
+    __slots__ = ("_failed", "_group", "_outer", "_step", "_what")
 
     def __init__(
         self,
@@ -67,13 +95,20 @@ class reported:  # used as a statement
         failed: Callable[[], None] | None = None,
     ) -> None:
         self._what, self._group, self._step, self._failed = what, group, step, failed
+        self._outer: Wait | None = None
 
     def __enter__(self) -> None:
-        pass
+        thread = threading.get_ident()
+        self._outer = waits.get(thread)
+        waits[thread] = Wait(time.monotonic(), self._what, self._step, self._group)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._outer is None:
+            waits.pop(threading.get_ident(), None)
+        else:
+            waits[threading.get_ident()] = self._outer
         if isinstance(error, RuntimeError) and not isinstance(error, DCTError):
             if self._failed is not None:
                 self._failed()
@@ -89,7 +124,6 @@ def describe_failure(
     """
     own = dist.get_rank()
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    at = "" if step is None else f" in step {step}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     # After a time limit a process that lives need not be well; those that are report by themselves.
     lost = in_time(lambda: _lost(ranks, own, look="imed out" not in first), _REPORT + 2.0)
@@ -102,7 +136,12 @@ def describe_failure(
         who = f"rank(s) {lost} {_SILENT}"
     else:
         who = "the other ranks report the same; see their own output"
-    return f"rank {own}: the {what}{at} failed: {who} ({first})"
+    return f"rank {own}: the {call_of(what, step)} failed: {who} ({first})"
+
+
+def call_of(what: str, step: int | None) -> str:
+    """Return the name of a collective for messages."""
+    return what if step is None else f"{what} in step {step}"
 
 
 def found_lost() -> str:
@@ -154,6 +193,11 @@ def _lost(ranks: Sequence[int], own: int, look: bool) -> list[int]:
 
 def _alive_key(rank: int) -> str:
     return f"dct_plugin/alive/{rank}"
+
+
+def wait_key(rank: int) -> str:
+    """Return the key under which a rank says in which call it waits for long."""
+    return f"dct_plugin/waits/{rank}"
 
 
 def _process_key(rank: int) -> str:

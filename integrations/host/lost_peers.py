@@ -1,4 +1,4 @@
-"""Reports of ranks that are lost while the host framework itself communicates.
+"""Reports of ranks that are lost while the host framework itself communicates, or that wait for long.
 
 What the plugin sends ends in an error with the ranks that are gone. A host's own collectives (norms of
 gradients, weights that ZeRO gathers, tensor parallelism, barriers of a checkpoint) end with an address at
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dct_plugin.errors import DCTError
 from dct_plugin.transport import lost_ranks
+from dct_plugin.transport.long_waits import LongWaits
 
 logger = logging.getLogger("dct_plugin")
 
@@ -58,11 +59,13 @@ class _ExceptHook:
 
 
 _excepthook = _ExceptHook()
+_long_waits = LongWaits()
 Job = TypeVar("Job")
 
 
 def watch(job: Job, step_of: Callable[[Job], int]) -> Callable[[], None]:
-    """Name the lost ranks when an error of the transport ends this process while ``job`` runs.
+    """Name the lost ranks when an error of the transport ends this process while ``job`` runs, and the calls
+    of ranks that wait for each other for long.
 
     Args:
         job: The training; it is not kept alive.
@@ -72,6 +75,7 @@ def watch(job: Job, step_of: Callable[[Job], int]) -> Callable[[], None]:
         A function to call when the job ends; the end of ``job``'s life calls it at the latest.
     """
     lost_ranks.register_process()
+    _long_waits.start()
     reference = weakref.ref(job, lambda _: end())
 
     def steps() -> int | None:
@@ -80,6 +84,8 @@ def watch(job: Job, step_of: Callable[[Job], int]) -> Callable[[], None]:
 
     def end() -> None:
         _excepthook.remove(steps)
+        if not _excepthook.jobs:
+            _long_waits.stop()
 
     _excepthook.add(steps)
     return end
