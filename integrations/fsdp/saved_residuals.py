@@ -207,7 +207,8 @@ def _as_dtensor(
     sharded = parameter.sharded
     mesh, placements = sharded.device_mesh, list(sharded.placements)
     shape = tuple(sharded.shape)
-    local = local.view(parameter.shape) if replicas is None else local.view(-1, *parameter.shape)
+    held = [] if replicas is None else [replicas if all_replicas else 1]
+    local = local.view(*held, *parameter.shape)  # of a rank without rows, too
     if replicas is not None:
         for i, placement in enumerate(placements):
             if isinstance(placement, _StridedShard):
