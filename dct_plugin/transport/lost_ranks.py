@@ -23,6 +23,8 @@ from ..errors import DCTError, DesyncError
 #: Seconds in which ranks whose collective failed report that they live.
 _REPORT = 3.0
 _LOST = "dct_plugin/lost"
+#: In place of the call of a rank that another one reports to live.
+_UNKNOWN = "1"
 _SILENT = (
     "gave no sign of life since: dead, stopped or stuck, or it has left the training loop: decide on all "
     "ranks; see their own output"
@@ -126,7 +128,10 @@ def describe_failure(
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     # After a time limit a process that lives need not be well; those that are report by themselves.
-    lost = in_time(lambda: _lost(ranks, own, look="imed out" not in first), _REPORT + 2.0)
+    call = call_of(what, step)
+    calls = {own: call}
+    lost = in_time(lambda: _lost(ranks, own, "imed out" not in first, calls), _REPORT + 2.0)
+    others = {rank: other for rank, other in calls.items() if other not in (_UNKNOWN, call)}
     if lost is None:
         who = (
             "nobody can be asked, the key-value store does not answer: rank 0, which serves it unless the "
@@ -134,9 +139,12 @@ def describe_failure(
         )
     elif lost:
         who = f"rank(s) {lost} {_SILENT}"
+    elif others:
+        named = ", ".join(f"rank {rank} in the {other}" for rank, other in others.items())
+        who = f"others failed in another call ({named}); decide on all ranks which calls they make"
     else:
         who = "the other ranks report the same; see their own output"
-    return f"rank {own}: the {call_of(what, step)} failed: {who} ({first})"
+    return f"rank {own}: the {call} failed: {who} ({first})"
 
 
 def call_of(what: str, step: int | None) -> str:
@@ -168,25 +176,31 @@ def in_time(function: Callable[[], Any], seconds: float) -> Any:
     return answers[0] if answers else None
 
 
-def _lost(ranks: Sequence[int], own: int, look: bool) -> list[int]:
-    """Report this rank, and return the ranks that do not report; ``look`` for processes on this machine."""
-    store, heard = default_store(), {own}
-    store.set(_alive_key(own), "1")
+def _lost(ranks: Sequence[int], own: int, look: bool, calls: dict[int, str] | None = None) -> list[int]:
+    """Report this rank, and return the ranks that do not report; ``look`` for processes on this machine.
+
+    ``calls`` has the call that failed on this rank, and gets those of the others, by rank.
+    """
+    calls = {own: _UNKNOWN} if calls is None else calls
+    store = default_store()
+    store.set(_alive_key(own), calls[own])
     began = time.monotonic()
     while time.monotonic() < began + _REPORT:
         # Not at once: a dying process closes its connections before it is gone.
         if look and time.monotonic() > began + _REPORT / 2:
             look = False
-            for rank in set(ranks) - heard:
+            for rank in set(ranks) - calls.keys():
                 key = _process_key(rank)
                 if store.check([key]) and processes.lives(store.get(key).decode()):
-                    store.set(_alive_key(rank), "1")
+                    store.compare_set(_alive_key(rank), "", _UNKNOWN)
         # Ranks of other groups may wait for a rank of this one: the verdict holds for them, too.
         if store.check([_LOST]):
             return sorted(json.loads(store.get(_LOST)))
-        heard.update(r for r in ranks if r not in heard and store.check([_alive_key(r)]))
+        for rank in set(ranks) - calls.keys():
+            if store.check([_alive_key(rank)]):
+                calls[rank] = store.get(_alive_key(rank)).decode()
         time.sleep(0.05)
-    if absent := sorted(set(ranks) - heard):
+    if absent := sorted(set(ranks) - calls.keys()):
         store.set(_LOST, json.dumps(absent))
     return absent
 

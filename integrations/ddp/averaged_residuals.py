@@ -12,6 +12,7 @@ from dct_plugin import checkpoint
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.stream import fresh_state
+from dct_plugin.transport import lost_ranks
 
 from .state import DCTState
 
@@ -63,5 +64,6 @@ def _mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the mean over the ranks, on CPU; a collective."""
     on_cuda = dist.get_backend(group) == "nccl"
     total = tensor.to("cuda" if on_cuda else "cpu", copy=True)
-    dist.all_reduce(total, group=group)
+    with lost_ranks.reported("average of residuals", group):
+        dist.all_reduce(total, group=group)
     return total.div_(dist.get_world_size(group)).cpu()
