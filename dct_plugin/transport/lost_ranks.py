@@ -22,6 +22,8 @@ from ..errors import DCTError, DesyncError
 
 #: Seconds in which ranks whose collective failed report that they live.
 _REPORT = 3.0
+#: Seconds after that in which ranks of other groups say whom they have found to be lost.
+_VERDICT = 1.0
 _LOST = "dct_plugin/lost"
 #: In place of the call of a rank that another one reports to live.
 _UNKNOWN = "1"
@@ -130,7 +132,12 @@ def describe_failure(
     # After a time limit a process that lives need not be well; those that are report by themselves.
     call = call_of(what, step)
     calls = {own: call}
-    lost = in_time(lambda: _lost(ranks, own, "imed out" not in first, calls), _REPORT + 2.0)
+
+    def look_for_lost() -> list[int]:
+        lost = _lost(ranks, own, "imed out" not in first, calls)
+        return lost or (_verdict_of_others() if len(ranks) < dist.get_world_size() else [])
+
+    lost = in_time(look_for_lost, _REPORT + 2.0)
     others = {rank: other for rank, other in calls.items() if other not in (_UNKNOWN, call)}
     if lost is None:
         who = (
@@ -207,6 +214,17 @@ def _lost(ranks: Sequence[int], own: int, look: bool, calls: dict[int, str] | No
 
 def _alive_key(rank: int) -> str:
     return f"dct_plugin/alive/{rank}"
+
+
+def _verdict_of_others() -> list[int]:
+    """Return the ranks that another group has found to be lost: one of this group may wait for them."""
+    until = time.monotonic() + _VERDICT
+    with contextlib.suppress(Exception):  # the rank that serves the store may have ended
+        while time.monotonic() < until:
+            if default_store().check([_LOST]):
+                return sorted(json.loads(default_store().get(_LOST)))
+            time.sleep(0.05)
+    return []
 
 
 def wait_key(rank: int) -> str:

@@ -20,10 +20,10 @@ from dct_plugin.transport import long_waits, lost_ranks
 pytestmark = pytest.mark.slow
 
 
-def _leaves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], str, int]:
-    """Rank 1 leaves the training loop after two steps, and saves; the others train on."""
+def _leaves_alone(rank: int, world_size: int, folder: str, detaches: bool) -> tuple[list[str], str, int]:
+    """Rank 1 leaves the training loop after two steps, and saves or detaches; the others train on."""
     long_waits.PATIENCE, long_waits.INTERVAL = 0.5, 0.1
-    group = dist.new_group(timeout=timedelta(seconds=6))
+    group = dist.new_group(timeout=timedelta(seconds=4))
     ddp = DistributedDataParallel(nn.Linear(60, 40), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {"sparsity": 0.9, "min_numel": 16}})
@@ -34,7 +34,7 @@ def _leaves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], s
             optimizer.zero_grad()
             ddp(torch.ones(4, 60)).square().mean().backward()
             optimizer.step()
-        state.save(folder)
+        dct_plugin.detach(state) if detaches else state.save(folder)
 
     with logged() as lines, pytest.raises(DesyncError) as ended:
         script()
@@ -47,17 +47,22 @@ def _leaves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], s
     return [line for line in lines if "has waited" in line], str(ended.value), left
 
 
-def test_a_rank_that_left_the_loop_is_named_with_its_call(tmp_path: Any) -> None:
-    (training, _, left), (saving, error, also_left) = run(2, _leaves_alone, str(tmp_path))
+@pytest.mark.parametrize(
+    ("detaches", "call"), [(False, "exchange of a checkpoint's identity"), (True, "average of residuals")]
+)
+def test_a_rank_that_left_the_loop_is_named_with_its_call(detaches: bool, call: str, tmp_path: Any) -> None:
+    outcomes = run(2, _leaves_alone, str(tmp_path), detaches)
+    (training, lonely, left), (saving, error, also_left) = outcomes
     assert left == also_left == 0
     (line,) = training
     assert "rank 0 has waited for" in line
-    assert "in step 2; meanwhile rank 1 is in the exchange of a checkpoint's identity" in line
+    assert f"in step 2; meanwhile rank 1 is in the {call}" in line
     assert "it has left the training loop: decide on all ranks" in line
     (line,) = saving
     assert "rank 1 has waited for" in line
-    assert "in the exchange of a checkpoint's identity; meanwhile rank 0 is in the " in line
-    assert "exchange of a checkpoint's identity failed" in error
+    assert f"in the {call}; meanwhile rank 0 is in the " in line
+    assert f"rank 1: the {call} failed: others failed in another call (rank 0 in the " in error
+    assert f"others failed in another call (rank 1 in the {call})" in lonely
 
 
 def test_a_rank_that_has_ended_may_have_left_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -55,6 +56,31 @@ def test_a_rank_that_reports_late_but_in_time_is_not_lost(clock: Clock) -> None:
     clock.at = {1000.0 + _REPORT - 0.1: (_alive_key(1), "1")}
     assert _lost([0, 1], own=0, look=False) == []
     assert not clock.store.check([_LOST])
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        # The rank that failed waited for one of another group, which finds that out a moment later.
+        ({1001.0: (_alive_key(1), "sum"), 1003.5: (_LOST, "[3]")}, "rank(s) [3] gave no sign of life since"),
+        (
+            {1001.0: (_alive_key(1), "sum of residuals")},
+            "others failed in another call (rank 1 in the sum of residuals); decide on all ranks",
+        ),
+        ({1001.0: (_alive_key(1), "sum in step 7")}, "the other ranks report the same"),
+    ],
+)
+def test_of_a_group_in_which_all_live(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, at: dict[float, tuple[str, str]], text: str
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(lost_ranks, "in_time", lambda function, seconds: function())
+    clock.at = at
+    group: Any = object()
+    said = lost_ranks.describe_failure("sum", RuntimeError("Timed out"), group, step=7)
+    assert said.startswith("rank 0: the sum in step 7 failed: " + text)
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_beyond_the_reports(
