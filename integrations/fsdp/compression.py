@@ -21,6 +21,7 @@ from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
+from dct_plugin.transport import lost_ranks
 
 from ..host import attached, lost_peers, startup
 from ..host.automatic import settled
@@ -139,9 +140,10 @@ class ReplicaCompression:
         """The backward pass of the last exchange."""
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
         self.steps.members = list(self._reducers.values())
-        self._follow_steps()
+        self._before_forward(self._close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
+        self._follow_steps()
         self.ends.callback(lost_peers.watch(self, lambda compression: compression.steps.step))
 
     @property
@@ -186,16 +188,16 @@ class ReplicaCompression:
 
     def _follow_steps(self) -> None:
         self._optimizer_steps.follow(self._optimizers)
-        # Whether a scaler skipped the last step is known at the next pass, without waiting for a device.
-        self._before_forward(self._end_due_step)
+        # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
+        # to be known before weights are displaced.
+        self._before_forward(self._optimizer_steps.end_due)
         self.ends.callback(self._optimizer_steps.close)
 
     def _before_forward(self, function: Callable[[], None]) -> None:
         hook = ModuleHook(lambda *_: function(), self._model)
         self.ends.callback(self._model.register_forward_pre_hook(hook, prepend=True).remove)
 
-    def _end_due_step(self) -> None:
-        self._optimizer_steps.end_due()
+    def _close_if_done(self) -> None:
         if self._leaves and all(reducer.flushed for reducer in self._reducers.values()):
             self.close()
 
@@ -311,7 +313,8 @@ class ReplicaCompression:
         """Write residuals as a checkpoint of their own, for :meth:`load`; a collective of all ranks."""
         import torch.distributed.checkpoint as dcp
 
-        dcp.save({"dct": self}, checkpoint_id=folder)
+        with lost_ranks.reported("save of residuals", step=self.steps.step):
+            dcp.save({"dct": self}, checkpoint_id=folder)
 
     def load(self, folder: str | os.PathLike[str], key: str = "dct") -> bool:
         """Restore residuals from a checkpoint of ``torch.distributed.checkpoint``, also of another mesh.

@@ -30,6 +30,7 @@ from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError
 from dct_plugin.feedback import unpacked
 from dct_plugin.stream import fresh_state
+from dct_plugin.transport import lost_ranks
 
 from .parameter_groups import ShardedParameter
 from .replica_group import ReplicaGroup
@@ -121,7 +122,8 @@ def load(folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup
             if f"{key}.held_back.{name}" in sizes:
                 state["held_back"][name] = _as_dtensor(group, parameter, torch.zeros(parameter.shape))
     _report_rest(sizes, key, state)
-    dcp.load({key: state}, storage_reader=dcp.FileSystemReader(folder))
+    with lost_ranks.reported("load of residuals"):
+        dcp.load({key: state}, storage_reader=dcp.FileSystemReader(folder))
     restore(groups, state)
     return True
 

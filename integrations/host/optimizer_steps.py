@@ -143,7 +143,9 @@ class OptimizerSteps:
     def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
         if any(each is optimizer for each in self.optimizers):
             return True
-        return any(id(p) in self._reduced for group in optimizer.param_groups for p in group["params"])
+        return bool(self._reduced) and any(
+            id(p) in self._reduced for group in optimizer.param_groups for p in group["params"]
+        )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Decide what becomes of the step that an optimizer is about to make."""

@@ -112,6 +112,7 @@ CASES: dict[str, Case] = {
     "FSDP2": (fsdp, SKIP, {}),
     "FSDP2, zeros": (fsdp, SKIP, {"way": "zeros"}),
     "FSDP2, accumulated": (fsdp, SKIP, {"micro": 3}),
+    "FSDP2, scaler": (fsdp, KEYS, {"scaler": 1024.0}),
 }
 
 
@@ -154,12 +155,25 @@ def _steps_on_nothing(rank: int, world_size: int) -> list[Any]:
         train(model, optimizer, rank, [100], way="and steps")
         steps, after, kept = whole(model, state)
         found.append((steps, _same(parameters, after), _same(before, kept.get("streams", kept))))
+    for make in (ddp, fsdp):  # the scaler ends a step that the optimizer did not make
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        model, optimizer, state = make({**KEYS, "feedback": "local"}, scaler=scaler)
+        train(model, optimizer, rank, [0, 1, 2, 3], scaler=scaler)
+        _, parameters, kept = whole(model, state)
+        before = kept.get("streams", kept)
+        optimizer.zero_grad()
+        scaler.scale(1e4 * model(torch.ones(4, 20)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        steps, after, kept = whole(model, state)
+        found.append((steps, _same(parameters, after), _same(before, kept.get("streams", kept))))
     return found
 
 
 def test_a_step_without_gradients_counts_and_leaves_residuals() -> None:
     for found in run(2, _steps_on_nothing):
-        assert found == [(5, True, True)] * 2
+        assert found == [(5, True, True)] * 4
 
 
 def _without_the_key(rank: int, world_size: int) -> list[list[str]]:
