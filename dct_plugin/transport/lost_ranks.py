@@ -170,16 +170,15 @@ def found_lost() -> str:
 def in_time(function: Callable[[], Any], seconds: float) -> Any:
     """Return the result of ``function``, which uses the store; None if it fails or takes longer."""
     answers: list[Any] = []
-    ended = threading.Event()
 
     def call() -> None:
         with contextlib.suppress(Exception):
             answers.append(function())
-        ended.set()
 
     # In a thread: the rank that serves the store may be the lost one.
-    threading.Thread(target=call, daemon=True).start()
-    ended.wait(seconds)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
     return answers[0] if answers else None
 
 

@@ -104,6 +104,11 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
     """Log what is active, and what is strange about the configuration; ``note`` is about its feedback."""
     what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
     startup.log_active(what, attachment.config, note, attachment.reducer.config)
+    if attachment.weights_lag:
+        logger.warning(
+            "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
+            "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
+        )
     if unknown := unread_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
     for sentence in advice(job_of(engine)):

@@ -29,7 +29,7 @@ from .part import EngineContext, EnginePart
 from .path import GradientPath
 from .paths import activation_paths_of
 from .support import is_pipeline, tied_weights
-from .weight_updates import WeightUpdates
+from .weight_updates import ThresholdedGather, WeightUpdates
 
 
 class Attachment:
@@ -104,6 +104,11 @@ class Attachment:
             DCTError: On every rank, if a rank's file is damaged or does not fit; names ranks and files.
         """
         return self._files.load(folder)
+
+    @property
+    def weights_lag(self) -> bool:
+        """True if the weights between steps are not the rounded masters; see :meth:`gather_parameters`."""
+        return isinstance(self._gather, ThresholdedGather)
 
     def gather_parameters(self) -> None:
         """Bring the weights of all ranks to the optimizer's masters, in full; a collective, between two

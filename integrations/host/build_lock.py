@@ -92,11 +92,14 @@ def watched() -> Iterator[None]:
         def wait(self) -> None:
             timer = _later(lambda: advice(self.lock_file_path))
             waiting = threading.Event()
-            threading.Thread(target=_clear, args=(Path(self.lock_file_path), waiting), daemon=True).start()
+            arguments = Path(self.lock_file_path), waiting
+            clearing = threading.Thread(target=_clear, args=arguments, daemon=True)
+            clearing.start()
             try:
                 super().wait()
             finally:
                 waiting.set()
+                clearing.join()
                 timer.cancel()
 
         def try_acquire(self) -> bool | None:

@@ -205,7 +205,7 @@ class ThreadOverlap(Overlap):
 
     After an error all later reductions have the same error. The thread is a daemon: a rank that fails
     elsewhere can end while the thread still waits for other ranks, so that its sockets close. It ends with
-    this object.
+    this object, and is waited for: an interpreter that ends while torch tidies up in a thread aborts.
     """
 
     def __init__(self, reducer: GradientReducer, name: str) -> None:
@@ -214,8 +214,9 @@ class ThreadOverlap(Overlap):
         self._pending: list[PendingReduction] = []
         self._times = _Times()
         self._tasks: _Tasks = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._tasks, self._times), name=name, daemon=True).start()
-        self._stop = weakref.finalize(self, self._tasks.put, None)
+        thread = threading.Thread(target=_serve, args=(self._tasks, self._times), name=name, daemon=True)
+        thread.start()
+        self._stop = weakref.finalize(self, _end, thread, self._tasks)
 
     def submit(self, work: Work, done: Work | None = None) -> PendingReduction:
         """See :meth:`Overlap.submit`; ``done()`` runs in the thread."""
@@ -248,6 +249,8 @@ class ThreadOverlap(Overlap):
         self._stop()
 
 
+#: Seconds that a thread gets to end.
+_PATIENCE = 1.0
 _Tasks = queue.SimpleQueue[tuple[Future[None], Work] | None]
 
 
@@ -261,6 +264,13 @@ class _Times:
         hidden = max(self.worked - self.waited, 0.0)
         self.worked = self.waited = 0.0
         return 1e3 * hidden
+
+
+def _end(thread: threading.Thread, tasks: _Tasks) -> None:
+    """End a thread behind what is queued; one that still waits for other ranks is left to itself."""
+    tasks.put(None)
+    if thread is not threading.current_thread():  # which may drop the last reference
+        thread.join(_PATIENCE)
 
 
 def _result_of(result: Future[None], times: _Times) -> None:

@@ -93,6 +93,9 @@ def test_ranks_in_step(two: Results, name: str) -> None:
     assert first["hash"] == second["hash"]
     assert first["losses"] == second["losses"]
     assert first["losses"][-1] < first["losses"][0]
+    assert any(
+        "before an evaluation or export call engine.dct.gather_parameters()" in line for line in first["log"]
+    )
     for rank in first, second:
         assert rank["lag"] > 0
         assert rank["lag_after_gather"] == 0
