@@ -352,6 +352,10 @@ class StepAhead:
 
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
+        # An optimizer that gets a parameter later knows nothing of earlier gradients.
+        known = {name: self._parameters.get(name) for name, _ in entries}
+        stepped = {name for name, p in known.items() if p is not None and self._unit_of(p) is not None}
+        entries = [each for each in entries if each[0] in stepped]
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def end_step(self, *, skipped: bool) -> None:

@@ -90,7 +90,8 @@ def unwrapped(optimizer: Any) -> Any:
 def units_of(
     optimizer: Any, parameters: Sequence[Sequence[torch.nn.Parameter]] | None = None
 ) -> Callable[[torch.nn.Parameter], StepUnit | None]:
-    """Return a look-up of a parameter's unit, which reads the settings of its group at every call.
+    """Return a look-up of a parameter's unit, which reads the settings of its group at every call. It also
+    finds parameters of groups that are added later.
 
     Args:
         optimizer: With ``param_groups`` as in torch; may be a wrapper, see :func:`unwrapped`.
@@ -102,13 +103,17 @@ def units_of(
     inner = unwrapped(optimizer)
     for group in optimizer.param_groups:  # refused now rather than in a forward pass
         StepUnit.of(inner, group)
-    if parameters is None:
-        parameters = [group["params"] for group in optimizer.param_groups]
-    group_of = {id(parameter): i for i, group in enumerate(parameters) for parameter in group}
+    group_of: dict[int, int] = {}
+    groups = 0
 
     def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
-        index = group_of.get(id(parameter))
-        return None if index is None else StepUnit.of(inner, optimizer.param_groups[index])
+        nonlocal groups
+        if len(optimizer.param_groups) != groups:
+            groups = len(optimizer.param_groups)
+            own = [group["params"] for group in optimizer.param_groups] if parameters is None else parameters
+            group_of.update((id(each), number) for number, group in enumerate(own) for each in group)
+        number = group_of.get(id(parameter))
+        return None if number is None else StepUnit.of(inner, optimizer.param_groups[number])
 
     return unit_of
 

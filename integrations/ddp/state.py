@@ -120,6 +120,7 @@ class DCTState:
         self._overlap: Overlap | None = None
         """Made when the ranks have agreed, at the first bucket."""
         self._ahead: StepAhead | None = None
+        self._model: weakref.ref[DistributedDataParallel] | None = None
         self._displaced: dict[str, Any] = {}
         """The model's parameters by name, complex ones as real ones, once they are displaced."""
         self._early = EarlyGradients(self._reduce_early)
@@ -176,6 +177,7 @@ class DCTState:
             model.register_comm_hook(self, dct_hook)
         else:  # DDP takes one hook, and keeps it
             earlier.successor = functools.partial(dct_hook, self)
+        self._model = weakref.ref(model)
         weakref.finalize(model, self.close).atexit = False
         if self._optimizer_steps.optimizers:
             self._next_pass.watch(model.module)
@@ -250,15 +252,23 @@ class DCTState:
             )
             self.steps.members, self.steps.metrics = [self._reducer], self.metrics
 
-            def weights() -> list[tuple[str, Tensor]]:
-                ahead, named = self._ahead, self.parameters.reduced()
-                if ahead is None:
-                    return [(name, as_real(p.data)) for name, p in named]
-                return [(name, ahead.weight(self._displaced.get(name, p))) for name, p in named]
-
-            self.steps.replicas = [Replicas(self.config.data_parallel, weights, self.process_group)]
+            self.steps.replicas = [Replicas(self.config.data_parallel, self._replicated, self.process_group)]
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
+
+    def _replicated(self) -> list[tuple[str, Tensor]]:
+        """Return the weights of the trainable parameters, also of those that DDP does not reduce."""
+        model, named = None if self._model is None else self._model(), dict(self.parameters.reduced())
+        if model is not None:
+            named |= self.parameters.add(
+                (name, parameter)
+                for name, parameter in model.module.named_parameters()
+                if parameter.requires_grad and name not in model.parameters_to_ignore
+            )
+        pairs = sorted(named.items(), key=lambda pair: pair[0])
+        if self._ahead is None:
+            return [(name, as_real(parameter.data)) for name, parameter in pairs]
+        return [(name, self._ahead.weight(self._displaced.get(name, p))) for name, p in pairs]
 
     # -- a backward pass ---
 

@@ -166,6 +166,31 @@ def test_feedback_follows_the_optimizer() -> None:
     assert 'better: leave "feedback" out' in warning
 
 
+def _added_group(rank: int, world_size: int) -> tuple[list[bool], torch.Tensor]:
+    """Return for each step whether the first layer, which the optimizer gets in step 4, was displaced."""
+    ddp = model()
+    optimizer = torch.optim.AdamW(ddp.module[2].parameters(), lr=0.01)
+    section = {**SPARSE, "feedback": "step_ahead", "warmup_steps": 1, "min_numel": 16}
+    dct_plugin.attach(ddp, optimizer, {"data_parallel": section})
+    weight, seen, displaced = ddp.module[0].weight, [], []
+    ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(weight.detach().clone()))
+    for step in range(8):
+        if step == 4:
+            optimizer.add_param_group({"params": ddp.module[0].parameters(), "lr": 0.02})
+        before = weight.detach().clone()
+        end = train(ddp, optimizer, rank, range(step, step + 1))
+        displaced.append(not torch.equal(seen[-1], before))
+    return displaced, end
+
+
+@pytest.mark.slow
+def test_groups_that_are_added_get_step_ahead() -> None:
+    first, second = run(2, _added_group)
+    assert torch.equal(first[1], second[1])
+    for displaced, _ in (first, second):
+        assert displaced == [False] * 5 + [True] * 3
+
+
 def _resumed(rank: int, world_size: int, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of a run of one piece, and of one that is resumed, by state and by files."""
 

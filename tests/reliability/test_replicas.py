@@ -11,6 +11,7 @@ from support.processes import launch, logged, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import dct_plugin
 from dct_plugin import DCTState, dct_hook
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
@@ -54,6 +55,31 @@ def _drifts(rank: int, world_size: int, action: str, ahead: bool) -> tuple[list[
                 with torch.no_grad():
                     model[2].weight.view(torch.int32)[0, 5] ^= 1
     return lines, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def _unfrozen(rank: int, world_size: int) -> None:
+    """DDP reduces nothing of a layer that is trained only after it was wrapped: the ranks drift apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 40).requires_grad_(False), nn.Tanh(), nn.Linear(40, 1))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    keys: dict[str, Any] = {"min_numel": 10, "verify": {"every": 2, "action": "stop"}}
+    dct_plugin.attach(ddp, optimizer, {"data_parallel": keys})
+    for step in range(6):
+        if step == 2:
+            model[0].requires_grad_()
+            optimizer.add_param_group({"params": model[0].parameters()})
+        optimizer.zero_grad()
+        ddp(torch.ones(8, 60) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_layer_that_ddp_does_not_reduce_is_found() -> None:
+    for kind, text in launch(2, _unfrozen):
+        assert kind == "error"
+        assert "parameters differ between the ranks after step 4: 0.bias on ranks 0, 1 (no majority)" in text
+        assert "0.weight" in text
 
 
 def _taken_over(lines: list[str]) -> list[str]:
