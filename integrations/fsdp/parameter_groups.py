@@ -36,7 +36,7 @@ TARGETS = (
     ),
     Target(f"{_FSDP}._fully_shard", "FSDPModule._get_fsdp_state", ("self",), part=_PART),
     Target(f"{_FSDP}._fsdp_state", "FSDPState._lazy_init", ("self",), part=_PART),
-    Target(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.reshard", ("self",), part=_PART),
+    Target(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup._to_sharded", ("self",), part=_PART),
 )
 #: Parts of names that wrappers (``torch.compile``, activation checkpointing) put in.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

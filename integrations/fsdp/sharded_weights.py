@@ -51,7 +51,7 @@ class GatheredShard(GatheredSlice):
         self._weights = None if memory is weights else weights
         # What was gathered before is of other weights. FSDP itself frees it in a backward pass.
         if group.is_unsharded and torch._C._current_graph_task_id() < 0:
-            group.reshard()
+            group._to_sharded()  # reshard() does nothing within the root's forward pass
 
 
 def check_displaceable(parameters: list[ShardedParameter]) -> None:

@@ -348,3 +348,34 @@ def test_desync(problem: str, text: str) -> None:
     outcomes = launch(2, _desync, problem)
     assert outcomes[0][0] == "error"
     assert text in outcomes[0][1]
+
+
+def _between(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Weights of trainings with something between each forward pass and its backward pass."""
+    ends = []
+    for between in ("nothing", "no_grad", "evaluation", "a gradient"):
+        model = sharded((2, 1))
+        optimizer = adamw(model)
+        compress_replicas(model, {"data_parallel": {**SPARSE, "feedback": "step_ahead"}}, optimizer=optimizer)
+        for step in range(6):
+            points, wanted = batch(step, rank)
+            out = model(points.requires_grad_())
+            if between == "no_grad":
+                with torch.no_grad():
+                    model(points)
+            if between == "evaluation":
+                model.eval()
+                model(points)
+                model.train()
+            if between == "a gradient":
+                torch.autograd.grad(out.sum(), points, retain_graph=True)
+            F.mse_loss(out, wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([shard.reshape(-1) for shard in shards(model)]))
+    return ends
+
+
+def test_backward_passes_use_the_weights_of_their_forward_pass() -> None:
+    for ends in run(2, _between):
+        assert all(torch.equal(end, ends[0]) for end in ends)
