@@ -88,23 +88,26 @@ class Setting(NamedTuple):
         return f"sparsity {self.sparsity:g}, {self.value_dtype} values{topology}"
 
 
-def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> list[Setting]:
+def settings_within(
+    config: DataParallelConfig, *, all_types: bool = True, lossless: bool = True
+) -> list[Setting]:
     """Return the settings that the automatic mode may choose, the dense exchange first.
 
     Args:
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
-        all_types: Whether types of fewer bits and the lossless code may be chosen, too.
+        all_types: Whether types of fewer bits may be chosen, too.
+        lossless: Whether the lossless code may be chosen, too.
     """
-    lossless = [Setting(0.0, LOSSLESS)] if all_types else []
+    coded = [Setting(0.0, LOSSLESS)] if lossless else []
     if config.quality == "exact":
-        return [Setting(), *lossless]
+        return [Setting(), *coded]
     most_bits = {"int2": 2, **_VALUES}.get(config.value_dtype, 32)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
     if not (values and all_types):
         values = [config.value_dtype]
     sparsities = [each for each in _SPARSITIES if each < config.sparsity]
     if not config.sparsity:
-        return [Setting(), *lossless, Setting(0.0, values[0])]
+        return [Setting(), *coded, Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
 

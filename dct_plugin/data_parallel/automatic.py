@@ -73,8 +73,10 @@ class AutomaticSparsity(AddOn):
         config, group = context.config, context.group
         if config.quality is None or group.world_size == 1:
             return None
-        # On a device slots are laid out for one type of values.
-        return cls(group, settings_within(config, all_types=not group.fixed_size), context.topologies)
+        # Slots are laid out for one type of values. The lossless code runs on the CPU.
+        is_free = not group.fixed_size
+        settings = settings_within(config, all_types=is_free, lossless=is_free and group.device.type == "cpu")
+        return cls(group, settings, context.topologies)
 
     @property
     def dense(self) -> bool:

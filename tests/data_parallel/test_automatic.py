@@ -13,7 +13,7 @@ from support.processes import run
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import DCTState
-from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
+from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.config.automatic import (
     Setting,
     alternative_exchange,
@@ -87,7 +87,7 @@ def test_a_changed_section_still_follows_it() -> None:
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
     assert settings_within(_config(quality="exact")) == [DENSE, LOSSLESS_CODE]
-    assert settings_within(_config(quality="exact"), all_types=False) == [DENSE]
+    assert settings_within(_config(quality="exact"), lossless=False) == [DENSE]
     found = settings_within(_config(quality="bytes"))
     assert found[:2] == [DENSE, Setting(0.0, "bf16")]
     assert set(found[2:]) == {
@@ -281,6 +281,17 @@ def test_lossless_sums_are_those_of_the_dense_exchange(world_size: int) -> None:
         if world_size == 2:  # with more the order of a sum differs, and its last bit
             assert torch.equal(dense.nan_to_num(), coded.nan_to_num())
     assert ranks[0]["bytes"].sent_bytes < 0.93 * ranks[0]["bytes"].dense_bytes
+
+
+def _settings_on_a_gpu(rank: int, world_size: int) -> list[Setting]:
+    kernels = KernelConfig(backend="reference")  # as where there is no Triton
+    reducer = GradientReducer(_config(quality="exact"), device=torch.device("cuda"), kernels=kernels)
+    return list(reducer.add_on(AutomaticSparsity)._settings)
+
+
+@pytest.mark.slow
+def test_the_lossless_code_is_not_offered_on_a_gpu_without_triton() -> None:
+    assert run(2, _settings_on_a_gpu) == [[DENSE], [DENSE]]
 
 
 # -- in a reducer ---

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton import selection_kernels
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
-from dct_plugin.kernels.triton.batch import Batch
+from dct_plugin.kernels.triton.batch import Batch, tables
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -593,3 +594,16 @@ def test_long_gaps() -> None:
     out = torch.zeros_like(grad)
     assert TRITON.decode_add(payload, out) == nnz == len(gaps)
     assert torch.equal(out, grad)
+
+
+class _AppendedAtOnce(deque[Any]):
+    """Appends another thread's table right after each one, as may happen."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        super().append((item[0], [[0]], torch.zeros(1, 1, dtype=torch.int64)))
+
+
+def test_a_thread_gets_its_own_table_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_recent", _AppendedAtOnce())
+    assert tables.of([[3, 4], [5, 6]], torch.device("cpu")).tolist() == [[3, 4], [5, 6]]

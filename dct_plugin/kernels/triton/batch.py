@@ -439,8 +439,9 @@ class _Tables:
     def of(self, rows: Sequence[Sequence[int]], where: torch.device) -> Tensor:
         """Return a table on its device, int64 [rows, places]."""
         if where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            self._recent.append((where, rows, upload(rows, where)))
-            return self._recent[-1][2]
+            own = upload(rows, where)  # not the last one of the deque: another thread may append there
+            self._recent.append((where, rows, own))
+            return own
         for there, content, table in reversed(self._recent):
             if there == where and content == rows:
                 self._recorded.append(table)  # for as long as graphs may be replayed
