@@ -298,10 +298,9 @@ class GradientReducer(StreamGroup):
             self.metrics.starting = self.schedule.starting(self.step)
         if reduced_at is not None:
             self.loss_scale = reduced_at
-        ratio = 1.0 if loss_scale is None else loss_scale / self.loss_scale
-        self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
-        self._close(skipped=skipped, ratio=ratio)
-        self.loss_scale = self.loss_scale if loss_scale is None else loss_scale
+        self._close(skipped=skipped)
+        if loss_scale is not None:
+            self.rescale(loss_scale)
         self.step += 1
 
     def reject_step(self) -> None:
@@ -310,14 +309,24 @@ class GradientReducer(StreamGroup):
         """
         self.finish()
         self._dense.end_step(skipped=True)
-        self._close(skipped=True, ratio=1.0)
+        self._close(skipped=True)
 
-    def _close(self, *, skipped: bool, ratio: float) -> None:
-        kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]  # which may change streams
-        for each in kept:
-            each.end_step(skipped=skipped and self._transactional)
-            if ratio != 1.0:
+    def rescale(self, loss_scale: float) -> None:
+        """Note between two steps that the coming gradients are multiplied by ``loss_scale``. Residuals and
+        thresholds follow where they lie (exact for powers of 2).
+        """
+        ratio, self.loss_scale = loss_scale / self.loss_scale, loss_scale
+        if ratio != 1.0:
+            self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
+            for each in self._kept():
                 each.rescale(ratio)
+
+    def _kept(self) -> list[Compressor | AddOn]:
+        return [*self.streams.values(), *self.add_ons]  # a list, since add-ons may change streams
+
+    def _close(self, *, skipped: bool) -> None:
+        for each in self._kept():
+            each.end_step(skipped=skipped and self._transactional)
         if skipped and self.config.nonfinite_action == "skip":
             self.nonfinite_reported = False  # the next one may be another rank's and parameter's
 

@@ -286,7 +286,7 @@ class ReplicaCompression:
                 f"groups of one model ({group.parameters[0].name}: {unit:g}, others {reducer.loss_scale:g}); "
                 "give all of them the same reduce_dtype and divide factor"
             )
-        reducer.load_state_dict(reducer.state_dict(), loss_scale=unit)
+        reducer.rescale(unit)
 
     # -- a step ---
 
