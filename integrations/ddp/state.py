@@ -171,7 +171,7 @@ class DCTState:
             call="dct_plugin.attach",
             remedy="make it from model.parameters()",
             sparsity=self.config.data_parallel.sparsity,
-            warns=dist.get_rank(self.process_group) == 0,
+            warns=not dist.is_initialized() or dist.get_rank(self.process_group) == 0,
         )
         if earlier is None:
             model.register_comm_hook(self, dct_hook)

@@ -33,7 +33,7 @@ class Refusal:
     """Tests in which the plugin refuses to run.
 
     Attributes:
-        tests: Regular expression that matches the tests' names.
+        tests: Regular expression that is found in the tests' names; empty for all tests of the suite.
         error: A part of the plugin's message.
         reason: Why it refuses.
     """
@@ -117,6 +117,22 @@ SUITES = {
             "unit/v1/half_precision",
             "unit/v1/moe",
             "unit/v1/zero",
+        ),
+        refused=tuple(
+            Refusal("", f"dct does not support {feature}", reason)
+            for feature, reason in (
+                ("zero_optimization.zero_quantized_gradients", "DeepSpeed quantises the gradients itself"),
+                ("offloading (zero_optimization.", "gradients and optimizer are not where they are reduced"),
+                ("ZenFlow", "its optimizer chooses gradients itself"),
+                ("the optimizer muon", "it needs whole gradient matrices"),
+                ("sequence parallelism", "gradients are summed over other ranks than the data's"),
+                ("a data-parallel group of", "tensor parallelism reduces over groups that are not known"),
+                ("torch_autocast with dtype float16", "it scales the loss out of sight"),
+                ("DeepCompile", "it reduces gradients inside the compiled graph"),
+                ("AutoEP parameter folding", "it moves gradients between groups itself"),
+                ("the optimizer wrapper", "its master weights are its own"),
+                ("the engine", "its own loop reduces gradients"),
+            )
         ),
         source=Source("deepspeed", "0.19.8", "https://github.com/deepspeedai/DeepSpeed", "v0.19.8", "tests"),
         environment={
