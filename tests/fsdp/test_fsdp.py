@@ -163,7 +163,7 @@ def _as_native(rank: int, world_size: int) -> dict[str, tuple[bool, bool, int, i
         train(ours, optimizer, rank, range(2), accumulate=accumulate, scaler=scalers[1])
         before = streams_of(compression)
         train(ours, optimizer, rank, range(2, 4), accumulate=accumulate, scaler=scalers[1])
-        # A change of the loss scale makes no stream anew, whose residual would pass through the host's memory.
+        # A change of the loss scale makes no stream anew: its residual would pass through the host's memory.
         lasts = all(map(operator.is_, before, streams_of(compression)))
         compression.state_dict()  # what became of the last step is looked up now
         same = all(torch.equal(a, b) for a, b in zip(shards(native), shards(ours), strict=True))
