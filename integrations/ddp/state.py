@@ -226,6 +226,8 @@ class DCTState:
             self._optimizer_steps.follow(optimizers)
         self._own(model)
         _settle(self)
+        if self._ahead is not None:  # register() has displaced the same weights
+            self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         device = next(iter(named.values())).device
         self._displaced = {name: RealView(p) if p.is_complex() else p for name, p in named.items()}
