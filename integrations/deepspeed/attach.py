@@ -15,6 +15,7 @@ from ..host import startup
 from ..host.automatic import settled, steps_of
 from .attachment import Attachment
 from .checkpointing import tell_what_is_dropped
+from .parser import keys_read
 from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
 from .rules import advice, applied, obstacle, require, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
@@ -109,7 +110,7 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
         )
-    if unknown := unread_keys(configuration_of(engine) or {}):
+    if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
     for sentence in advice(job_of(engine)):
         logger.warning("dct: %s", sentence)

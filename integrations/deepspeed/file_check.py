@@ -17,6 +17,7 @@ from dct_plugin.errors import ConfigError
 
 from ..host.versions import parse
 from .job import STAGES, Job
+from .parser import keys_for
 from .rules import advice, applied, obstacle, refusals, unread_keys, without_slot
 from .section import SECTION, backend_name, misplaced_section
 
@@ -74,7 +75,7 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     if report.config is not None and not job.exchanges_momentum:
         config = _settled(job, config, report)
     report.faults += refusals(job, config)
-    report.warnings += [f"{key}: nothing reads it" for key in unread_keys(content)]
+    report.warnings += [f"{key}: nothing reads it" for key in unread_keys(content, keys_for(content))]
     report.warnings += advice(job)
     if report.config is not None:
         report.config = applied(job, config)

@@ -7,7 +7,7 @@ nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -98,10 +98,12 @@ def without_slot(version: str) -> str:
     )
 
 
-def unread_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a JSON that neither DeepSpeed nor the plugin reads, with suggestions."""
+def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
+    suggestions.
+    """
     inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
-    return [inside.get(key.strip("'"), key) for key in unread(content, READ_BY_PLUGIN)]
+    return [inside.get(key.strip("'"), key) for key in unread(content, {*read, *READ_BY_PLUGIN})]
 
 
 def _unsupported(job: Job) -> Iterator[str]:

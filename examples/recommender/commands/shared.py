@@ -12,6 +12,7 @@ import typer
 
 from dct_plugin.config.dct import SECTION
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.deepspeed.parser import keys_for
 from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
 from dct_plugin.output import write
 
@@ -113,8 +114,9 @@ def complete(
             raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
     for key in near_misses(content, SECTION) + near_misses(content, MODEL_SECTION):
         raise ConfigError(f"{source}: {key}: unknown section; did you mean {SECTION!r} or {MODEL_SECTION!r}?")
-    for key in unread(content, (SECTION, MODEL_SECTION), near=True):
-        raise ConfigError(f"{source}: unknown key {key}")
+    for key in unread(content, {*keys_for(content), SECTION, MODEL_SECTION}):
+        if "did you mean" in key:
+            raise ConfigError(f"{source}: unknown key {key}")
     accumulation = "gradient_accumulation_steps"
     for key in (*BATCH_KEYS, accumulation):
         value = made.get(key, 1)
