@@ -129,7 +129,9 @@ class NodeCopies(WeightUpdates):
         self._masters: dict[str, Tensor] = {}
         self.ahead: StepAhead | None = None
         self._stepping = self._shown = self._stale = False
-        self._handle: Any = None
+        self._found: list[bool] = []
+        """For each forward pass that runs: whether copies were shown before it."""
+        self._handles: list[Any] = []
 
     @staticmethod
     def _nodes(engine: Any, settings: DataParallelConfig, reducer: GradientReducer) -> Nodes:
@@ -163,12 +165,16 @@ class NodeCopies(WeightUpdates):
         hook = ModuleHook(
             lambda module, *_: self._before_pass(module.training and torch.is_grad_enabled()), self._module
         )
-        self._handle = self._module.register_forward_pre_hook(hook, prepend=True)
+        after = ModuleHook(lambda *_: self._after_pass(), self._module)
+        self._handles = [
+            self._module.register_forward_pre_hook(hook, prepend=True),
+            self._module.register_forward_hook(after, always_call=True),
+        ]
 
     def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         self.gather()
-        if self._handle is not None:
-            self._handle.remove()
 
     def before_step(self) -> None:
         self._stepping = True
@@ -204,6 +210,7 @@ class NodeCopies(WeightUpdates):
     # -- which weights passes gather ---
 
     def _before_pass(self, trains: bool) -> None:
+        self._found.append(self._shown and not trains)
         if any(getattr(parameter, _GATHERED, 0) for parameter in self._parameters):
             return  # somebody has gathered weights for this pass
         if self._stale:
@@ -213,6 +220,11 @@ class NodeCopies(WeightUpdates):
             self._fill()
         if self._held:
             self._show(trains)
+
+    def _after_pass(self) -> None:
+        """Let a backward pass that comes gather what its forward pass gathered."""
+        if self._found and self._found.pop() and self._held:
+            self._show(True)
 
     def _show(self, trains: bool) -> None:
         """Let passes gather from the copies, displaced with step-ahead, or else exact weights."""

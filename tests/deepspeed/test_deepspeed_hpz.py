@@ -71,6 +71,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("updated", name, 8, SPARSE | UPDATES, save=save, save_after=3),
             run("rest", name, 8, SPARSE | UPDATES, load=save, seed=2),
         ]
+    plan += [
+        run(kind, "fp32", 6, SPARSE | UPDATES, between=kind == "between") for kind in ("same", "between")
+    ]
     plan.append(run("exact", "fp32", 6, SPARSE | UPDATES | {"feedback": "local"}, exact=True))
     for name, (section, zero, _) in REFUSED.items():
         changed = settings(zero=zero, dct={"data_parallel": SPARSE | UPDATES | section})
@@ -111,6 +114,13 @@ def test_the_loss_falls_and_ranks_stay_in_step(four: Results, name: str) -> None
     sent = [rank[f"updated/{name}"]["classes"]["parameter"] for rank in four]
     assert [bool(each["dense"]) for each in sent] == [True, False, False, True]
     assert sum(each["sent"] for each in sent) < sum(each["dense"] for each in sent) / 2
+
+
+def test_an_evaluation_before_the_backward_pass_changes_nothing(four: Results) -> None:
+    for rank in four:
+        same, between = rank["same/fp32"], rank["between/fp32"]
+        assert same["losses"] == between["losses"]
+        assert same["hash"] == between["hash"]
 
 
 def test_weights_are_exact_outside_training_passes(four: Results) -> None:

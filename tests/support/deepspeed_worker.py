@@ -139,6 +139,8 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
                 y = y + float("inf")
             loss = engine(x.to(engine.device), y.to(engine.device))
             looked.after_forward()
+            if run.get("between"):
+                evaluate(engine)
             # DeepSpeed 0.19.8 divides by the loss scale at stage 0, but does not multiply (its issue tracker:
             # #8393).
             unscaled = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
