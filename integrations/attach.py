@@ -30,7 +30,10 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     total_steps: int | None = None,
 ) -> DCTState | ReplicaCompression | None:
-    """Compress the gradients of a wrapped model; call it once on every rank, before the first step.
+    """Compress the gradients of a wrapped model; call it on every rank, between two steps.
+
+    A further call, for the same model or a wrapper around the same modules, takes the hooks of the earlier
+    one off. Then residuals start from zero.
 
     Args:
         model: A ``DistributedDataParallel``, or what ``fully_shard`` returned for a mesh of two dimensions
