@@ -23,6 +23,7 @@ from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
 from dct_plugin.errors import ConfigError, DesyncError
+from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
@@ -309,7 +310,8 @@ class DCTState:
                 )
             self._sparse |= names
             self._pass_ends(bucket, joined=False)
-        return default_hooks.allreduce_hook(self.process_group, bucket)  # type: ignore[arg-type]
+        with counted_by(functools.partial(self.metrics.uncompressed, "gradient", "sparse")):
+            return default_hooks.allreduce_hook(self.process_group, bucket)  # type: ignore[arg-type]
 
     def _pass_ends(self, bucket: dist.GradBucket, joined: bool) -> None:
         if bucket.is_last() and joined:
